@@ -1,0 +1,44 @@
+# `make demo` and `make test` are all that a new checkout needs: they make their own environment in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+.PHONY: demo test test-quick test-bounds coverage lint format bench peers engines clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python -m eplb_core demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-quick: $(READY)
+	FAST=1 $(BIN)/python -m pytest -m "not slow"
+
+# The disk cache of compiled kernels ignores the bounds-check flag: an own cache makes it take effect.
+test-bounds: $(READY)
+	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$$(mktemp -d) $(BIN)/python -m pytest
+
+coverage: $(READY)
+	NUMBA_DISABLE_JIT=1 FAST=1 $(BIN)/coverage run -m pytest
+	$(BIN)/coverage report
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) .peers .engines .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,63 @@
+"""Expert-parallel load balancing for mixture-of-experts serving, for any engine.
+
+Words: E logical experts of the model; P slots (places for one expert's weights, rank-major, S on each of R ranks);
+a replica is one of the slots of an expert. `expert_load [L, E]`: tokens routed to each expert on each layer.
+balancedness = mean / max of the ranks' loads. Placement chooses who gets replicas and which rank holds what; dispatch
+chooses the replica for a token; loading fills and moves weights.
+
+    >>> import numpy as np, eplb_core as eplb
+    >>> topology = eplb.Topology(num_ranks=4, num_nodes=2)
+    >>> expert_load = np.array([[90, 20, 30, 40, 50, 60, 70, 80]])
+    >>> before = eplb.ExpertLayout.trivial(1, 8, num_slots=12, topology=topology)
+    >>> placement = eplb.place(expert_load, topology=topology, num_slots=12)
+    >>> print(f"{eplb.mean_balancedness(eplb.rank_load(before, expert_load)):.3f}")
+    0.733
+    >>> float(placement.balancedness[0]), float(placement.bound[0])
+    (1.0, 1.0)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eplb_core.errors import EplbError as EplbError
+    from eplb_core.errors import FileFormatError as FileFormatError
+    from eplb_core.errors import InfeasiblePlacementError as InfeasiblePlacementError
+    from eplb_core.errors import LayoutError as LayoutError
+    from eplb_core.errors import MissingExpertError as MissingExpertError
+    from eplb_core.layout import ExpertLayout as ExpertLayout
+    from eplb_core.layout import min_redundant as min_redundant
+    from eplb_core.metrics import balancedness as balancedness
+    from eplb_core.metrics import mean_balancedness as mean_balancedness
+    from eplb_core.metrics import rank_load as rank_load
+    from eplb_core.metrics import total_balancedness as total_balancedness
+    from eplb_core.metrics import transfers as transfers
+    from eplb_core.topology import Topology as Topology
+
+__version__ = "0.1.0.dev0"
+
+# Where each public name lives. Loaded when first used: `import eplb_core` costs nothing and touches neither torch nor
+# the compiler. tests/test_api.py holds this table and the imports above to the same names.
+_HOMES = {
+    "topology": "Topology",
+    "layout": "ExpertLayout min_redundant",
+    "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
+    "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'eplb_core' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"eplb_core.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

@@ -1,0 +1,83 @@
+"""From what callers hand over (lists, numpy, torch on any device) to checked numpy arrays."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+ArrayLike: TypeAlias = npt.ArrayLike
+
+
+def to_numpy(value: object) -> npt.NDArray[Any]:
+    """View `value` as a numpy array; a CUDA tensor costs one copy to the host."""
+    if hasattr(value, "detach"):
+        tensor: Any = value
+        tensor = tensor.detach().cpu()
+        if str(tensor.dtype) == "torch.bfloat16":
+            tensor = tensor.float()
+        value = tensor.numpy()
+    return np.asarray(value)
+
+
+def to_ids(value: object, name: str) -> IntArray:
+    """Copy ids into a C-ordered int64 array; refuses what cannot tell -1 from an id."""
+    array = to_numpy(value)
+    if array.size == 0 and array.dtype == np.float64:
+        array = array.astype(np.int64)  # an empty list has no dtype of its own
+    if not np.issubdtype(array.dtype, np.signedinteger):
+        raise TypeError(f"`{name}` (dtype {array.dtype}) must be signed integers, since -1 marks an empty slot; cast it")
+    return np.array(array, dtype=np.int64, order="C", copy=True)
+
+
+def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Mark an array that others will hold."""
+    array.flags.writeable = False
+    return array
+
+
+def check_load(value: object, name: str, ndims: tuple[int, ...]) -> FloatArray:
+    """Copy a load into float64; NaN, infinity, negatives and wrong shapes raise and say where.
+
+    Args:
+        value: Array or tensor `[..., L, E]` of token counts, any real dtype.
+        name: How the caller calls it, for messages.
+        ndims: The numbers of dimensions that are allowed.
+    """
+    array = to_numpy(value)
+    if array.ndim not in ndims:
+        shapes = " or ".join({1: "[E]", 2: "[L, E]", 3: "[T, L, E]"}[n] for n in ndims)
+        raise ValueError(f"`{name}` (shape {list(array.shape)}) must be {shapes}")
+    if not (np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)):
+        raise TypeError(f"`{name}` (dtype {array.dtype}) must be integers or floats")
+    load = np.ascontiguousarray(array, dtype=np.float64)
+    # One pass in the common case: a sum is finite and a minimum is not negative, or the slow path says what is wrong.
+    if load.size and not (load.min() >= 0.0 and load.max() < np.inf):
+        _raise_bad_load(load, name)
+    return load
+
+
+def _raise_bad_load(load: FloatArray, name: str) -> None:
+    bad = ~((load >= 0.0) & (load < np.inf))
+    places = np.argwhere(bad)
+    first = places[0]
+    words = {1: ("expert",), 2: ("layer", "expert"), 3: ("window", "layer", "expert")}[load.ndim]
+    where = ", ".join(f"{word} {index}" for word, index in zip(words, first, strict=True))
+    more = f"; {len(places) - 1} more" if len(places) > 1 else ""
+    raise ValueError(
+        f"`{name}` (={load[tuple(first)]}) must be finite and not negative at {where}{more}; "
+        "mend the recording, or put 0 where nothing is known"
+    )
+
+
+def check_int(value: object, name: str, at_least: int) -> int:
+    """An integer argument; bool and float are refused."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"`{name}` (={value!r}) must be an integer")
+    if value < at_least:
+        raise ValueError(f"`{name}` (={value}) must be at least {at_least}")
+    return int(value)

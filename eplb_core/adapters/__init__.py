@@ -1,0 +1,1 @@
+"""One file an engine: names, shapes, files and hooks; nothing else."""

@@ -1,0 +1,59 @@
+"""What the library raises, beyond ValueError, TypeError and IndexError.
+
+A message names the value, the rule, the place (layer, slot, expert, rank) and what to do. States that an engine handles
+are subclasses of `EplbError` and carry their numbers as attributes.
+"""
+
+from __future__ import annotations
+
+
+class EplbError(Exception):
+    """Base of all states that an engine may want to handle."""
+
+
+class LayoutError(EplbError, ValueError):
+    """A map that is no valid layout, or a change that would make one.
+
+    Attributes:
+        layer: First layer at fault, or None where the whole is.
+        slot: First slot at fault, or None.
+        expert: Expert at fault, or None.
+    """
+
+    def __init__(
+        self, message: str, *, layer: int | None = None, slot: int | None = None, expert: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.layer = layer
+        self.slot = slot
+        self.expert = expert
+
+
+class MissingExpertError(LayoutError):
+    """An expert that no live slot holds: without it a token of that expert could go nowhere."""
+
+
+class InfeasiblePlacementError(EplbError, ValueError):
+    """No layout exists for these numbers.
+
+    Attributes:
+        num_live_slots: Slots on active ranks.
+        num_experts: Experts that need one each.
+    """
+
+    def __init__(self, message: str, *, num_live_slots: int, num_experts: int) -> None:
+        super().__init__(message)
+        self.num_live_slots = num_live_slots
+        self.num_experts = num_experts
+
+
+class FileFormatError(EplbError, ValueError):
+    """A file that is truncated, foreign or does not hold what it says.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, message: str, *, path: str) -> None:
+        super().__init__(message)
+        self.path = path

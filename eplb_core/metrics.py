@@ -1,0 +1,141 @@
+"""How even a layout makes the load, and what it costs to get there."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load, to_numpy
+from eplb_core.layout import ExpertLayout
+
+
+def rank_load(layout: ExpertLayout, expert_load: ArrayLike, *, shares: ArrayLike | None = None) -> FloatArray:
+    """How many tokens does each rank compute?
+
+    Args:
+        layout: Where the experts are.
+        expert_load: Tokens routed to each logical expert, `[L, E]`, or windows of it, `[T, L, E]`.
+        shares: Fraction of its expert's tokens that each slot takes, floats `[L, P]` or `[T, L, P]`; an expert's
+            shares sum to 1. Default: replicas share equally.
+
+    Returns:
+        float64 `[L, R]` or `[T, L, R]`.
+
+    Raises:
+        ValueError: A shape does not fit the layout, or a load is NaN, infinite or negative.
+
+    Cost:
+        O(T * L * P). Any thread.
+
+    Example:
+        >>> from eplb_core import Topology
+        >>> layout = ExpertLayout([[0, 1, 2, 0]], num_experts=3, topology=Topology(num_ranks=2))
+        >>> rank_load(layout, [[8, 1, 5]])
+        array([[5., 9.]])
+    """
+    load = check_load(expert_load, "expert_load", (2, 3))
+    layers, experts, slots = layout.num_layers, layout.num_experts, layout.num_slots
+    if load.shape[-2:] != (layers, experts):
+        raise ValueError(
+            f"`expert_load` (shape {list(load.shape)}) must be [{layers}, {experts}] or [T, {layers}, {experts}], "
+            "the layout's layers and logical experts"
+        )
+    p2l = layout.physical_to_logical_map
+    held = p2l >= 0
+    expert_of = np.maximum(p2l, 0)
+    if shares is None:
+        fraction = held / np.take_along_axis(layout.replica_count, expert_of, axis=1)
+    else:
+        fraction = np.asarray(to_numpy(shares), dtype=np.float64)
+        if fraction.shape[-2:] != (layers, slots) or fraction.ndim > load.ndim:
+            raise ValueError(f"`shares` (shape {list(fraction.shape)}) must be [{layers}, {slots}], a fraction a slot")
+        fraction = np.where(held, fraction, 0.0)
+    index = np.broadcast_to(expert_of, (*load.shape[:-2], layers, slots))
+    slot_load = np.take_along_axis(load, index, axis=-1) * fraction
+    return slot_load.reshape(*load.shape[:-1], layout.topology.num_ranks, -1).sum(axis=-1)
+
+
+def balancedness(rank_load: ArrayLike) -> FloatArray:
+    """How even is each layer? mean / max over ranks, in (0, 1], 1 is best.
+
+    Args:
+        rank_load: `[..., R]`. For ranks of unequal speed divide by the speeds first.
+
+    Returns:
+        float64 `[...]`; NaN where there is no load.
+
+    Example:
+        >>> balancedness([[100, 300], [0, 0]])
+        array([0.66666667,        nan])
+    """
+    load = check_rank_load(rank_load)
+    top = load.max(axis=-1)
+    mean = load.mean(axis=-1)
+    return np.divide(mean, top, out=np.full(top.shape, np.nan), where=top > 0)
+
+
+def mean_balancedness(rank_load: ArrayLike) -> float:
+    """Mean over layers (and windows) of `balancedness`; those without load count in no average. NaN if none has any."""
+    each = balancedness(rank_load)
+    known = ~np.isnan(each)
+    return float(each[known].mean()) if known.any() else float("nan")
+
+
+def total_balancedness(rank_load: ArrayLike) -> float:
+    """Sum of the means over the sum of the maxima: weighs each layer and window by its time. NaN without load.
+
+    With one device per rank and layers in turn, this is the fraction of time that the average rank works.
+    """
+    load = check_rank_load(rank_load)
+    top = float(load.max(axis=-1).sum())
+    return float(load.mean(axis=-1).sum()) / top if top > 0 else float("nan")
+
+
+def check_rank_load(value: ArrayLike) -> FloatArray:
+    """`[..., R]` as float64, finite and not negative, one rank or more."""
+    load = np.asarray(to_numpy(value), dtype=np.float64)
+    if load.ndim == 0 or load.shape[-1] == 0:
+        raise ValueError(f"`rank_load` (shape {list(load.shape)}) must be [..., R] with one rank or more")
+    bad = ~((load >= 0) & (load < np.inf))
+    if bad.any():
+        place = np.argwhere(bad)[0]
+        raise ValueError(f"`rank_load` (={load[tuple(place)]}) must be finite and not negative at {place.tolist()}")
+    return load
+
+
+def transfers(old: ExpertLayout, new: ExpertLayout) -> IntArray:
+    """How many experts must each rank receive to go from `old` to `new`?
+
+    An expert that a rank holds in `new` and did not hold in `old` crosses the wire once, however many of the rank's
+    slots it fills; what a rank already holds is copied inside it.
+
+    Args:
+        old: Layout that the weights are in.
+        new: Layout to reach; same L, P, E and topology.
+
+    Returns:
+        int64 `[L, R]`.
+
+    Raises:
+        ValueError: The layouts differ in shape, experts or topology.
+
+    Cost:
+        O(L * (P + R * E)) bytes of scratch; any thread.
+
+    Example:
+        >>> from eplb_core import Topology
+        >>> two = Topology(num_ranks=2)
+        >>> old = ExpertLayout([[0, 1, 2, 3, 1, 2]], num_experts=4, topology=two)
+        >>> new = ExpertLayout([[0, 1, 2, 3, 0, 0]], num_experts=4, topology=two)
+        >>> transfers(old, new)
+        array([[0, 1]])
+    """
+    old.check_same_frame(new)
+    return np.count_nonzero(_holds(new) & ~_holds(old), axis=2).astype(np.int64)
+
+
+def _holds(layout: ExpertLayout) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Does the rank hold the expert? bool `[L, R, E]`."""
+    layers, ranks = layout.num_layers, layout.topology.num_ranks
+    holds = np.zeros((layers, ranks, layout.num_experts + 1), dtype=np.bool_)
+    np.put_along_axis(holds, layout.physical_to_logical_map.reshape(layers, ranks, -1), True, axis=2)
+    return holds[:, :, :-1]  # index -1 (empty slots) went to the last column

@@ -1,0 +1,1 @@
+"""Who gets replicas, and which rank holds what."""
