@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from eplb_core.metrics import rank_load as rank_load
     from eplb_core.metrics import total_balancedness as total_balancedness
     from eplb_core.metrics import transfers as transfers
-    from eplb_core.simulate import simulate as simulate
+    from eplb_core.simulation import simulate as simulate
     from eplb_core.topology import Topology as Topology
     from eplb_core.trace import Trace as Trace
     from eplb_core.trace import load_trace as load_trace
@@ -51,7 +51,7 @@ _HOMES = {
     "layout": "ExpertLayout min_redundant",
     "layout_file": "load_layout save_layout",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
-    "simulate": "simulate",
+    "simulation": "simulate",
     "trace": "Trace load_trace save_trace",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError",
 }

@@ -212,6 +212,18 @@ def write_expert_location(layout: ExpertLayout, path: PathLike, *, binary: bool 
         _files.write_atomic(path, (json.dumps({_MAP: p2l.tolist()}) + "\n").encode())
 
 
+def write_logical_count(trace: Trace, path: PathLike) -> None:
+    """Write a load for `--init-expert-location`, from which SGLang plans at start: .pt by the ending, else JSON."""
+    if os.fspath(path).endswith(".pt"):
+        import torch
+
+        stream = io.BytesIO()
+        torch.save({"logical_count": torch.from_numpy(trace.load.copy())}, stream)
+        _files.write_atomic(path, stream.getvalue())
+    else:
+        _files.write_atomic(path, (json.dumps({"logical_count": trace.load.tolist()}) + "\n").encode())
+
+
 def full_map(layout: ExpertLayout, why: str) -> IntArray:
     """The map of a layout without empty slots; others raise ValueError naming layer, slot and `why`."""
     p2l = layout.physical_to_logical_map

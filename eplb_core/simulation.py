@@ -14,7 +14,7 @@ import numpy as np
 import eplb_core
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, read_only
 from eplb_core.layout import ExpertLayout
-from eplb_core.metrics import balancedness, rank_load, total_balancedness, transfers
+from eplb_core.metrics import rank_load, transfers
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace, check_trace_load
 
@@ -38,8 +38,12 @@ class Simulation:
     """Slots filled."""
     interval: int
     """Windows between rebalances; the first `interval` windows only feed the first one and are not scored."""
+    mean_load: FloatArray
+    """Load that each rank would have if all were even, `[T, L]`: the sum over the sum of the speeds."""
+    max_load: FloatArray
+    """Load over speed of the fullest rank, `[T, L]`: the time that all ranks wait for."""
     balancedness: FloatArray
-    """Of each window and layer, `[T, L]`; NaN without load."""
+    """`mean_load / max_load`, `[T, L]`; NaN without load."""
     window_balancedness: FloatArray
     """Mean over layers, `[T]`; NaN for a window without load."""
     rebalance_windows: IntArray
@@ -97,7 +101,7 @@ def simulate(
 
     Args:
         trace: A trace, or windows of load `[T, L, E]`.
-        topology: Ranks and nodes. Loads of ranks are divided by their speeds.
+        topology: Ranks, nodes and speeds.
         num_slots: Slots to fill, at least E.
         policy: `"none"` keeps the starting layout; `"place"` calls `place` with the live layout as `current`;
             `"deepseek"` calls `rebalance_experts` on the sum of the windows; or a callable
@@ -142,8 +146,8 @@ def simulate(
         raise ValueError(
             f"`current` ({live!r}) must have the trace's {layers} layers and {experts} experts, and `topology`"
         )
-    ranks = np.empty((windows, layers, topology.num_ranks))
-    ranks[:every] = _rank_time(live, load[:every], dispatch)
+    mean, top = np.empty((windows, layers)), np.empty((windows, layers))
+    mean[:every], top[:every] = _mean_and_max(live, load[:every], dispatch)
     starts = list(range(every, windows, every))
     moved, digests = [], [live.digest]
     for done, start in enumerate(starts):
@@ -151,15 +155,19 @@ def simulate(
         moved.append(transfers(live, new).sum(axis=1))
         live = new
         digests.append(live.digest)
-        ranks[start : start + every] = _rank_time(live, load[start : start + every], dispatch)
+        span = slice(start, start + every)
+        mean[span], top[span] = _mean_and_max(live, load[span], dispatch)
         if progress is not None:
             progress(done + 1, len(starts))
-    each = balancedness(ranks)
+    each = np.divide(mean, top, out=np.full(top.shape, np.nan), where=top > 0)
+    waited = float(top[every:].sum())
     return Simulation(
         policy=name,
         topology=topology,
         num_slots=num_slots,
         interval=every,
+        mean_load=read_only(mean),
+        max_load=read_only(top),
         balancedness=read_only(each),
         window_balancedness=read_only(np.array([_mean(window) for window in each])),
         rebalance_windows=read_only(np.array(starts, dtype=np.int64)),
@@ -167,7 +175,7 @@ def simulate(
         digests=tuple(digests),
         layout=live,
         mean_balancedness=_mean(each[every:]),
-        total_balancedness=total_balancedness(ranks[every:]),
+        total_balancedness=float(mean[every:].sum()) / waited if waited > 0 else float("nan"),
     )
 
 
@@ -207,8 +215,10 @@ def _deepseek(num_slots: int, num_groups: int) -> Policy:
     return choose
 
 
-def _rank_time(layout: ExpertLayout, load: IntArray | FloatArray, dispatch: str | Dispatch) -> FloatArray:
-    """Load of each rank over its speed, `[t, L, R]`."""
+def _mean_and_max(
+    layout: ExpertLayout, load: IntArray | FloatArray, dispatch: str | Dispatch
+) -> tuple[FloatArray, FloatArray]:
+    """Even load and the fullest rank's load over its speed, each `[t, L]`."""
     if callable(dispatch):
         shares = np.stack([np.asarray(dispatch(layout, window)) for window in load.astype(np.float64)])
         ranks = rank_load(layout, load, shares=shares)
@@ -216,7 +226,8 @@ def _rank_time(layout: ExpertLayout, load: IntArray | FloatArray, dispatch: str 
         ranks = rank_load(layout, load)
     else:
         raise ValueError(f"`dispatch` (={dispatch!r}) must be 'even' or a function")
-    return ranks / layout.topology.rank_speed
+    speed = layout.topology.rank_speed
+    return ranks.sum(axis=2) / speed.sum(), (ranks / speed).max(axis=2)
 
 
 def _mean(each: FloatArray) -> float:
