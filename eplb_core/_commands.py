@@ -97,6 +97,9 @@ def _plan(
     if before is None:
         before = ExpertLayout.trivial(trace.num_layers, trace.num_experts, num_slots=slots, topology=topology)
     with progress("planning (the first time after an installation also compiles)"):
+        eplb_core.place(
+            trace.load[:1, :1], topology=topology, num_slots=slots, **options
+        )  # compiles, so as not to be timed
         begun = time.perf_counter()
         placed = eplb_core.place(trace.load, topology=topology, num_slots=slots, current=current, **options)
         seconds = time.perf_counter() - begun
@@ -175,7 +178,7 @@ def _plan_text(facts: dict[str, Any]) -> str:
         cells = [number(facts[name + when][key]) for when in ("before", "after")]
         lines.append(f"{label:<34}{cells[0]:>10}{cells[1]:>10}{'' if limit is None else number(limit):>10}")
     lines.append(f"{'expert twice on one rank':<34}{facts['pairs_before']:>10}{facts['pairs_after']:>10}")
-    lines.append("")
+    lines = [*(line.rstrip() for line in lines), ""]
     if facts["transfers"] is None:
         lines.append("transfers: not counted, since the current layout has another number of slots")
     else:
@@ -374,21 +377,26 @@ def demo(arguments: argparse.Namespace) -> int:
 
 def _demo_text(trace: Trace, facts: dict[str, Any], results: list[replays.Simulation]) -> str:
     before, after = facts["before"]["total"], facts["after"]["total"]
-    kept, placed = results[0], results[1]
-    parts = [
-        "A mixture-of-experts model sends each token to a few of its experts. Experts live on\n"
-        "ranks, and a layer takes as long as its fullest rank. The recorded load:\n",
-        textwrap.indent(textwrap.fill(trace.source, 76), "    "),
-        f"\n1. PLAN. {_DEMO_SLOTS - trace.num_experts} spare slots hold second copies of busy experts. Where does each "
-        "copy go?\n",
-        textwrap.indent(_plan_text(facts), "    "),
-        f"\n    The average rank works {before:.0%} of the time before and {after:.0%} after: these layers\n"
-        f"    would take {1 - before / after:.0%} less time, if the load stayed as it was recorded.\n",
-        f"2. REPLAY. Load does not stay. Every {_DEMO_INTERVAL} windows each policy plans from the windows\n"
-        "   that are over and is scored on those that follow; the texts switch at window 56.\n",
-        textwrap.indent(replays.table(results), "    "),
-        f"\n    Over windows that it had not seen, `place` makes the average rank work "
-        f"{placed.total_balancedness:.0%}\n    of the time (without balancing {kept.total_balancedness:.0%}).",
-        "\nTry it on your own recording:  eplb plan FILE --ranks R --slots P --out layout.json",
+    kept, placed = results[0].total_balancedness, results[1].total_balancedness
+    paragraphs = [
+        "A mixture-of-experts model sends each token to a few of its experts. The experts live on ranks, and a layer "
+        "takes as long as its fullest rank. The load that was recorded here:",
+        f"    {trace.source}",
+        f"1. PLAN. {_DEMO_SLOTS - trace.num_experts} spare slots hold second copies of busy experts. Which "
+        "experts, and which rank holds what?",
+        _plan_text(facts),
+        f"The average rank works {before:.0%} of the time before and {after:.0%} after: these layers would take "
+        f"{1 - before / after:.0%} less time, if the load stayed as it was recorded, all windows as one.",
+        f"2. REPLAY. Load does not stay. Every {_DEMO_INTERVAL} windows each policy plans from the windows that are "
+        "over and is scored on those that follow. The texts switch at window 56.",
+        replays.table(results),
+        f"On windows that it had not seen, `place` makes the average rank work {placed:.0%} of the time; without "
+        f"balancing it is {kept:.0%}.",
+        "On your own recording: eplb plan FILE --ranks R --slots P --out layout.json",
     ]
-    return "\n".join(parts)
+    return "\n\n".join(part if "\n" in part else _filled(part) for part in paragraphs)
+
+
+def _filled(text: str) -> str:
+    indent = " " * (len(text) - len(text.lstrip()))
+    return textwrap.fill(text, 80, subsequent_indent=indent)

@@ -54,7 +54,14 @@ def reading(path: PathLike, expected: str, mend: str) -> Iterator[None]:
     except FileFormatError:
         raise
     except Exception as error:  # decoders of hostile bytes raise whatever they please
-        raise bad_file(path, expected, f"{type(error).__name__}: {error}", mend) from error
+        raise bad_file(path, expected, _told(error), mend) from error
+
+
+def _told(error: Exception) -> str:
+    """A decoder's error in words."""
+    if isinstance(error, KeyError):
+        return f"no {error}"
+    return str(error) if type(error) in (ValueError, TypeError) else f"{type(error).__name__}: {error}"
 
 
 def open_regular(path: PathLike, max_bytes: int) -> io.BufferedReader:

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         "trace", metavar="TRACE", help="recorded load: this library's, SGLang's, TensorRT-LLM's, .npz, .npy"
     )
     _trace_options(plan)
-    _topology_options(plan, required=True)
+    _topology_options(plan)
     _place_options(plan)
     plan.add_argument("--current", metavar="FILE", help="layout that is live now: changes cost transfers")
     plan.add_argument("--out", metavar="FILE", help="write the layout here")
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     replay = _command(commands, "simulate", _commands.simulate, "replay a recorded load through policies, side by side")
     replay.add_argument("trace", metavar="TRACE", help="recorded load with two windows or more")
     _trace_options(replay)
-    _topology_options(replay, required=True)
+    _topology_options(replay)
     _place_options(replay)
     replay.add_argument(
         "--policy", metavar="A,B,..", type=_policies, help=f"of {', '.join(POLICIES)} (default: all that fit)"
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     look = _command(commands, "inspect", _commands.inspect, "say what a layout or trace file holds, and its faults")
     look.add_argument("file", metavar="FILE", help="any file that plan or convert reads")
     _trace_options(look)
-    _topology_options(look, required=False)
+    _topology_options(look)
     look.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
 
     turn = _command(commands, "convert", _commands.convert, "turn a layout or trace file into another format")
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     turn.add_argument("target", metavar="OUT", help="file to write")
     turn.add_argument("--to", choices=LAYOUT_FORMATS, required=True, help="traces: eplb or sglang only")
     _trace_options(turn)
-    _topology_options(turn, required=False)
+    _topology_options(turn)
     turn.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
 
     _command(commands, "demo", _commands.demo, "plan and replay the trace that comes with the package")
@@ -110,8 +110,8 @@ def _trace_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--windows", metavar="A:B", type=_span, help="use windows A to B-1 of the trace only")
 
 
-def _topology_options(command: argparse.ArgumentParser, *, required: bool) -> None:
-    command.add_argument("--ranks", metavar="R", type=_positive, required=required, help="EP ranks")
+def _topology_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--ranks", metavar="R", type=_positive, help="EP ranks")
     command.add_argument("--nodes", metavar="N", type=_positive, default=1, help="nodes, of equal size (default 1)")
     command.add_argument("--rank-to-node", metavar="0,0,1,..", type=_ints, help="node of each rank, for other shapes")
     command.add_argument("--rank-speed", metavar="1,1,.5,..", type=_floats, help="relative speed of each rank")

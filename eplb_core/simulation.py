@@ -238,24 +238,22 @@ def _mean(each: FloatArray) -> float:
 
 def table(simulations: list[Simulation]) -> str:
     """Replays of one trace side by side: balancedness and transfers of each stretch, then the totals."""
-    first = simulations[0]
-    width = 16
     lines = [
-        " " * 11 + "".join(f"{sim.policy[: width - 2]:>{width}}" for sim in simulations),
-        f"{'windows':<11}" + f"{'bal.  transfers':>{width}}" * len(simulations),
+        " " * 11 + "".join(f"{sim.policy[:16]:>18}" for sim in simulations),
+        f"{'windows':<11}" + f"{'bal.':>8}{'transfers':>10}" * len(simulations),
     ]
     per_sim = [sim.blocks() for sim in simulations]
     for at, (start, end, _, _) in enumerate(per_sim[0]):
-        cells = "".join(f"{_number(blocks[at][2]):>6}{blocks[at][3]:>10}" for blocks in per_sim)
-        lines.append(f"{f'{start}-{end - 1}':<11}{cells}" + ("   not scored" if at == 0 else ""))
+        cells = "".join(f"{_number(blocks[at][2]):>8}{blocks[at][3]:>10,}" for blocks in per_sim)
+        lines.append(f"{f'{start}-{end - 1}':<11}{cells}" + ("  unscored" if at == 0 else ""))
     lines.append("-" * len(lines[1]))
     lines.append(
-        f"{'mean':<11}" + "".join(f"{_number(s.mean_balancedness):>6}{s.total_transfers:>10}" for s in simulations)
+        f"{'mean':<11}" + "".join(f"{_number(s.mean_balancedness):>8}{s.total_transfers:>10,}" for s in simulations)
     )
-    lines.append(f"{'total':<11}" + "".join(f"{_number(s.total_balancedness):>6}{'':>10}" for s in simulations))
-    layers = first.balancedness.shape[1]
-    lines.append(f"bal. = mean/max of the ranks' loads, 1 is best; transfers = experts received, all {layers} layers.")
-    return "\n".join(lines)
+    lines.append(f"{'total':<11}" + "".join(f"{_number(s.total_balancedness):>8}{'':>10}" for s in simulations))
+    lines.append("bal. = mean / max load of the ranks, 1 is best; mean of layers, mean of windows;")
+    lines.append("total = sum of means / sum of maxima; transfers = experts received, all layers")
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _number(value: float) -> str:
