@@ -330,7 +330,9 @@ def _facts_text(facts: dict[str, Any]) -> str:
 
 
 def _wrapped(head: str, text: str) -> list[str]:
-    return textwrap.wrap(text, 80, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False)
+    return textwrap.wrap(
+        text, 80, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False, break_on_hyphens=False
+    )
 
 
 # ---- convert ---------------------------------------------------------------------------------------------------------

@@ -96,7 +96,16 @@ def test_flipped_bytes_are_refused_or_read(
     read_both(folder / name)
 
 
-HEADS = [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"\x93NUMPY\x01\x00", b"\x93NUMPY\x02\x00v\x00\x00\x00", b"{", b"[", b"num_slots: "]
+HEADS = [
+    b"",
+    b"PK\x03\x04",
+    b"PK\x05\x06" + bytes(18),
+    b"\x93NUMPY\x01\x00",
+    b"\x93NUMPY\x02\x00v\x00\x00\x00",
+    b"{",
+    b"[",
+    b"num_slots: ",
+]
 
 
 @given(head=st.sampled_from(HEADS), rest=st.one_of(st.binary(max_size=200), st.text(max_size=80).map(str.encode)))
@@ -110,10 +119,14 @@ def test_random_bytes_are_refused(tmp_path_factory: pytest.TempPathFactory, head
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["layer_id", "device_id", "x"]), inner),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["layer_id", "device_id", "x"]), inner)
+        ),
         max_leaves=8,
     ),
-    st.sampled_from(sorted({"logical_count", "physical_to_logical_map", "layer_list", "num_experts", "rank_to_node", "digest"})),
+    st.sampled_from(
+        sorted({"logical_count", "physical_to_logical_map", "layer_list", "num_experts", "rank_to_node", "digest"})
+    ),
 )
 @settings(max_examples=200, deadline=None)
 def test_json_of_the_wrong_kind_is_refused(tmp_path_factory: pytest.TempPathFactory, value: object, key: str) -> None:
@@ -130,7 +143,25 @@ def test_json_of_the_wrong_kind_is_refused(tmp_path_factory: pytest.TempPathFact
 
 @given(
     st.lists(
-        st.sampled_from(["num_slots:", "initial_global_assignments:", " 3", "  4:", "- ", "[", "]", "{", "}", ",", "1", "\n", " ", "#", "a"]),
+        st.sampled_from(
+            [
+                "num_slots:",
+                "initial_global_assignments:",
+                " 3",
+                "  4:",
+                "- ",
+                "[",
+                "]",
+                "{",
+                "}",
+                ",",
+                "1",
+                "\n",
+                " ",
+                "#",
+                "a",
+            ]
+        ),
         max_size=30,
     )
 )
@@ -146,7 +177,9 @@ def npy(shape: str, body: bytes = b"", dtype: str = "<i8") -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + body
 
 
-@pytest.mark.parametrize("shape", ["(1000000000000, 58, 256)", "(0, 1000000, 1000000)", "(-1, -4)", "(2, 2)", "(True, 2)", "'x'"])
+@pytest.mark.parametrize(
+    "shape", ["(1000000000000, 58, 256)", "(0, 1000000, 1000000)", "(-1, -4)", "(2, 2)", "(True, 2)", "'x'"]
+)
 def test_declared_shapes_are_compared_before_memory_is_taken(tmp_path: Path, shape: str) -> None:
     (tmp_path / "huge.npy").write_bytes(npy(shape))
     with pytest.raises(FileFormatError, match=r"huge\.npy: expected NumPy arrays"):

@@ -83,7 +83,10 @@ def test_folding_slots_agrees_with_a_dictionary(data: st.DataObject) -> None:
     p2l = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=3))
     count = st.lists(st.integers(0, 2**40), min_size=5, max_size=5)
     counts = data.draw(st.lists(count, min_size=len(p2l), max_size=len(p2l)))
-    want = [[sum(c for c, e in zip(row, ids, strict=True) if e == x) for x in range(4)] for row, ids in zip(counts, p2l, strict=True)]
+    want = [
+        [sum(c for c, e in zip(row, ids, strict=True) if e == x) for x in range(4)]
+        for row, ids in zip(counts, p2l, strict=True)
+    ]
     assert fold_slots(counts, p2l, 4).tolist() == want
     assert fold_slots([counts, counts], p2l, 4).tolist() == [want, want]
 

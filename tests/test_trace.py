@@ -113,8 +113,19 @@ def test_json_with_logical_count_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["[1, 2]", '{"logical_count": [[1, 2], [3]]}', '{"logical_count": [["a"]]}', '{"a": 1}', '{"logical_count": [[-1]]}']
-    + ["[" * 5000, '{"logical_count": [[NaN]]}', '{"logical_count": [[1e999]]}', '{"logical_count": [[' + "9" * 40 + "]]}"],
+    [
+        "[1, 2]",
+        '{"logical_count": [[1, 2], [3]]}',
+        '{"logical_count": [["a"]]}',
+        '{"a": 1}',
+        '{"logical_count": [[-1]]}',
+    ]
+    + [
+        "[" * 5000,
+        '{"logical_count": [[NaN]]}',
+        '{"logical_count": [[1e999]]}',
+        '{"logical_count": [[' + "9" * 40 + "]]}",
+    ],
 )
 def test_foreign_json_is_refused_with_a_message(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
@@ -130,7 +141,9 @@ def test_another_version_of_the_trace_format_is_named(tmp_path: Path) -> None:
         load_trace(path)
 
 
-@pytest.mark.parametrize("facts", ['{"format": "eplb-trace-1", "windows": 3}', '{"format": "eplb-trace-1", "top_k": "a"}', "7"])
+@pytest.mark.parametrize(
+    "facts", ['{"format": "eplb-trace-1", "windows": 3}', '{"format": "eplb-trace-1", "top_k": "a"}', "7"]
+)
 def test_facts_of_the_wrong_kind_are_refused(tmp_path: Path, facts: str) -> None:
     np.savez(tmp_path / "f.npz", expert_load=np.ones((1, 1, 1)), facts=np.array(facts))
     with pytest.raises(FileFormatError, match=r"f\.npz"):

@@ -114,7 +114,7 @@ def _entries(lines: Sequence[str]) -> list[tuple[str, str, list[str]]]:
     indent = None
     for raw in lines:
         line = re.sub(r"(^|\s)#.*", "", raw).rstrip()
-        if not line or (line in ("---", "...") and not entries):
+        if not line or line == "..." or (line == "---" and not entries):
             continue
         depth = len(line) - len(line.lstrip(" "))
         indent = depth if indent is None else indent
