@@ -38,7 +38,7 @@ class Trace:
         TypeError: Not numbers.
 
     Example:
-        >>> Trace([[3, 0, 5]]).load.shape
+        >>> Trace(np.array([[3, 0, 5]])).load.shape
         (1, 1, 3)
     """
 

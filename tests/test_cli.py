@@ -40,22 +40,16 @@ def pair(tmp_path: Path) -> str:
     return str(path)
 
 
-def run(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "eplb_core", *argv],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        **options,  # type: ignore[call-overload]
-    )
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "eplb_core", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def fits_80_columns(text: str) -> bool:
     return all(len(line) <= 80 and line == line.rstrip() for line in text.splitlines())
 
 
-# ---- plan -------------------------------------------------------------------------------------------------------------
+# ---- plan ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -100,7 +94,7 @@ def test_more_experts_than_slots_is_a_usage_error(trace: str, capsys: pytest.Cap
     assert "`num_slots` (=15) must be at least `num_experts` (=16)" in capsys.readouterr().err
 
 
-# ---- simulate ---------------------------------------------------------------------------------------------------------
+# ---- simulate --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -131,7 +125,7 @@ def test_simulate_starts_from_a_current_layout(trace: str, layout: str, capsys: 
     assert json.loads(capsys.readouterr().out)[0]["digests"][0] == load_layout(layout).digest
 
 
-# ---- inspect ----------------------------------------------------------------------------------------------------------
+# ---- inspect ---------------------------------------------------------------------------------------------------------
 
 
 def test_inspect_says_what_a_trace_holds(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +167,7 @@ def test_inspect_of_a_sound_layout_is_well(layout: str, capsys: pytest.CaptureFi
     assert "none found" in capsys.readouterr().out
 
 
-# ---- convert ----------------------------------------------------------------------------------------------------------
+# ---- convert ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -208,7 +202,7 @@ def test_convert_refuses_what_a_format_cannot_say(
     assert "rank 0 must not hold expert 0 twice at layer 0" in capsys.readouterr().err
 
 
-# ---- status and messages ----------------------------------------------------------------------------------------------
+# ---- status and messages ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

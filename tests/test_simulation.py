@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from eplb_core import ExpertLayout, Topology, Trace, simulate
-from eplb_core.simulation import table
+from eplb_core._arrays import FloatArray, IntArray
+from eplb_core.simulation import Policy, table
 
 TWO = Topology(num_ranks=2)
 
 
-def by_load(windows: np.ndarray[tuple[int, ...], np.dtype[np.int64]], live: ExpertLayout) -> ExpertLayout:
+def by_load(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
     """A policy for tests: the two busiest of four experts get the spare slots, one on each rank."""
     rows = []
     for load in windows.sum(axis=0):
@@ -28,7 +29,7 @@ def test_no_window_is_scored_on_a_layout_that_was_made_from_it() -> None:
     load = np.arange(7 * 1 * 4).reshape(7, 1, 4)
     seen: list[list[int]] = []
 
-    def spy(windows: np.ndarray[tuple[int, ...], np.dtype[np.int64]], live: ExpertLayout) -> ExpertLayout:
+    def spy(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
         seen.append(windows[:, 0, 0].tolist())
         return live
 
@@ -134,7 +135,8 @@ def test_progress_is_told() -> None:
 
 def test_the_table_shows_policies_side_by_side() -> None:
     load = np.array([[[1, 1, 9, 1]]] * 4)
-    runs = [simulate(load, topology=TWO, num_slots=6, policy=policy, interval=2) for policy in ("none", by_load)]
+    policies: tuple[str | Policy, ...] = ("none", by_load)
+    runs = [simulate(load, topology=TWO, num_slots=6, policy=policy, interval=2) for policy in policies]
     lines = table(runs).splitlines()
     assert lines[0].split() == ["none", "by_load"]
     assert lines[2].split() == ["0-1", "0.600", "0", "0.600", "0", "unscored"]

@@ -75,7 +75,7 @@ def test_repr_is_short() -> None:
 def test_saving_over_a_file_leaves_no_other_file(tmp_path: Path) -> None:
     path = tmp_path / "t.npz"
     for value in (1, 2):
-        save_trace(Trace([[value]]), path)
+        save_trace(Trace(np.array([[value]])), path)
     assert load_trace(path).load.tolist() == [[[2]]]
     assert list(tmp_path.iterdir()) == [path]
 
@@ -85,7 +85,7 @@ def test_plain_arrays_are_read(tmp_path: Path) -> None:
     assert load_trace(tmp_path / "a.npy").load.tolist() == np.arange(12).reshape(1, 3, 4).tolist()
     np.savez(tmp_path / "b.npz", load=np.ones((2, 3, 4), dtype=np.uint8), labels=np.array(["x", "y"]), topk=np.array(2))
     trace = load_trace(tmp_path / "b.npz")
-    assert (trace.load.shape, trace.load.dtype, trace.top_k) == ((2, 3, 4), np.int64, 2)
+    assert (trace.load.shape, str(trace.load.dtype), trace.top_k) == ((2, 3, 4), "int64", 2)
 
 
 def test_several_arrays_of_one_shape_are_windows(tmp_path: Path) -> None:
@@ -119,8 +119,6 @@ def test_json_with_logical_count_is_read(tmp_path: Path) -> None:
         '{"logical_count": [["a"]]}',
         '{"a": 1}',
         '{"logical_count": [[-1]]}',
-    ]
-    + [
         "[" * 5000,
         '{"logical_count": [[NaN]]}',
         '{"logical_count": [[1e999]]}',

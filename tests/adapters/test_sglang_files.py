@@ -116,7 +116,7 @@ def test_folders_must_hold_records_of_one_run(tmp_path: Path) -> None:
         load_trace(tmp_path)
 
 
-# ---- expert locations --------------------------------------------------------------------------------------------------
+# ---- expert locations ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["l.pt", "l.json"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +23,21 @@ LAYOUT = ExpertLayout([[0, 1, 2, 2, 3, 0], [3, 2, 1, 0, 1, 2]], 4, topology=TWO)
 def test_configs_round_trip(tmp_path: Path) -> None:
     tensorrt_llm.write_config(LAYOUT, tmp_path / "c.yaml", layer_ids=[3, 60], layer_updates_per_iter=2)
     assert (tmp_path / "c.yaml").read_text() == (
-        "num_slots: 6\ninitial_global_assignments:\n  3: [0, 1, 2, 2, 3, 0]\n  60: [3, 2, 1, 0, 1, 2]\nlayer_updates_per_iter: 2\n"
+        "num_slots: 6\ninitial_global_assignments:\n"
+        "  3: [0, 1, 2, 2, 3, 0]\n  60: [3, 2, 1, 0, 1, 2]\nlayer_updates_per_iter: 2\n"
     )
     assert read_layout_file(tmp_path / "c.yaml", topology=TWO, num_experts=4) == (LAYOUT, (3, 60), "tensorrt-llm", ())
 
 
+MAP = "initial_global_assignments:"
 FORMS = {
-    "flow rows": "initial_global_assignments:\n  0: [0, 1, 1, 0]\n  1: [1, 0, 0, 1]\nlayer_updates_per_iter: 0\nnum_slots: 4\n",
-    "block rows": "initial_global_assignments:\n  0:\n  - 0\n  - 1\n  - 1\n  - 0\n  1:\n    - 1\n    - 0\n    - 0\n    - 1\nnum_slots: 4",
-    "wrapped rows": "num_slots: 4\ninitial_global_assignments:\n  0: [0, 1,\n    1, 0]\n  1:\n    [1, 0, 0, 1]\n",
-    "a flow mapping": "num_slots: 4\ninitial_global_assignments: {0: [0, 1, 1, 0],\n  1: [1, 0, 0, 1]}\n",
-    "comments and quotes": "---\n# saved\n'num_slots': 4   # of 2 ranks\n\"initial_global_assignments\":\n  '0': [0,1,1,0]\n  1: [1,0,0,1]\n...\n",
-    "more keys": "num_slots: 4\nname: x\nlist:\n- 1\ninitial_global_assignments: {0: [0, 1, 1, 0], 1: [1, 0, 0, 1]}",
+    "flow rows": f"{MAP}\n  0: [0, 1, 1, 0]\n  1: [1, 0, 0, 1]\nlayer_updates_per_iter: 0\nnum_slots: 4\n",
+    "block rows": f"{MAP}\n  0:\n  - 0\n  - 1\n  - 1\n  - 0\n  1:\n    - 1\n    - 0\n    - 0\n    - 1\nnum_slots: 4",
+    "wrapped rows": f"num_slots: 4\n{MAP}\n  0: [0, 1,\n    1, 0]\n  1:\n    [1, 0, 0, 1]\n",
+    "a flow mapping": f"num_slots: 4\n{MAP} {{0: [0, 1, 1, 0],\n  1: [1, 0, 0, 1]}}\n",
+    "comments": f"---\n# saved\nnum_slots: 4   # of 2 ranks\n{MAP}\n  0: [0,1,1,0]\n  1: [1,0,0,1]\n...\n",
+    "quotes": "'num_slots': 4\n\"initial_global_assignments\":\n  '0': [0,1,1,0]\n  1: [1,0,0,1]\n",
+    "more keys": f"num_slots: 4\nname: x\nlist:\n- 1\n{MAP} {{0: [0, 1, 1, 0], 1: [1, 0, 0, 1]}}",
 }
 
 
@@ -100,7 +104,7 @@ def test_empty_slots_cannot_be_written(tmp_path: Path) -> None:
         tensorrt_llm.write_config(ExpertLayout([[0, 1, 2, -1]], 3, topology=TWO), tmp_path / "c.yaml")
 
 
-# ---- statistics --------------------------------------------------------------------------------------------------------
+# ---- statistics ------------------------------------------------------------------------------------------------------
 
 
 def statistics(
@@ -133,7 +137,7 @@ def test_statistics_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_trace(tmp_path)
     for file in tmp_path.glob("rank*"):
         file.unlink()
-    with pytest.raises(FileFormatError, match="rank\\*.safetensors beside meta_info.json, found none"):
+    with pytest.raises(FileFormatError, match=r"rank\*\.safetensors beside meta_info.json, found none"):
         load_trace(tmp_path)
     (tmp_path / "meta_info.json").write_text("{}")
     with pytest.raises(FileFormatError, match="no 'num_experts'"):
@@ -148,7 +152,5 @@ def test_hostile_statistics_are_refused(
     raw = bytearray((folder / "rank0.safetensors").read_bytes())
     raw[int(place * len(raw))] ^= flip
     (folder / "rank0.safetensors").write_bytes(raw if flip else raw[: int(cut * len(raw))])
-    try:
+    with suppress(FileFormatError):  # nothing else may come out
         load_trace(folder)
-    except FileFormatError as error:
-        assert "rank0" in str(error) or str(folder) in str(error)
