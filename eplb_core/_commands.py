@@ -265,7 +265,7 @@ def _layout_facts(path: str, read: LayoutFile) -> dict[str, Any]:
     if pairs:
         layer, rank, expert = pairs[0]
         faults.append(
-            f"{len(pairs)} times an expert is twice on one rank (first: expert {expert} on rank {rank} of layer "
+            f"an expert is twice on one rank in {len(pairs)} places (first: expert {expert} on rank {rank} of layer "
             f"{layer}): such a slot takes no load off the rank"
         )
     return {
@@ -322,10 +322,10 @@ def _facts_text(facts: dict[str, Any]) -> str:
             value = ", ".join(f"{word} {each:.2f}" for word, each in value.items()) + " over layers" if value else "-"
         elif isinstance(value, (int, float)):
             value = f"{value:,.0f}"
-        lines += _wrapped(f"{name:<17}", str(value))
-    lines += _wrapped(f"{'faults':<17}", facts["faults"][0] if facts["faults"] else "none found")
+        lines += _wrapped(f"{name:<16}", str(value))
+    lines += _wrapped(f"{'faults':<16}", facts["faults"][0] if facts["faults"] else "none found")
     for fault in facts["faults"][1:]:
-        lines += _wrapped(" " * 17, fault)
+        lines += _wrapped(" " * 16, fault)
     return "\n".join(lines)
 
 

@@ -132,7 +132,7 @@ def test_inspect_says_what_a_trace_holds(trace: str, capsys: pytest.CaptureFixtu
     assert main(["inspect", trace]) == 0
     out = capsys.readouterr().out
     assert fits_80_columns(out.replace(trace, "trace.npz"))
-    for part in ("a trace, format eplb-trace-1", "windows          8", "sigma of log", "none found"):
+    for part in ("a trace, format eplb-trace-1", "windows         8", "sigma of log", "none found"):
         assert part in out
 
 

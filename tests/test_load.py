@@ -172,6 +172,12 @@ def test_a_layer_on_the_first_top_k_experts_is_pointed_out() -> None:
     assert kinds(load) == []
 
 
+def test_few_busy_experts_elsewhere_are_no_fault() -> None:
+    load = np.zeros((1, 1, 32))
+    load[0, 0, [0, 5]] = 3
+    assert kinds(load) == []
+
+
 def test_layers_and_windows_without_load_are_named() -> None:
     load = np.ones((3, 10, 8), dtype=np.int64)
     load[:, :9] = 0
