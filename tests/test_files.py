@@ -263,6 +263,12 @@ def test_control_characters_of_a_file_do_not_reach_the_message(tmp_path: Path) -
         load_trace(tmp_path / "evil.json")
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 700
+    save_layout(LAYOUT, tmp_path / "l.json")
+    whole = json.loads((tmp_path / "l.json").read_text())
+    (tmp_path / "l.json").write_text(json.dumps({**whole, "digest": "\x1b[2J"}))
+    with pytest.raises(FileFormatError) as caught:
+        load_layout(tmp_path / "l.json")
+    assert str(caught.value).isprintable()
 
 
 def test_an_npz_of_an_unknown_npy_version_is_refused(tmp_path: Path) -> None:
