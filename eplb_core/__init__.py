@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from eplb_core.metrics import rank_load as rank_load
     from eplb_core.metrics import total_balancedness as total_balancedness
     from eplb_core.metrics import transfers as transfers
+    from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
     from eplb_core.topology import Topology as Topology
 
 __version__ = "0.1.0.dev0"
@@ -44,6 +45,7 @@ _HOMES = {
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
+    "placement.deepseek": "rebalance_experts",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
