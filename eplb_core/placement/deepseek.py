@@ -77,18 +77,16 @@ def rebalance_experts(
 
     phy2log = np.empty((layers, slots), dtype=np.int64)
     logcnt = np.empty((layers, experts), dtype=np.int64)
-    expert_of = np.empty((layers, slots), dtype=np.int32)
     replica_of = np.empty((layers, slots), dtype=np.int32)
-    keys = np.empty((layers * nodes, slots // nodes), dtype=np.uint64)
-    most = _replicate(load, groups, keys, expert_of, replica_of, logcnt)
+    # One slot a rank: items stay in order, there is nothing to sort.
+    keys = np.empty((layers * nodes, slots // nodes if slots > ranks else 0), dtype=np.uint64)
+    most = _replicate(load, groups, nodes, keys, phy2log, replica_of, logcnt)
     if most < 0:
         check_load(weight, "weight", (2,))
         raise ValueError(f"`weight` (={float(np.max(to_numpy(weight))):g}) must fit float32; scale the load down")
-    if slots > ranks:
-        # Unique integers: one order whatever the sorting algorithm.
-        keys.sort(axis=1)
+    keys.sort(axis=1)  # unique integers: one order, whatever the algorithm
     log2phy = np.empty((layers, experts, most), dtype=np.int64)
-    _pack(ranks // nodes, keys, expert_of, replica_of, phy2log, log2phy)
+    _pack(nodes, ranks // nodes, keys, replica_of, phy2log, log2phy)
     return torch.from_numpy(phy2log), torch.from_numpy(log2phy), torch.from_numpy(logcnt)
 
 
@@ -132,70 +130,73 @@ def _raise_misfit(experts: int, slots: int, groups: int, nodes: int, ranks: int)
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+_INFINITY_BITS = np.uint32(0x7F800000)
+_SIGN_BIT = np.uint32(0x80000000)
 
 
 @kernel
 def _replicate(
     load: Float32Array,
     groups: int,
+    nodes: int,
     keys: KeyArray,
-    expert_of: Int32Array,
+    phy2log: IntArray,
     replica_of: Int32Array,
     logcnt: IntArray,
 ) -> int:
     """Per layer and node, replicate the expert whose replicas are heaviest until the slots are full.
 
-    Writes, for each item (a node's replicas in order of replication), its expert, its replica number and its sorting
-    key. Returns the most replicas of an expert (1 where there is no layer), -1 at a load that is not valid.
+    Writes, for each item (a node's replicas in order of replication), its expert into `phy2log`, its replica number
+    and, if `keys` is not empty, its sorting key. Returns the most replicas of an expert (1 where there is no layer),
+    -1 at a load that is not valid.
     """
     layers, experts = load.shape
-    node_slots = keys.shape[1]
-    nodes = expert_of.shape[1] // node_slots
+    node_slots = phy2log.shape[1] // nodes
     node_experts = experts // nodes
+    bits = load.view(np.uint32)
     heap = np.empty(node_experts, np.uint64)
     order = np.arange(experts)
     word = np.empty(1, np.uint32)
     as_float = word.view(np.float32)
     most = 1
     for layer in range(layers):
-        row = load[layer]
+        bad = 0
         for expert in range(experts):
-            if not (row[expert] >= np.float32(0.0) and row[expert] < np.float32(np.inf)):
-                return -1
+            # NaN, infinity and what has a sign, but for -0.0
+            bad += (bits[layer, expert] >= _INFINITY_BITS) & (bits[layer, expert] != _SIGN_BIT)
+        if bad:
+            return -1
+        row = load[layer]
+        count_of = logcnt[layer]
         if groups > nodes:
             _order_by_node(row, groups, nodes, order)
+        count_of[:] = 1
+        replica_of[layer] = 0
         for node in range(nodes):
-            node_order = order[node * node_experts : (node + 1) * node_experts]
-            first = node * node_slots
-            for i in range(node_experts):
-                expert = node_order[i]
-                expert_of[layer, first + i] = expert
-                replica_of[layer, first + i] = 0
-                logcnt[layer, expert] = 1
-                as_float[0] = row[expert] + np.float32(0.0)  # -0.0 has other bits than 0.0
-                heap[i] = (np.uint64(~word[0]) << _HALF) | np.uint64(i)
+            expert_at = order[node * node_experts : (node + 1) * node_experts]
+            items = phy2log[layer, node * node_slots : (node + 1) * node_slots]
+            items[:node_experts] = expert_at
             if node_slots > node_experts:
+                replicas = replica_of[layer, node * node_slots : (node + 1) * node_slots]
+                for i in range(node_experts):
+                    heap[i] = (np.uint64(~(bits[layer, expert_at[i]] & ~_SIGN_BIT)) << _HALF) | np.uint64(i)
                 for i in range(node_experts // 2 - 1, -1, -1):
                     _sift(heap, i, node_experts)
-            for item in range(node_experts, node_slots):
-                i = np.int64(heap[0] & _LOW)
-                expert = node_order[i]
-                count = logcnt[layer, expert]
-                expert_of[layer, first + item] = expert
-                replica_of[layer, first + item] = count
-                logcnt[layer, expert] = count + 1
-                most = max(most, count + 1)
-                as_float[0] = row[expert] / np.float32(count + 1) + np.float32(0.0)
-                heap[0] = (np.uint64(~word[0]) << _HALF) | np.uint64(i)
-                _sift(heap, 0, node_experts)
-            node_keys = keys[layer * nodes + node]
-            for i in range(node_experts):  # back from heap order: the bits are those of the final shares
-                node_keys[heap[i] & _LOW] = heap[i]
-            replica = expert_of[layer]
-            for item in range(node_experts, node_slots):
-                expert = replica[first + item]
-                as_float[0] = row[expert] / np.float32(logcnt[layer, expert]) + np.float32(0.0)
-                node_keys[item] = (np.uint64(~word[0]) << _HALF) | np.uint64(item)
+                for item in range(node_experts, node_slots):
+                    i = np.int64(heap[0] & _LOW)
+                    expert = expert_at[i]
+                    items[item] = expert
+                    replicas[item] = count_of[expert]
+                    count_of[expert] += 1
+                    most = max(most, count_of[expert])
+                    as_float[0] = row[expert] / np.float32(count_of[expert])
+                    heap[0] = (np.uint64(~(word[0] & ~_SIGN_BIT)) << _HALF) | np.uint64(i)
+                    _sift(heap, 0, node_experts)
+            if keys.shape[1]:
+                node_keys = keys[layer * nodes + node]
+                for item in range(node_slots):
+                    as_float[0] = row[items[item]] / np.float32(count_of[items[item]])
+                    node_keys[item] = (np.uint64(~(word[0] & ~_SIGN_BIT)) << _HALF) | np.uint64(item)
     return most
 
 
@@ -205,13 +206,14 @@ def _order_by_node(row: Float32Array, groups: int, nodes: int, order: IntArray) 
     size = len(row) // groups
     per_node = groups // nodes
     keys = np.empty(groups, np.uint64)
-    word = np.empty(1, np.uint32)
-    as_float = word.view(np.float32)
     node_of = np.empty(groups, np.int64)
     place_of = np.empty(groups, np.int64)
+    partial = np.empty((4, 32), np.float32)
+    word = np.empty(1, np.uint32)
+    as_float = word.view(np.float32)
     for group in range(groups):
-        as_float[0] = _group_sum(row[group * size : (group + 1) * size]) + np.float32(0.0)
-        keys[group] = (np.uint64(~word[0]) << _HALF) | np.uint64(group)
+        as_float[0] = _group_sum(row[group * size : (group + 1) * size], partial)
+        keys[group] = (np.uint64(~(word[0] & ~_SIGN_BIT)) << _HALF) | np.uint64(group)
     keys.sort()
     _pack_row(keys, nodes, node_of, place_of)
     for group in range(groups):
@@ -221,78 +223,74 @@ def _order_by_node(row: Float32Array, groups: int, nodes: int, order: IntArray) 
 
 
 @kernel
-def _group_sum(values: Float32Array) -> np.float32:
-    """Sum in the order of torch's CPU kernel (8 lanes, 4 rows at a time, partial sums every 16 or more rows).
+def _group_sum(values: Float32Array, partial: Float32Array) -> np.float32:
+    """Sum in the order of torch's CPU kernel: 8 lanes, 4 vectors at a time, partial sums set aside at every 16 rows.
 
     Float32 sums of real loads round, and the rounding decides between groups that nearly tie.
     """
     lanes = 8 if len(values) >= 8 else 1
-    count = len(values) // lanes
-    rows = count // 4
+    vectors = len(values) // lanes
+    rows = vectors // 4
     width = 4 * lanes
     power = 4
-    while (1 << (4 * power)) < rows:  # 4 levels
+    while (1 << (4 * power)) < rows:
         power += 1
     step = 1 << power
-    acc = np.zeros((4, width), np.float32)
-    row = 0
-    while row + step <= rows:
-        for _ in range(step):
+    partial[:] = np.float32(0.0)
+    for row in range(rows):
+        for i in range(width):
+            partial[0, i] += values[row * width + i]
+        done = row + 1
+        level = 1
+        while level < 4 and done % (1 << (level * power)) == 0:
             for i in range(width):
-                acc[0, i] += values[row * width + i]
-            row += 1
-        for level in range(1, 4):
-            for i in range(width):
-                acc[level, i] += acc[level - 1, i]
-                acc[level - 1, i] = np.float32(0.0)
-            if row & ((step - 1) << (level * power)):
-                break
-    for i in range(row * width, rows * width):
-        acc[0, i % width] += values[i]
+                partial[level, i] += partial[level - 1, i]
+                partial[level - 1, i] = np.float32(0.0)
+            level += 1
     for level in range(1, 4):
         for i in range(width):
-            acc[0, i] += acc[level, i]
-    for i in range(rows * width, count * lanes):
-        acc[0, (i - rows * width) % lanes] += values[i]
-    for k in range(1, 4):
-        for i in range(lanes):
-            acc[0, i] += acc[0, k * lanes + i]
+            partial[0, i] += partial[level, i]
+    for vector in range(4 * rows, vectors):
+        for lane in range(lanes):
+            partial[0, lane] += values[vector * lanes + lane]
+    for vector in range(1, 4):
+        for lane in range(lanes):
+            partial[0, lane] += partial[0, vector * lanes + lane]
     if lanes == 1:
-        return acc[0, 0]
+        return partial[0, 0]
     total = np.float32(0.0)
-    for i in range(count * lanes, len(values)):
+    for i in range(vectors * lanes, len(values)):
         total += values[i]
-    for i in range(lanes):
-        total += acc[0, i]
+    for lane in range(lanes):
+        total += partial[0, lane]
     return total
 
 
 @kernel
 def _pack(
-    node_ranks: int,
-    keys: KeyArray,
-    expert_of: Int32Array,
-    replica_of: Int32Array,
-    phy2log: IntArray,
-    log2phy: IntArray,
+    nodes: int, node_ranks: int, keys: KeyArray, replica_of: Int32Array, phy2log: IntArray, log2phy: IntArray
 ) -> None:
-    """Pack each node's items to its ranks and write both maps."""
-    node_slots = keys.shape[1]
-    nodes = expert_of.shape[1] // node_slots
+    """Pack each node's items to its ranks: `phy2log` goes from items to slots in place, `log2phy` is written."""
+    layers, slots = phy2log.shape
+    node_slots = slots // nodes
     per_rank = node_slots // node_ranks
-    rank_of = np.arange(node_slots)
-    place_of = np.zeros(node_slots, np.int64)
-    for layer in range(phy2log.shape[0]):
+    expert_of = np.empty(node_slots, np.int64)
+    rank_of = np.empty(node_slots, np.int64)
+    place_of = np.empty(node_slots, np.int64)
+    for layer in range(layers):
         log2phy[layer] = -1
+        if per_rank == 1:
+            for slot in range(slots):
+                log2phy[layer, phy2log[layer, slot], replica_of[layer, slot]] = slot
+            continue
         for node in range(nodes):
-            if per_rank > 1:
-                _pack_row(keys[layer * nodes + node], node_ranks, rank_of, place_of)
+            _pack_row(keys[layer * nodes + node], node_ranks, rank_of, place_of)
             first = node * node_slots
+            expert_of[:] = phy2log[layer, first : first + node_slots]
             for item in range(node_slots):
                 slot = first + rank_of[item] * per_rank + place_of[item]
-                expert = expert_of[layer, first + item]
-                phy2log[layer, slot] = expert
-                log2phy[layer, expert, replica_of[layer, first + item]] = slot
+                phy2log[layer, slot] = expert_of[item]
+                log2phy[layer, expert_of[item], replica_of[layer, first + item]] = slot
 
 
 @kernel
