@@ -73,7 +73,8 @@ def rebalance_experts(
     if groups % nodes:
         groups = nodes = 1
     if slots < experts or experts == 0 or slots % ranks or ranks % nodes or experts % groups:
-        _raise_misfit(experts, slots, groups, nodes, ranks)
+        numbers = f"{experts} logical experts, {num_replicas=}, {num_groups=}, {num_nodes=}, {num_gpus=}"
+        _raise_misfit(experts, slots, groups, nodes, ranks, numbers)
 
     phy2log = np.empty((layers, slots), dtype=np.int64)
     logcnt = np.empty((layers, experts), dtype=np.int64)
@@ -107,10 +108,7 @@ def _float32_rows(weight: torch.Tensor | npt.ArrayLike) -> Float32Array:
     return load
 
 
-def _raise_misfit(experts: int, slots: int, groups: int, nodes: int, ranks: int) -> None:
-    numbers = (
-        f"num_replicas={slots}, num_groups={groups}, num_nodes={nodes}, num_gpus={ranks}, {experts} logical experts"
-    )
+def _raise_misfit(experts: int, slots: int, groups: int, nodes: int, ranks: int, numbers: str) -> None:
     if experts == 0:
         raise ValueError(f"`weight` must have one expert or more ({numbers})")
     if slots < experts:
@@ -126,7 +124,7 @@ def _raise_misfit(experts: int, slots: int, groups: int, nodes: int, ranks: int)
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 #
 # A key is one integer that orders by load and then by index: the bits of a float32 that is not negative (they order as
-# the float does) above 32 bits of index; for "heaviest first" the bits are inverted. Heaps have the smallest key on top.
+# the float does) above 32 bits of index; for "heaviest first" the bits are inverted. Heaps have the least key on top.
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -235,7 +233,6 @@ def _group_sum(values: Float32Array, partial: Float32Array) -> np.float32:
     power = 4
     while (1 << (4 * power)) < rows:
         power += 1
-    step = 1 << power
     partial[:] = np.float32(0.0)
     for row in range(rows):
         for i in range(width):
