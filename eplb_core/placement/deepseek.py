@@ -181,14 +181,14 @@ def _replicate(
                 for i in range(node_experts // 2 - 1, -1, -1):
                     _sift(heap, i, node_experts)
                 for item in range(node_experts, node_slots):
-                    i = np.int64(heap[0] & _LOW)
-                    expert = expert_at[i]
+                    hottest = heap[0] & _LOW
+                    expert = expert_at[hottest]
                     items[item] = expert
                     replicas[item] = count_of[expert]
                     count_of[expert] += 1
                     most = max(most, count_of[expert])
                     as_float[0] = row[expert] / np.float32(count_of[expert])
-                    heap[0] = (np.uint64(~(word[0] & ~_SIGN_BIT)) << _HALF) | np.uint64(i)
+                    heap[0] = (np.uint64(~(word[0] & ~_SIGN_BIT)) << _HALF) | hottest
                     _sift(heap, 0, node_experts)
             if keys.shape[1]:
                 node_keys = keys[layer * nodes + node]
@@ -254,7 +254,7 @@ def _group_sum(values: Float32Array, partial: Float32Array) -> np.float32:
         for lane in range(lanes):
             partial[0, lane] += partial[0, vector * lanes + lane]
     if lanes == 1:
-        return partial[0, 0]
+        return np.float32(partial[0, 0])
     total = np.float32(0.0)
     for i in range(vectors * lanes, len(values)):
         total += values[i]

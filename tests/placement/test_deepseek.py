@@ -38,7 +38,7 @@ Arrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int6
 
 def answer(weight: Any, slots: int, groups: int, nodes: int, ranks: int) -> Arrays:
     maps = eplb.rebalance_experts(weight, slots, groups, nodes, ranks)
-    assert all(isinstance(m, torch.Tensor) and m.dtype == torch.int64 and m.device.type == "cpu" for m in maps)
+    assert [(m.dtype, m.device.type) for m in maps] == [(torch.int64, "cpu")] * 3
     phy2log, log2phy, logcnt = (m.numpy() for m in maps)
     return phy2log, log2phy, logcnt
 
