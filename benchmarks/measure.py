@@ -33,7 +33,7 @@ class Times(NamedTuple):
 
 
 def timed(call: Callable[[], T], *, calls: int, budget_s: float) -> tuple[T, Times]:
-    """Call once, then `calls` times or until `budget_s` is used up, but once at least; the first answer and the times."""
+    """Call once, then up to `calls` times within `budget_s`, but once at least; the first answer and the times."""
     start = time.perf_counter()
     answer = call()
     first = time.perf_counter() - start

@@ -61,7 +61,9 @@ def load_peers(folder: Path, deepseek_file: Path | None) -> tuple[list[Policy], 
     if deepseek_file is not None and deepseek_file.is_file():
         policies.append(_deepseek(deepseek_file))
     else:
-        absent.append(f"DeepSeek EPLB: {'no file ' + str(deepseek_file) if deepseek_file else 'give --peer PATH/eplb.py'}")
+        absent.append(
+            f"DeepSeek EPLB: {'no file ' + str(deepseek_file) if deepseek_file else 'give --peer PATH/eplb.py'}"
+        )
     return policies, absent
 
 
@@ -72,7 +74,8 @@ def deepseek_function(file: Path) -> Callable[..., tuple[torch.Tensor, torch.Ten
         raise ValueError(f"`--peer` (={file}) must be a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.rebalance_experts  # type: ignore[no-any-return]
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = module.rebalance_experts
+    return function
 
 
 def _deepseek(file: Path) -> Policy:
@@ -90,22 +93,24 @@ def _vllm(folder: Path) -> list[Policy]:
 
     def prepare(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
         weight, old_map = torch.from_numpy(load), torch.from_numpy(old.copy())
-        return lambda: policy.rebalance_experts(weight, slots, 1, 1, ranks, old_map).numpy()  # type: ignore[no-any-return]
+        return lambda: policy.rebalance_experts(weight, slots, 1, 1, ranks, old_map).numpy()
 
     return [Policy(f"vLLM {WHEELS['vllm']}", prepare)]
 
 
 def _sglang(folder: Path) -> list[Policy]:
     home = "sglang.srt.eplb.eplb_algorithms"
-    one, vec, elastic = (_import_with_stubs(folder, f"{home}.{m}") for m in ("deepseek", "deepseek_vec", "elasticity_aware"))
+    one, vec, elastic = (
+        _import_with_stubs(folder, f"{home}.{m}") for m in ("deepseek", "deepseek_vec", "elasticity_aware")
+    )
 
     def deepseek(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
         weight = torch.from_numpy(load)
-        return lambda: one.rebalance_experts(weight, slots, 1, 1, ranks, enable_hierarchical=False)[0].numpy()  # type: ignore[no-any-return]
+        return lambda: one.rebalance_experts(weight, slots, 1, 1, ranks, enable_hierarchical=False)[0].numpy()
 
     def deepseek_vec(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
         weight = torch.from_numpy(load[None])
-        return lambda: (  # type: ignore[no-any-return]
+        return lambda: (
             vec.rebalance_experts(weight, slots, slots // ranks, None, 1, enable_hierarchical=False)[0]
             .to(torch.int64)
             .numpy()
@@ -113,7 +118,7 @@ def _sglang(folder: Path) -> list[Policy]:
 
     def elasticity_aware(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
         weight, alive = torch.from_numpy(load), torch.ones(ranks, dtype=torch.int32)
-        return lambda: elastic.rebalance_experts(  # type: ignore[no-any-return]
+        return lambda: elastic.rebalance_experts(
             weight, slots, 1, 1, ranks, enable_hierarchical=False, active_ranks=alive
         )[0].numpy()
 

@@ -14,7 +14,9 @@ def test_generated_loads_are_as_uneven_as_the_workload(workload: str) -> None:
     load = traces.generated_load(workload).astype(np.float64)
     sigma = np.log(load).std(axis=1)
     assert np.percentile(sigma, [5, 50, 95]) == pytest.approx(skew.sigma, rel=0.02)
-    assert np.percentile(load.max(axis=1) / load.mean(axis=1), [5, 50, 95]) == pytest.approx(skew.max_over_mean, rel=0.02)
+    assert np.percentile(load.max(axis=1) / load.mean(axis=1), [5, 50, 95]) == pytest.approx(
+        skew.max_over_mean, rel=0.02
+    )
     assert np.median(sigma[:10]) == pytest.approx(skew.sigma_first, rel=0.03)
     assert load.sum(axis=1) == pytest.approx(np.full(58, 2**26), rel=1e-4)
 
@@ -30,8 +32,12 @@ def test_any_shape_and_the_same_load_for_the_same_seed() -> None:
     load = traces.generated_load("prefill_in512", num_layers=5, num_experts=64, assignments=10**6, seed=3)
     assert load.shape == (5, 64)
     assert load.min() >= 1
-    assert np.array_equal(load, traces.generated_load("prefill_in512", num_layers=5, num_experts=64, assignments=10**6, seed=3))
-    assert not np.array_equal(load, traces.generated_load("prefill_in512", num_layers=5, num_experts=64, assignments=10**6))
+    assert np.array_equal(
+        load, traces.generated_load("prefill_in512", num_layers=5, num_experts=64, assignments=10**6, seed=3)
+    )
+    assert not np.array_equal(
+        load, traces.generated_load("prefill_in512", num_layers=5, num_experts=64, assignments=10**6)
+    )
 
 
 def test_recorded_drift_has_every_token() -> None:
