@@ -151,11 +151,16 @@ def _replicate(
     layers, experts = load.shape
     node_slots = phy2log.shape[1] // nodes
     node_experts = experts // nodes
+    size = experts // groups
     bits = load.view(np.uint32)
     heap = np.empty(node_experts, np.uint64)
     order = np.arange(experts)
     word = np.empty(1, np.uint32)
     as_float = word.view(np.float32)
+    group_keys = np.empty(groups, np.uint64)
+    node_of, place_of = np.empty(groups, np.int64), np.empty(groups, np.int64)
+    node_heap, node_held, node_load = np.empty(nodes, np.uint64), np.empty(nodes, np.int64), np.empty(nodes, np.float32)
+    partial = np.empty((4, 32), np.float32)
     most = 1
     for layer in range(layers):
         bad = 0
@@ -167,7 +172,19 @@ def _replicate(
         row = load[layer]
         count_of = logcnt[layer]
         if groups > nodes:
-            _order_by_node(row, groups, nodes, order)
+            for group in range(groups):
+                as_float[0] = _group_sum(row[group * size : (group + 1) * size], partial)
+                key = (np.uint64(~(word[0] & ~_SIGN_BIT)) << _HALF) | np.uint64(group)
+                at = group  # by insertion: groups are few
+                while at > 0 and group_keys[at - 1] > key:
+                    group_keys[at] = group_keys[at - 1]
+                    at -= 1
+                group_keys[at] = key
+            _pack_row(group_keys, node_of, place_of, node_heap, node_held, node_load)
+            for group in range(groups):
+                first = (node_of[group] * (groups // nodes) + place_of[group]) * size
+                for i in range(size):
+                    order[first + i] = group * size + i
         count_of[:] = 1
         replica_of[layer] = 0
         for node in range(nodes):
@@ -199,52 +216,40 @@ def _replicate(
 
 
 @kernel
-def _order_by_node(row: Float32Array, groups: int, nodes: int, order: IntArray) -> None:
-    """Pack groups to nodes; `order` becomes the experts node by node, whole groups in the order of their arrival."""
-    size = len(row) // groups
-    per_node = groups // nodes
-    keys = np.empty(groups, np.uint64)
-    node_of = np.empty(groups, np.int64)
-    place_of = np.empty(groups, np.int64)
-    partial = np.empty((4, 32), np.float32)
-    word = np.empty(1, np.uint32)
-    as_float = word.view(np.float32)
-    for group in range(groups):
-        as_float[0] = _group_sum(row[group * size : (group + 1) * size], partial)
-        keys[group] = (np.uint64(~(word[0] & ~_SIGN_BIT)) << _HALF) | np.uint64(group)
-    keys.sort()
-    _pack_row(keys, nodes, node_of, place_of)
-    for group in range(groups):
-        first = (node_of[group] * per_node + place_of[group]) * size
-        for i in range(size):
-            order[first + i] = group * size + i
-
-
-@kernel
 def _group_sum(values: Float32Array, partial: Float32Array) -> np.float32:
-    """Sum in the order of torch's CPU kernel: 8 lanes, 4 vectors at a time, partial sums set aside at every 16 rows.
+    """Sum in the order of torch's CPU kernel; `partial [4, 32]` is scratch.
 
     Float32 sums of real loads round, and the rounding decides between groups that nearly tie.
     """
-    lanes = 8 if len(values) >= 8 else 1
+    if len(values) < 8:
+        return _sum_in_lanes(values, partial, 1)
+    return _sum_in_lanes(values, partial, 8)
+
+
+@inline_kernel
+def _sum_in_lanes(values: Float32Array, partial: Float32Array, lanes: int) -> np.float32:
+    """Rows of 4 vectors of `lanes` numbers; partial sums are set aside every 16 rows, or a higher power of two."""
     vectors = len(values) // lanes
     rows = vectors // 4
     width = 4 * lanes
     power = 4
     while (1 << (4 * power)) < rows:
         power += 1
-    partial[:] = np.float32(0.0)
+    levels = 4 if rows >= 1 << power else 1
+    for level in range(levels):
+        for i in range(width):
+            partial[level, i] = np.float32(0.0)
     for row in range(rows):
         for i in range(width):
             partial[0, i] += values[row * width + i]
         done = row + 1
         level = 1
-        while level < 4 and done % (1 << (level * power)) == 0:
+        while level < 4 and done & ((1 << (level * power)) - 1) == 0:
             for i in range(width):
                 partial[level, i] += partial[level - 1, i]
                 partial[level - 1, i] = np.float32(0.0)
             level += 1
-    for level in range(1, 4):
+    for level in range(1, levels):
         for i in range(width):
             partial[0, i] += partial[level, i]
     for vector in range(4 * rows, vectors):
@@ -253,8 +258,6 @@ def _group_sum(values: Float32Array, partial: Float32Array) -> np.float32:
     for vector in range(1, 4):
         for lane in range(lanes):
             partial[0, lane] += partial[0, vector * lanes + lane]
-    if lanes == 1:
-        return np.float32(partial[0, 0])
     total = np.float32(0.0)
     for i in range(vectors * lanes, len(values)):
         total += values[i]
@@ -274,6 +277,7 @@ def _pack(
     expert_of = np.empty(node_slots, np.int64)
     rank_of = np.empty(node_slots, np.int64)
     place_of = np.empty(node_slots, np.int64)
+    heap, held, load = np.empty(node_ranks, np.uint64), np.empty(node_ranks, np.int64), np.empty(node_ranks, np.float32)
     for layer in range(layers):
         log2phy[layer] = -1
         if per_rank == 1:
@@ -281,7 +285,7 @@ def _pack(
                 log2phy[layer, phy2log[layer, slot], replica_of[layer, slot]] = slot
             continue
         for node in range(nodes):
-            _pack_row(keys[layer * nodes + node], node_ranks, rank_of, place_of)
+            _pack_row(keys[layer * nodes + node], rank_of, place_of, heap, held, load)
             first = node * node_slots
             expert_of[:] = phy2log[layer, first : first + node_slots]
             for item in range(node_slots):
@@ -291,29 +295,36 @@ def _pack(
 
 
 @kernel
-def _pack_row(keys: KeyArray, packs: int, pack_of: IntArray, place_of: IntArray) -> None:
-    """Give items, heaviest first, each to the lightest pack with room; the first of equally light ones."""
+def _pack_row(
+    keys: KeyArray, pack_of: IntArray, place_of: IntArray, heap: KeyArray, held: IntArray, pack_load: Float32Array
+) -> None:
+    """Give items, heaviest first, each to the lightest pack with room; the first of equally light ones.
+
+    `heap`, `held` and `pack_load` are scratch, one entry a pack.
+    """
+    packs = len(heap)
     capacity = len(keys) // packs
-    heap = np.arange(packs).astype(np.uint64)  # all loads 0: in order, hence a heap
-    held = np.zeros(packs, np.int64)
-    pack_load = np.zeros(packs, np.float32)
+    for pack in range(packs):
+        heap[pack] = pack  # all loads 0: in order, hence a heap
+        held[pack] = 0
+        pack_load[pack] = np.float32(0.0)
     pack_bits = pack_load.view(np.uint32)
     word = np.empty(1, np.uint32)
     as_float = word.view(np.float32)
     size = packs
     for key in keys:
         item = np.int64(key & _LOW)
-        pack = np.int64(heap[0] & _LOW)
-        pack_of[item] = pack
-        place_of[item] = held[pack]
-        held[pack] += 1
+        lightest = np.int64(heap[0] & _LOW)
+        pack_of[item] = lightest
+        place_of[item] = held[lightest]
+        held[lightest] += 1
         word[0] = ~np.uint32(key >> _HALF)
-        pack_load[pack] += as_float[0]
-        if held[pack] == capacity:
+        pack_load[lightest] += as_float[0]
+        if held[lightest] == capacity:
             size -= 1
             heap[0] = heap[size]
         else:
-            heap[0] = (np.uint64(pack_bits[pack]) << _HALF) | np.uint64(pack)
+            heap[0] = (np.uint64(pack_bits[lightest]) << _HALF) | np.uint64(lightest)
         _sift(heap, 0, size)
 
 
