@@ -91,11 +91,16 @@ def _deepseek(file: Path) -> Policy:
 def _vllm(folder: Path) -> list[Policy]:
     policy = _import_with_stubs(folder, "vllm.distributed.eplb.policy.default").DefaultEplbPolicy
 
-    def prepare(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
+    def from_nothing(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
+        weight = torch.from_numpy(load)
+        return lambda: policy.rebalance_experts(weight, slots, 1, 1, ranks).numpy()
+
+    def given_old(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
         weight, old_map = torch.from_numpy(load), torch.from_numpy(old.copy())
         return lambda: policy.rebalance_experts(weight, slots, 1, 1, ranks, old_map).numpy()
 
-    return [Policy(f"vLLM {WHEELS['vllm']}", prepare)]
+    name = f"vLLM {WHEELS['vllm']}"
+    return [Policy(name, from_nothing), Policy(f"{name}, given the old map", given_old)]
 
 
 def _sglang(folder: Path) -> list[Policy]:

@@ -54,12 +54,7 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
         "row[items[item]]",
         DEFINITION,
     ),
-    (
-        FILE,
-        "row[items[item]] / np.float32(count_of[items[item]])",
-        "row[items[item]] / np.float32(count_of[items[item]]) * 1",
-        GOLDEN,
-    ),
+    (FILE, "pack_load[lightest] += as_float[0]", "pack_load[lightest] += np.rint(as_float[0])", GOLDEN),
     (FILE, "        if held[lightest] == capacity:", "        if held[lightest] == capacity + 1:", DEFINITION),
     (FILE, "heap[child + 1] < heap[child]", "heap[child + 1] > heap[child]", DEFINITION),
     (FILE, "_sum_in_lanes(values, partial, 8)", "_sum_in_lanes(values, partial, 4)", SUMS),
