@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from eplb_core.metrics import total_balancedness as total_balancedness
     from eplb_core.metrics import transfers as transfers
     from eplb_core.simulation import simulate as simulate
+    from eplb_core.placement.place import Placement as Placement
+    from eplb_core.placement.place import place as place
+    from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
     from eplb_core.topology import Topology as Topology
     from eplb_core.trace import Trace as Trace
     from eplb_core.trace import load_trace as load_trace
@@ -53,6 +56,8 @@ _HOMES = {
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
     "simulation": "simulate",
     "trace": "Trace load_trace save_trace",
+    "placement.deepseek": "rebalance_experts",
+    "placement.place": "Placement place",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

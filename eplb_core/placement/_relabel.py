@@ -7,6 +7,9 @@ import numpy as np
 from eplb_core._arrays import BoolArray, FloatArray, IntArray
 from eplb_core._numba import kernel
 
+# Above this many interchangeable ranks the exact assignment, O(n^3), gives way to a greedy one.
+_MOST_EXACT = 256
+
 
 @kernel
 def keep_in_place(
@@ -23,8 +26,8 @@ def keep_in_place(
     """Rename the ranks of `new` so that few experts are new to their rank, and leave those that stay in their slots.
 
     Ranks of equal speed and slots (and of one node, unless `across_nodes`) may exchange their contents without any
-    change of balance; which takes whose is an assignment problem, solved exactly (Hungarian method). In a tie the
-    lower rank keeps the lower contents.
+    change of balance; which takes whose is an assignment problem, solved exactly (Hungarian method) for up to 256 ranks
+    and greedily beyond.
 
     Args:
         old: `[L, P]`.
@@ -105,6 +108,9 @@ def _assign(first: int, group: IntArray, kept: IntArray, taker: IntArray) -> Non
     """
     members = np.flatnonzero(group == first)
     n = members.size
+    if n > _MOST_EXACT:
+        _assign_greedily(members, kept, taker)
+        return
     big = np.int64(1) << 40
     u = np.zeros(n + 1, dtype=np.int64)
     v = np.zeros(n + 1, dtype=np.int64)
@@ -145,6 +151,25 @@ def _assign(first: int, group: IntArray, kept: IntArray, taker: IntArray) -> Non
             j0 = way[j0]
     for j in range(1, n + 1):
         taker[members[match[j] - 1]] = members[j - 1]
+
+
+@kernel
+def _assign_greedily(members: IntArray, kept: IntArray, taker: IntArray) -> None:
+    """The pairs that keep most first, then the lowest ranks."""
+    free_new = np.ones(members.size, dtype=np.bool_)
+    free_old = np.ones(members.size, dtype=np.bool_)
+    most = np.int64(0)
+    for r in members:
+        for q in members:
+            most = max(most, kept[r, q])
+    for n in range(most, -1, -1):
+        for i in range(members.size):
+            if free_new[i]:
+                for j in range(members.size):
+                    if free_old[j] and kept[members[i], members[j]] == n:
+                        taker[members[i]] = members[j]
+                        free_new[i] = free_old[j] = False
+                        break
 
 
 @kernel
