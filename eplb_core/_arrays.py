@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 ArrayLike: TypeAlias = npt.ArrayLike
+A = TypeVar("A", bound=npt.NDArray[Any])
 
 
 def to_numpy(value: object) -> npt.NDArray[Any]:
@@ -30,11 +31,13 @@ def to_ids(value: object, name: str) -> IntArray:
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)  # an empty list has no dtype of its own
     if not np.issubdtype(array.dtype, np.signedinteger):
-        raise TypeError(f"`{name}` (dtype {array.dtype}) must be signed integers, since -1 marks an empty slot; cast it")
+        raise TypeError(
+            f"`{name}` (dtype {array.dtype}) must be signed integers, since -1 marks an empty slot; cast it"
+        )
     return np.array(array, dtype=np.int64, order="C", copy=True)
 
 
-def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def read_only(array: A) -> A:
     """Mark an array that others will hold."""
     array.flags.writeable = False
     return array

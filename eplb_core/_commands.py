@@ -90,7 +90,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan(
-    trace: Trace, topology: Topology, slots: int, current: ExpertLayout | None, options: dict[str, object]
+    trace: Trace, topology: Topology, slots: int, current: ExpertLayout | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], ExpertLayout]:
     """The layout for a trace and all that is said of it."""
     before = current

@@ -71,6 +71,10 @@ class ExpertLayout:
     """Logical experts E."""
     topology: Topology
     """Ranks and nodes."""
+    _p2l: IntArray
+    _l2p: IntArray | None
+    _replica_count: IntArray | None
+    _digest: str | None
 
     def __init__(self, physical_to_logical_map: ArrayLike, num_experts: int, *, topology: Topology) -> None:
         if not isinstance(topology, Topology):
@@ -143,12 +147,12 @@ class ExpertLayout:
     @property
     def num_layers(self) -> int:
         """Layers L."""
-        return self._p2l.shape[0]  # type: ignore[no-any-return]
+        return int(self._p2l.shape[0])
 
     @property
     def num_slots(self) -> int:
         """Slots P = R * S, empty ones counted."""
-        return self._p2l.shape[1]  # type: ignore[no-any-return]
+        return int(self._p2l.shape[1])
 
     @property
     def slots_per_rank(self) -> int:
@@ -160,21 +164,25 @@ class ExpertLayout:
     @property
     def physical_to_logical_map(self) -> IntArray:
         """Expert of each slot, int64 `[L, P]`, -1 = empty, read-only."""
-        return self._p2l  # type: ignore[no-any-return]
+        return self._p2l
 
     @property
     def logical_to_physical_map(self) -> IntArray:
         """All slots of each expert, int64 `[L, E, K]`, ascending, padded with -1, read-only. K = most replicas."""
-        if self._l2p is None:
-            object.__setattr__(self, "_l2p", read_only(invert(self._p2l, self.num_experts)))
-        return self._l2p  # type: ignore[no-any-return]
+        l2p = self._l2p
+        if l2p is None:
+            l2p = read_only(invert(self._p2l, self.num_experts))
+            object.__setattr__(self, "_l2p", l2p)
+        return l2p
 
     @property
     def replica_count(self) -> IntArray:
         """Slots of each expert, int64 `[L, E]`, 1 or more, read-only."""
-        if self._replica_count is None:
-            object.__setattr__(self, "_replica_count", read_only(count_replicas(self._p2l, self.num_experts)))
-        return self._replica_count  # type: ignore[no-any-return]
+        count = self._replica_count
+        if count is None:
+            count = read_only(count_replicas(self._p2l, self.num_experts))
+            object.__setattr__(self, "_replica_count", count)
+        return count
 
     def slots(self, layer: int, expert: int) -> tuple[int, ...]:
         """All global slots that hold `expert` on `layer`, ascending, on every rank.
@@ -195,12 +203,14 @@ class ExpertLayout:
 
         Over the bytes `eplb-layout-1`, then L, P, E and the map in row order, each as little-endian int64.
         """
-        if self._digest is None:
+        digest = self._digest
+        if digest is None:
             sha = hashlib.sha256(b"eplb-layout-1")
             sha.update(np.array([*self._p2l.shape, self.num_experts], dtype="<i8").tobytes())
             sha.update(self._p2l.astype("<i8", copy=False).tobytes())
-            object.__setattr__(self, "_digest", sha.hexdigest())
-        return self._digest  # type: ignore[no-any-return]
+            digest = sha.hexdigest()
+            object.__setattr__(self, "_digest", digest)
+        return digest
 
     # ---- other layouts from this one -----------------------------------------------------------------------------
 
@@ -244,7 +254,9 @@ class ExpertLayout:
         else:
             kept = to_ids(ranks, "ranks")
         if kept.shape != (new_ranks,):
-            raise ValueError(f"`ranks` (shape {list(kept.shape)}) must be [{new_ranks}], one entry a rank of `topology`")
+            raise ValueError(
+                f"`ranks` (shape {list(kept.shape)}) must be [{new_ranks}], one entry a rank of `topology`"
+            )
         if kept.max() >= old_ranks or kept.min() < -1:
             rank = int(np.argmax((kept >= old_ranks) | (kept < -1)))
             raise IndexError(f"`ranks` (={kept[rank]}) must be in [-1, {old_ranks}) at rank {rank}")
@@ -284,7 +296,9 @@ class ExpertLayout:
             ("experts", self.num_experts, other.num_experts),
         ):
             if mine != theirs:
-                raise ValueError(f"layouts differ in {word}: {mine} and {theirs}; bring one to the other's by `resized`")
+                raise ValueError(
+                    f"layouts differ in {word}: {mine} and {theirs}; bring one to the other's by `resized`"
+                )
         if self.topology != other.topology:
             raise ValueError(f"layouts differ in topology: {self.topology} and {other.topology}")
 
@@ -312,7 +326,7 @@ class ExpertLayout:
         )
 
     def format(self, layers: ArrayLike | None = None, *, width: int = 120) -> str:
-        """The layout as text: a line a layer, ranks divided by `|`, `-` for an empty slot; cut at `width` (0 = never)."""
+        """The layout as text: a line a layer, `|` between ranks, `-` for an empty slot; cut at `width` (0 = never)."""
         rows = np.arange(self.num_layers) if layers is None else layer_rows(layers, self.num_layers)
         lines = []
         for layer in rows.tolist():
@@ -340,7 +354,9 @@ def check_num_slots(num_slots: int, num_experts: int) -> int:
     """Slots to fill: at least one an expert."""
     slots = check_int(num_slots, "num_slots", 1)
     if slots < num_experts:
-        raise ValueError(f"`num_slots` (={slots}) must be at least `num_experts` (={num_experts}); use {num_experts} or more")
+        raise ValueError(
+            f"`num_slots` (={slots}) must be at least `num_experts` (={num_experts}); use {num_experts} or more"
+        )
     return slots
 
 
@@ -413,8 +429,8 @@ def check_map(p2l: IntArray, num_experts: int, topology: Topology) -> None:
         bad = np.argwhere((p2l < -1) | (p2l >= num_experts))
         layer, slot = (int(i) for i in bad[0])
         raise LayoutError(
-            f"`physical_to_logical_map` (={p2l[layer, slot]}) must be in [-1, {num_experts}) at layer {layer}, slot {slot}"
-            f"{f'; {len(bad) - 1} more' if len(bad) > 1 else ''}; -1 marks an empty slot",
+            f"`physical_to_logical_map` (={p2l[layer, slot]}) must be in [-1, {num_experts}) "
+            f"at layer {layer}, slot {slot}{f'; {len(bad) - 1} more' if len(bad) > 1 else ''}; -1 marks an empty slot",
             layer=layer,
             slot=slot,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load, to_numpy
+from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_load, to_numpy
 from eplb_core.layout import ExpertLayout
 
 
@@ -51,7 +51,8 @@ def rank_load(layout: ExpertLayout, expert_load: ArrayLike, *, shares: ArrayLike
         fraction = np.where(held, fraction, 0.0)
     index = np.broadcast_to(expert_of, (*load.shape[:-2], layers, slots))
     slot_load = np.take_along_axis(load, index, axis=-1) * fraction
-    return slot_load.reshape(*load.shape[:-1], layout.topology.num_ranks, -1).sum(axis=-1)
+    by_rank: FloatArray = slot_load.reshape(*load.shape[:-1], layout.topology.num_ranks, -1).sum(axis=-1)
+    return by_rank
 
 
 def balancedness(rank_load: ArrayLike) -> FloatArray:
@@ -70,7 +71,8 @@ def balancedness(rank_load: ArrayLike) -> FloatArray:
     load = check_rank_load(rank_load)
     top = load.max(axis=-1)
     mean = load.mean(axis=-1)
-    return np.divide(mean, top, out=np.full(top.shape, np.nan), where=top > 0)
+    each: FloatArray = np.divide(mean, top, out=np.full(top.shape, np.nan), where=top > 0)
+    return each
 
 
 def mean_balancedness(rank_load: ArrayLike) -> float:
@@ -130,10 +132,12 @@ def transfers(old: ExpertLayout, new: ExpertLayout) -> IntArray:
         array([[0, 1]])
     """
     old.check_same_frame(new)
-    return np.count_nonzero(_holds(new) & ~_holds(old), axis=2).astype(np.int64)
+    received = _holds(new) & ~_holds(old)
+    count: IntArray = received.sum(axis=2, dtype=np.int64)
+    return count
 
 
-def _holds(layout: ExpertLayout) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def _holds(layout: ExpertLayout) -> BoolArray:
     """Does the rank hold the expert? bool `[L, R, E]`."""
     layers, ranks = layout.num_layers, layout.topology.num_ranks
     holds = np.zeros((layers, ranks, layout.num_experts + 1), dtype=np.bool_)

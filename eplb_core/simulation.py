@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 
@@ -180,7 +180,7 @@ def simulate(
 
 
 def _policy(
-    policy: str | Policy, num_slots: int, num_groups: int | None, options: dict[str, object]
+    policy: str | Policy, num_slots: int, num_groups: int | None, options: dict[str, Any]
 ) -> tuple[str, Policy]:
     """The name and the function of a policy."""
     if callable(policy):
@@ -194,11 +194,11 @@ def _policy(
     return policy, _place(num_slots, options if num_groups is None else {"num_groups": num_groups, **options})
 
 
-def _place(num_slots: int, options: dict[str, object]) -> Policy:
+def _place(num_slots: int, options: dict[str, Any]) -> Policy:
     def choose(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
         # Through the package, which compiles the kernels only where they are used.
         placement = eplb_core.place(windows, topology=live.topology, num_slots=num_slots, current=live, **options)
-        return cast("ExpertLayout", placement.layout)
+        return placement.layout
 
     return choose
 

@@ -36,6 +36,8 @@ class Topology:
     """EP ranks R."""
     num_nodes: int
     """Nodes N."""
+    _rank_to_node: IntArray
+    _rank_speed: FloatArray
 
     def __init__(
         self,
@@ -67,7 +69,11 @@ class Topology:
                 missing = -1 if node_of.min() < 0 else int(np.argmin(present))
                 raise ValueError(
                     f"`rank_to_node` must name the nodes 0..{nodes - 1}, each at least once; "
-                    + (f"rank {int(np.argmin(node_of))} has {int(node_of.min())}" if missing < 0 else f"node {missing} has no rank")
+                    + (
+                        f"rank {int(np.argmin(node_of))} has {int(node_of.min())}"
+                        if missing < 0
+                        else f"node {missing} has no rank"
+                    )
                 )
             if num_ranks is not None and num_ranks != ranks:
                 raise ValueError(f"`num_ranks` (={num_ranks}) and `rank_to_node` ({ranks} ranks) disagree; give one")
@@ -98,12 +104,12 @@ class Topology:
     @property
     def rank_to_node(self) -> IntArray:
         """Node of each rank, int64 `[R]`, read-only."""
-        return self._rank_to_node  # type: ignore[no-any-return]
+        return self._rank_to_node
 
     @property
     def rank_speed(self) -> FloatArray:
         """Relative speed of each rank, float64 `[R]`, read-only."""
-        return self._rank_speed  # type: ignore[no-any-return]
+        return self._rank_speed
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Topology):

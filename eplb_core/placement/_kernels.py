@@ -1,9 +1,9 @@
 """One window's placement of one layer, as serial kernels: order, replica counts, packing.
 
-A *block* is the part of the problem that a kernel sees: some experts (ids 0..n-1 of the block), some ranks (0..m-1 of the
-block) with `cap[r]` slots each and relative speeds. The whole layer is one block, or every node is one. Slot arrays have
-a stride of S places a rank; place `r * S + i` is the i-th slot of rank r, and a rank's slots stand in descending order
-of share, so that two ranks can be compared by one walk along both.
+A *block* is the part of the problem that a kernel sees: some experts (ids 0..n-1 of the block), some ranks (0..m-1)
+with `cap[r]` slots each and relative speeds. The whole layer is one block, or every node is one. Slot arrays have a
+stride of S places a rank; place `r * S + i` is the i-th slot of rank r, and a rank's slots stand in descending order of
+share, so that two ranks can be compared by one walk along both.
 
 All decisions are comparisons of float64 values that come from + - * / in program order, with ties broken by the lowest
 id: equal inputs give equal bytes everywhere.
@@ -28,7 +28,7 @@ class Scratch(NamedTuple):
     """Load of each expert `[E]`."""
     order: IntArray
     """Experts by descending load `[E]`."""
-    count: IntArray
+    replicas: IntArray
     """Replicas of each expert `[E]`."""
     bucket: IntArray
     start: IntArray
@@ -39,6 +39,8 @@ class Scratch(NamedTuple):
     item_expert: IntArray
     tree: IntArray
     """Tournament over ranks: node 1 has the least loaded rank that has room."""
+    key: IntArray
+    """What a rank plays with in the tournament `[R]`."""
     chosen: IntArray
     load: FloatArray
     """Load of each rank `[R]`."""
@@ -63,7 +65,7 @@ class Scratch(NamedTuple):
     best_share: FloatArray
     best_expert: IntArray
     best_load: FloatArray
-    best_count: IntArray
+    best_replicas: IntArray
     """The best assignment so far, while another is tried."""
     work: IntArray
     """`[3]`: rank pairs looked at so far, how many may be looked at, and the state of the generator of kicks."""
@@ -84,7 +86,7 @@ def new_scratch(num_experts: int, num_ranks: int, slots_per_rank: int) -> Scratc
     return Scratch(
         weight=np.zeros(num_experts),
         order=ids(num_experts),
-        count=ids(num_experts),
+        replicas=ids(num_experts),
         bucket=ids(num_experts),
         start=ids(buckets + 2),
         heap_share=np.zeros(num_experts + 1),
@@ -92,6 +94,7 @@ def new_scratch(num_experts: int, num_ranks: int, slots_per_rank: int) -> Scratc
         item_share=np.zeros(num_experts),
         item_expert=ids(num_experts),
         tree=ids(2 * leaves),
+        key=ids(num_ranks),
         chosen=ids(num_ranks),
         load=np.zeros(num_ranks),
         fill=ids(num_ranks),
@@ -106,7 +109,7 @@ def new_scratch(num_experts: int, num_ranks: int, slots_per_rank: int) -> Scratc
         best_share=np.zeros(places),
         best_expert=ids(places),
         best_load=np.zeros(num_ranks),
-        best_count=ids(num_experts),
+        best_replicas=ids(num_experts),
         work=ids(3),
     )
 
@@ -186,12 +189,12 @@ def count_replicas(n: int, num_slots: int, most: int, scratch: Scratch) -> int:
     """Give every expert one slot and each further slot to the expert with the largest share; returns how many got more.
 
     That is the divisor method of Jefferson and D'Hondt, and it makes the largest share as small as any choice of counts
-    can (docs/placement.md has the exchange argument). No expert gets more than `most`. Experts are taken from the sorted
-    order until none of the rest can win, so that the heap stays as small as the number of replicated experts.
+    can (docs/placement.md has the exchange argument). No expert gets more than `most`. Experts are taken from the
+    sorted order until none of the rest can win, so that the heap stays as small as the number of replicated experts.
 
-    Needs `sort_by_load`; fills `scratch.count`. `num_slots` must not exceed n * most.
+    Needs `sort_by_load`; fills `scratch.replicas`. `num_slots` must not exceed n * most.
     """
-    load, order, count = scratch.weight, scratch.order, scratch.count
+    load, order, count = scratch.weight, scratch.order, scratch.replicas
     heap, heap_expert = scratch.heap_share, scratch.heap_expert
     for e in range(n):
         count[e] = 1
@@ -220,7 +223,8 @@ def count_replicas(n: int, num_slots: int, most: int, scratch: Scratch) -> int:
                 child = 2 * i + 1
                 right = child + 1
                 if right < size and (
-                    heap[right] > heap[child] or (heap[right] == heap[child] and heap_expert[right] < heap_expert[child])
+                    heap[right] > heap[child]
+                    or (heap[right] == heap[child] and heap_expert[right] < heap_expert[child])
                 ):
                     child = right
                 if share > heap[child] or (share == heap[child] and e < heap_expert[child]):
@@ -239,7 +243,7 @@ def sort_by_share(n: int, num_replicated: int, scratch: Scratch) -> None:
 
     Only the first `num_replicated` of the order by load have changed places: sort those, then merge with the rest.
     """
-    load, order, count = scratch.weight, scratch.order, scratch.count
+    load, order, count = scratch.weight, scratch.order, scratch.replicas
     share, expert = scratch.item_share, scratch.item_expert
     head_share, head = scratch.heap_share, scratch.heap_expert
     for i in range(num_replicated):
@@ -266,7 +270,7 @@ def sort_by_share(n: int, num_replicated: int, scratch: Scratch) -> None:
 
 
 @inline_kernel
-def _raise_key(tree: IntArray, leaf: int, key: int) -> None:
+def _replay(tree: IntArray, leaf: int, key: np.int64) -> None:
     """Set a leaf of the tournament and play its matches again."""
     tree[leaf] = key
     while leaf > 1:
@@ -279,55 +283,64 @@ def _raise_key(tree: IntArray, leaf: int, key: int) -> None:
 def pack(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> None:
     """Put the replicas, largest share first, each on the least loaded rank that has room and not yet that expert.
 
-    Replicas of one expert stand together in the order, so taking all their ranks out of the tournament before any
-    goes back keeps them apart. Where only ranks that hold the expert have room left, `_make_room` swaps one free.
+    A rank's key in the tournament is one integer: its load in fixed point, then its used slots, then its number. Adding
+    a replica adds to the key, so that no float is on the way from one choice to the next. Replicas of one expert stand
+    together in the order, so taking all their ranks out of the tournament before any goes back keeps them apart. Where
+    only ranks that hold the expert have room left, `_make_room` frees a slot.
 
     Needs `sort_by_share`, equal speeds, and counts of at most the number of ranks; fills `share`, `expert`, `load`.
     """
-    count, tree, load, fill = scratch.count, scratch.tree, scratch.load, scratch.fill
+    count, tree, fill, key = scratch.replicas, scratch.tree, scratch.fill, scratch.key
     share, expert, chosen = scratch.share, scratch.expert, scratch.chosen
     item_expert, item_share = scratch.item_expert, scratch.item_share
     ranks = cap.size
     leaves = tree.size >> 1
-    # A key orders ranks by load, then by slots used, then by rank: the low bits of the load make room for the others.
-    bits = 1
+    low = leaves - 1
+    rank_bits = bits = 0
+    while (1 << rank_bits) < leaves:
+        rank_bits += 1
     while (1 << bits) < leaves * (stride + 1):
         bits += 1
-    tag = (1 << bits) - 1
-    buffer = np.empty(1)
-    as_bits = buffer.view(np.int64)
+    total = 0.0
+    for item in range(num_experts):
+        total += item_share[item] * count[item_expert[item]]
+    # Loads up to the total must fit above the tag, sign and one bit to spare left out.
+    scale = np.float64(np.int64(1) << (61 - bits)) / total if total > 0.0 else 0.0
     for r in range(leaves):
         tree[leaves + r] = r if r < ranks and cap[r] > 0 else _FULL
     for node in range(leaves - 1, 0, -1):
         tree[node] = min(tree[2 * node], tree[2 * node + 1])
     for r in range(ranks):
-        load[r] = 0.0
         fill[r] = 0
+        key[r] = r
     expert[: ranks * stride] = -1
-    share[: ranks * stride] = 0.0
     for item in range(num_experts):
         e = item_expert[item]
         value = item_share[item]
-        for k in range(count[e]):
-            if tree[1] == _FULL:
+        more = (np.int64(value * scale) << bits) + leaves
+        replicas = count[e]
+        for k in range(replicas):
+            root = tree[1]
+            if root == _FULL:
                 r = _make_room(e, cap, stride, scratch)
             else:
-                r = tree[1] & (leaves - 1)
-            place = r * stride + fill[r]
-            share[place] = value
-            expert[place] = e
-            fill[r] += 1
-            load[r] += value
-            chosen[k] = r
-            if count[e] > 1:
-                _raise_key(tree, leaves + r, _FULL)
-        for k in range(count[e]):
-            r = chosen[k]
-            key = _FULL
-            if fill[r] < cap[r]:
-                buffer[0] = load[r]
-                key = (as_bits[0] & ~tag) | (fill[r] * leaves + r)
-            _raise_key(tree, leaves + r, key)
+                r = root & low
+            used = fill[r]
+            share[r * stride + used] = value
+            expert[r * stride + used] = e
+            fill[r] = used + 1
+            key[r] += more
+            if replicas == 1:
+                _replay(tree, leaves + r, key[r] if used + 1 < cap[r] else _FULL)
+            else:
+                chosen[k] = r
+                _replay(tree, leaves + r, _FULL)
+        if replicas > 1:
+            for k in range(replicas):
+                r = chosen[k]
+                if fill[r] < cap[r]:
+                    _replay(tree, leaves + r, key[r])
+    add_up(cap, stride, scratch)
 
 
 @kernel
@@ -337,37 +350,47 @@ def _make_room(e: int, cap: IntArray, stride: int, scratch: Scratch) -> int:
     A full rank without `e` holds at least one expert that a rank with `e` and room does not: it has as many distinct
     experts as slots, and the other has `e` and fewer. The one with the smallest share moves.
     """
-    share, expert, load, fill = scratch.share, scratch.expert, scratch.load, scratch.fill
-    giver = -1
+    share, expert, fill, key = scratch.share, scratch.expert, scratch.fill, scratch.key
+    giver = taker = place = -1
     best = np.inf
-    place = taker = 0
     for r in range(cap.size):
         if fill[r] < cap[r] or holds(expert, r, stride, e):
             continue
         for i in range(r * stride + cap[r] - 1, r * stride - 1, -1):
-            if share[i] + load[r] >= best:
-                continue
+            if share[i] >= best:
+                break
             for t in range(cap.size):
                 if fill[t] < cap[t] and not holds(expert, t, stride, expert[i]):
-                    best = share[i] + load[r]
+                    best = share[i]
                     giver, place, taker = r, i, t
                     break
-    moved, value = expert[place], share[place]
+    moved = expert[place]
     for i in range(place, giver * stride + cap[giver] - 1):
         share[i] = share[i + 1]
         expert[i] = expert[i + 1]
     fill[giver] -= 1
-    load[giver] -= value
     last = taker * stride + fill[taker]
     fill[taker] += 1
-    load[taker] += value
-    while last > taker * stride and share[last - 1] < value:
+    # The tournament has no key of either: the giver is full again at once, the taker holds `e` and is out for now.
+    key[taker] += scratch.tree.size >> 1
+    while last > taker * stride and share[last - 1] < best:
         share[last] = share[last - 1]
         expert[last] = expert[last - 1]
         last -= 1
-    share[last] = value
+    share[last] = best
     expert[last] = moved
     return giver
+
+
+@kernel
+def add_up(cap: IntArray, stride: int, scratch: Scratch) -> None:
+    """Loads of the ranks from the shares, in their order."""
+    share, load = scratch.share, scratch.load
+    for r in range(cap.size):
+        total = 0.0
+        for i in range(r * stride, r * stride + cap[r]):
+            total += share[i]
+        load[r] = total
 
 
 @kernel
@@ -378,7 +401,7 @@ def pack_anywhere(num_experts: int, cap: IntArray, stride: int, scratch: Scratch
     first ones that are still to come. A replica that fits nowhere gives its slot up; slots left at the end go to the
     largest share that the rank does not hold. Counts are final only then, so shares and loads are written last.
     """
-    count, load, fill, pace = scratch.count, scratch.load, scratch.fill, scratch.pace
+    count, load, fill, pace = scratch.replicas, scratch.load, scratch.fill, scratch.pace
     expert, node, home, home_count = scratch.expert, scratch.node, scratch.home, scratch.home_count
     item_expert, item_share, weight = scratch.item_expert, scratch.item_share, scratch.weight
     # Room that each node must keep; nodes are counted in `chosen`, which has a place a rank.
@@ -431,7 +454,7 @@ def _fill(r: int, e: int, value: float, stride: int, scratch: Scratch) -> None:
     scratch.expert[r * stride + scratch.fill[r]] = e
     scratch.fill[r] += 1
     scratch.load[r] += value
-    scratch.count[e] += 1
+    scratch.replicas[e] += 1
     if scratch.home[e] == scratch.node[r]:
         scratch.home_count[e] += 1
 
@@ -439,11 +462,10 @@ def _fill(r: int, e: int, value: float, stride: int, scratch: Scratch) -> None:
 @kernel
 def write_shares(cap: IntArray, stride: int, scratch: Scratch) -> None:
     """Derive shares, their order and the loads from `expert` and `count`."""
-    share, expert, load = scratch.share, scratch.expert, scratch.load
-    weight, count = scratch.weight, scratch.count
+    share, expert = scratch.share, scratch.expert
+    weight, count = scratch.weight, scratch.replicas
     for r in range(cap.size):
         first = r * stride
-        total = 0.0
         for i in range(first, first + cap[r]):
             e = expert[i]
             value = weight[e] / count[e]
@@ -454,15 +476,13 @@ def write_shares(cap: IntArray, stride: int, scratch: Scratch) -> None:
                 j -= 1
             share[j] = value
             expert[j] = e
-        for i in range(first, first + cap[r]):
-            total += share[i]
-        load[r] = total
+    add_up(cap, stride, scratch)
 
 
 @inline_kernel
 def holds(expert: IntArray, rank: int, stride: int, e: int) -> bool:
     """Is `e` in a slot of `rank`?"""
-    for i in range(rank * stride, rank * stride + stride):
+    for i in range(rank * stride, rank * stride + stride):  # noqa: SIM110 - a generator does not compile
         if expert[i] == e:
             return True
     return False

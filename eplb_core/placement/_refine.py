@@ -1,16 +1,13 @@
 """Local search on one block: take load off the fullest rank until a certificate says stop, or the budget of work ends.
 
-Steps, cheapest first: exchange a replica of the fullest rank for a lighter one of another rank so that both end below the
-target; failing that, the exchange that lowers the two most; failing that, give a slot of some other expert to an expert
-of the fullest rank. Where nothing helps, the best assignment is kept aside, a few random exchanges are made, and the
-search goes on from there. Work is counted in rank pairs looked at, never in time, so the answer is the same on any
-machine; a larger budget runs the same steps and then more, so it is never worse.
+Steps, cheapest first: exchange a replica of the fullest rank for a lighter one of another rank, so that most of the
+excess over the target goes; failing that, the exchange that lowers the two most; failing that, give a slot of some
+other expert to an expert of the fullest rank. Where nothing helps, the best assignment is kept aside, a few random
+exchanges are made, and the search goes on from there. Work is counted in rank pairs looked at, never in time, so the
+answer is the same on any machine; a larger budget runs the same steps and then more, so it is never worse.
 """
 
 from __future__ import annotations
-
-
-import numpy as np
 
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import inline_kernel, kernel
@@ -63,11 +60,11 @@ def _descend(num_experts: int, cap: IntArray, stride: int, target: float, most: 
 def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: Scratch) -> tuple[int, float]:
     """Exchange a replica of the fullest rank for a lighter one of another as long as that lowers both below its time.
 
-    The first exchange that halves the excess over the target is taken; the lightest ranks are asked first, since they
-    have the most room. Where none does, the best one is taken. Returns the fullest rank and its time.
+    The first exchange that takes off three quarters of the excess over the target is made; the lightest ranks are asked
+    first, since they have the most room. Where none does, the best one is made. Returns the fullest rank and its time.
     """
     # Taken out of the tuple before the loop: each access to one of its arrays counts a reference in and out.
-    share, expert, load, count = scratch.share, scratch.expert, scratch.load, scratch.count
+    share, expert, load, count = scratch.share, scratch.expert, scratch.load, scratch.replicas
     node, home, home_count, work = scratch.node, scratch.home, scratch.home_count, scratch.work
     speed, pace, queue = scratch.speed, scratch.pace, scratch.queue
     last = cap.size - 1
@@ -79,7 +76,7 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
         time = load[full] * pace[full]
         if time <= target or work[0] >= work[1]:
             return full, time
-        enough = 0.5 * (time + target)
+        enough = target + 0.25 * (time - target)
         best = time
         at = place = other = -1
         for k in range(last):
@@ -153,22 +150,28 @@ def _best_pair(
         wanted = share[i] - ideal
         while k < end and share[k] > wanted:
             k += 1
-        if k < end and (wanted - share[k]) * late_r < margin and share[k] < share[i]:
-            if may_move(i, full, r, stride, expert, count, node, home, home_count) and may_move(
-                k, r, full, stride, expert, count, node, home, home_count
-            ):
-                margin = (wanted - share[k]) * late_r
-                place, other = i, k
-                if equal + margin <= target:
-                    break
-        if k > start and (share[k - 1] - wanted) * late_full < margin and share[k - 1] < share[i]:
-            if may_move(i, full, r, stride, expert, count, node, home, home_count) and may_move(
-                k - 1, r, full, stride, expert, count, node, home, home_count
-            ):
-                margin = (share[k - 1] - wanted) * late_full
-                place, other = i, k - 1
-                if equal + margin <= target:
-                    break
+        if (
+            k < end
+            and (wanted - share[k]) * late_r < margin
+            and share[k] < share[i]
+            and may_move(i, full, r, stride, expert, count, node, home, home_count)
+            and may_move(k, r, full, stride, expert, count, node, home, home_count)
+        ):
+            margin = (wanted - share[k]) * late_r
+            place, other = i, k
+            if equal + margin <= target:
+                break
+        if (
+            k > start
+            and (share[k - 1] - wanted) * late_full < margin
+            and share[k - 1] < share[i]
+            and may_move(i, full, r, stride, expert, count, node, home, home_count)
+            and may_move(k - 1, r, full, stride, expert, count, node, home, home_count)
+        ):
+            margin = (share[k - 1] - wanted) * late_full
+            place, other = i, k - 1
+            if equal + margin <= target:
+                break
     return equal + margin, place, other
 
 
@@ -223,9 +226,9 @@ def _exchange(
 def _give_slot(
     num_experts: int, full: int, time: float, cap: IntArray, stride: int, most: int, scratch: Scratch
 ) -> bool:
-    """Give a slot of an expert with spare replicas to an expert of the fullest rank, if that lowers the largest time."""
+    """Give a slot of an expert with spare replicas to one of the fullest rank, if that lowers the largest time."""
     share, expert, load, pace = scratch.share, scratch.expert, scratch.load, scratch.pace
-    weight, count, work = scratch.weight, scratch.count, scratch.work
+    weight, count, work = scratch.weight, scratch.replicas, scratch.work
     node, home, home_count = scratch.node, scratch.home, scratch.home_count
     best = time
     gainer = best_rank = best_place = -1
@@ -247,7 +250,21 @@ def _give_slot(
                 more = weight[f] / (count[f] - 1)
                 if (load[r] - share[j] + less) * pace[r] >= best:
                     continue
-                reached = _time_after(full, r, share[i] - less, less - share[j], more - share[j], g, f, best, cap, stride, expert, load, pace)
+                reached = _time_after(
+                    full,
+                    r,
+                    share[i] - less,
+                    less - share[j],
+                    more - share[j],
+                    g,
+                    f,
+                    best,
+                    cap,
+                    stride,
+                    expert,
+                    load,
+                    pace,
+                )
                 if reached < best:
                     best = reached
                     gainer, best_rank, best_place = g, r, j
@@ -287,7 +304,7 @@ def _time_after(
     pace: FloatArray,
 ) -> float:
     """Largest time of the ranks that a slot of `f` on rank `r`, given to `g`, would change; stops at `limit`."""
-    worst = 0.0
+    worst: float = 0.0
     for s in range(cap.size):
         change = 0.0
         if s == r:
@@ -308,7 +325,7 @@ def _time_after(
 @kernel
 def _kick(cap: IntArray, stride: int, scratch: Scratch) -> None:
     """Make three random exchanges, one of them with the fullest rank."""
-    share, expert, load, count = scratch.share, scratch.expert, scratch.load, scratch.count
+    share, expert, load, count = scratch.share, scratch.expert, scratch.load, scratch.replicas
     node, home, home_count, work = scratch.node, scratch.home, scratch.home_count, scratch.work
     pace = scratch.pace
     ranks = cap.size
@@ -344,7 +361,7 @@ def _keep(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> Non
     scratch.best_share[:places] = scratch.share[:places]
     scratch.best_expert[:places] = scratch.expert[:places]
     scratch.best_load[: cap.size] = scratch.load[: cap.size]
-    scratch.best_count[:num_experts] = scratch.count[:num_experts]
+    scratch.best_replicas[:num_experts] = scratch.replicas[:num_experts]
 
 
 @kernel
@@ -353,7 +370,7 @@ def _restore(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> 
     scratch.share[:places] = scratch.best_share[:places]
     scratch.expert[:places] = scratch.best_expert[:places]
     scratch.load[: cap.size] = scratch.best_load[: cap.size]
-    scratch.count[:num_experts] = scratch.best_count[:num_experts]
+    scratch.replicas[:num_experts] = scratch.best_replicas[:num_experts]
     home, home_count, node, expert = scratch.home, scratch.home_count, scratch.node, scratch.expert
     for e in range(num_experts):
         home_count[e] = 0

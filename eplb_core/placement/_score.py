@@ -10,9 +10,7 @@ from eplb_core.placement._kernels import Scratch, count_replicas, sort_by_load, 
 
 
 @kernel
-def score_layers(
-    load: FloatArray, p2l: IntArray, capacity: IntArray, rank_speed: FloatArray, out: FloatArray
-) -> None:
+def score_layers(load: FloatArray, p2l: IntArray, capacity: IntArray, rank_speed: FloatArray, out: FloatArray) -> None:
     """Balancedness of each layer, mean over the windows with load; NaN where there are none.
 
     Args:
@@ -26,6 +24,7 @@ def score_layers(
     ranks = capacity.size
     stride = p2l.shape[1] // ranks
     count = np.zeros(experts, dtype=np.int64)
+    share = np.zeros(experts)
     speed = 0.0
     for r in range(ranks):
         if capacity[r] > 0:
@@ -43,15 +42,15 @@ def score_layers(
             whole = worst = 0.0
             for e in range(experts):
                 whole += load[t, layer, e]
+                share[e] = load[t, layer, e] / max(count[e], 1)
                 lost = lost or (count[e] == 0 and load[t, layer, e] > 0.0)
             if whole <= 0.0:
                 continue
             for r in range(ranks):
                 mine = 0.0
                 for p in range(r * stride, r * stride + stride):
-                    e = p2l[layer, p]
-                    if capacity[r] > 0 and e >= 0:
-                        mine += load[t, layer, e] / count[e]
+                    if capacity[r] > 0 and p2l[layer, p] >= 0:
+                        mine += share[p2l[layer, p]]
                 worst = max(worst, mine / rank_speed[r])
             # Rounding may leave the largest time a hair below the mean.
             total += min(1.0, whole / speed / worst) if worst > 0.0 else 0.0
@@ -71,8 +70,8 @@ def bound_layers(
 ) -> None:
     """Upper limit of what `score_layers` can give, for any layout with these live slots.
 
-    In a window no layout has a largest time below total load / total speed, nor below the largest share that the divisor
-    method leaves on the fastest rank. The limit of the mean is the mean of the windows' limits.
+    In a window no layout has a largest time below total load / total speed, nor below the largest share that the
+    divisor method leaves on the fastest rank. The limit of the mean is the mean of the windows' limits.
 
     Args:
         load: `[T, L, E]`.
@@ -100,15 +99,17 @@ def bound_layers(
         for t in range(windows):
             whole = 0.0
             for e in range(experts):
-                weight[e] = load[t, layer, e]
-                whole += weight[e]
+                whole += load[t, layer, e]
             if whole <= 0.0:
                 continue
             mean = whole / speed
             known += 1
             if one_window:
                 total += min(1.0, mean / max(limit[layer], mean))
-            elif _shares_fit(mean * fastest, experts, live, slots, weight):
+                continue
+            for e in range(experts):
+                weight[e] = load[t, layer, e]
+            if _shares_fit(mean * fastest, experts, live, slots, weight):
                 total += 1.0
             else:
                 sort_by_load(experts, scratch)
@@ -122,7 +123,7 @@ def _shares_fit(top: float, experts: int, most: int, slots: int, weight: FloatAr
     """Can counts be found with no share above `top`? Cheaper than finding them, and the usual case."""
     need = 0
     for e in range(experts):
-        replicas = max(np.int64(np.ceil(weight[e] / top)), 1)
+        replicas = max(int(np.ceil(weight[e] / top)), 1)
         if replicas > most:
             return False
         need += replicas

@@ -136,11 +136,12 @@ def _solve_block(n: int, cap: IntArray, stride: int, effort: float, scratch: Scr
     else:
         pack_anywhere(n, cap, stride, scratch)
     work[0] = 0
-    work[1] = np.int64(effort * (96 + ranks))
+    work[1] = np.int64(effort * (96 + 2 * ranks))
     work[2] = 1
-    # Coarse first: a wide target is soon met. The way there is the same for every effort; more effort only goes further.
+    # Coarse first where ranks have few slots: pairs to exchange are few then, and a wide target is met sooner. The way
+    # there is the same for every effort; more effort only goes further.
     tolerance = TOLERANCE / max(effort, 1.0)
-    aim = 2.0 * TOLERANCE
+    aim = TOLERANCE * max(1, 16 // stride)
     while refine(n, cap, stride, lower * (1.0 + aim), ranks, scratch) <= lower * (1.0 + aim) and aim > tolerance:
         aim = max(0.5 * aim, tolerance)
     return lower
@@ -154,14 +155,14 @@ def _lower_limit(n: int, slots: int, cap: IntArray, scratch: Scratch) -> float:
     least what the divisor method leaves, the smallest possible; it is no faster than the fastest rank.
     """
     weight, speed = scratch.weight, scratch.speed
-    total = whole = fastest = 0.0
+    total = whole = fastest = top = 0.0
     for e in range(n):
         total += weight[e]
     for r in range(cap.size):
         whole += speed[r]
         fastest = max(fastest, speed[r])
     top = scratch.item_share[0] if slots < n * cap.size else weight[scratch.order[0]] / cap.size
-    return max(total / whole, top / fastest)
+    return float(max(total / whole, top / fastest))
 
 
 @kernel
@@ -186,7 +187,7 @@ def _whole_limit(load: FloatArray, capacity: IntArray, rank_speed: FloatArray, s
 def _fill_every_rank(n: int, cap: IntArray, least: int, stride: int, scratch: Scratch) -> None:
     """Where every rank has room for all experts, each holds the same: even shares then make the ranks equal.
 
-    Counting forces repeats on a rank here; a slot that only some ranks have stays empty, since filling it would not help.
+    Counting forces repeats on a rank here; a slot that only some ranks have stays empty: filling it would not help.
     """
     expert, order = scratch.expert, scratch.order
     for r in range(cap.size):

@@ -39,14 +39,16 @@ class Placement:
     """Predicted, float64 `[L]`, mean over the windows with load; NaN for a layer without any. Of a window it is
     (total load / total speed) / (largest load / speed of a rank) over the active ranks: mean / max for equal speeds."""
     bound: FloatArray
-    """Proven upper limit of `balancedness` over all layouts of this kind, float64 `[L]`; NaN for a layer without load."""
+    """Proven upper limit of `balancedness` over all layouts of this kind, float64 `[L]`; NaN without load."""
     transfers: IntArray
     """Experts that ranks receive to come from `current`, int64 `[L]`; 0 where there is no current layout."""
 
     def __repr__(self) -> str:
         known = ~np.isnan(self.balancedness)
         mean, bound = (x[known].mean() if known.any() else np.nan for x in (self.balancedness, self.bound))
-        return f"Placement({self.layout!r}, balancedness={mean:.4f}, bound={bound:.4f}, transfers={self.transfers.sum()})"
+        return (
+            f"Placement({self.layout!r}, balancedness={mean:.4f}, bound={bound:.4f}, transfers={self.transfers.sum()})"
+        )
 
 
 def place(
@@ -172,7 +174,8 @@ def _state_problem(
         active = to_numpy(active_ranks)
         if active.dtype != np.bool_ or active.shape != (topology.num_ranks,):
             raise ValueError(
-                f"`active_ranks` (dtype {active.dtype}, shape {list(active.shape)}) must be bools [{topology.num_ranks}]"
+                f"`active_ranks` (dtype {active.dtype}, shape {list(active.shape)}) must be "
+                f"bools [{topology.num_ranks}]"
             )
         capacity = capacity * active
     live = int(capacity.sum())
@@ -221,8 +224,10 @@ def _add_windows(windows: FloatArray, window_weights: ArrayLike | None) -> Float
             raise ValueError(f"`window_weights` (shape {list(weights.shape)}) must be [{count}], one a window")
         if not ((weights >= 0) & (weights < np.inf)).all():
             window = int(np.argmin((weights >= 0) & (weights < np.inf)))
-            raise ValueError(f"`window_weights` (={weights[window]}) must be finite and not negative at window {window}")
-    load = windows[0] * weights[0]
+            raise ValueError(
+                f"`window_weights` (={weights[window]}) must be finite and not negative at window {window}"
+            )
+    load: FloatArray = windows[0] * weights[0]
     for window in range(1, count):
         load += windows[window] * weights[window]
     if load.size and not load.max() < np.inf:
@@ -284,7 +289,7 @@ def _start_from(
     min_gain: float,
     max_transfers: int | None,
 ) -> IntArray:
-    """Bring the solution's names to those of `current`, and take back the rows that gain too little; returns transfers."""
+    """Name the solution's ranks as in `current` and take back rows that gain too little; returns transfers."""
     topology, capacity, p2l = problem.topology, problem.capacity, solution.p2l
     layers, ranks = current.num_layers, topology.num_ranks
     old = current.physical_to_logical_map.copy()
