@@ -21,109 +21,77 @@ from eplb_core._numba import inline_kernel, kernel
 _FULL = np.int64(0x7FFFFFFFFFFFFFFF)
 
 
-class Scratch(NamedTuple):
-    """Memory for one block at a time; allocated once a call, so that no kernel allocates."""
+# Rows of `Scratch.reals`, as long as there are experts, ranks or places.
+WEIGHT = 0  # load of each expert
+ITEM_SHARE = 1  # shares in descending order, one entry an expert
+HEAP_SHARE = 2
+LOAD = 3  # load of each rank
+SPEED = 4  # relative speed of each rank
+PACE = 5  # 1 / speed: time for one token
+SHARE = 6  # share of the replica in each place
+BEST_SHARE = 7  # the best assignment so far, while another is tried
+BEST_LOAD = 8
+NUM_REALS = 9
 
-    weight: FloatArray
-    """Load of each expert `[E]`."""
-    order: IntArray
-    """Experts by descending load `[E]`."""
-    replicas: IntArray
-    """Replicas of each expert `[E]`."""
-    bucket: IntArray
-    start: IntArray
-    heap_share: FloatArray
-    heap_expert: IntArray
-    item_share: FloatArray
-    """Experts by descending share `[E]`, and whose share it is."""
-    item_expert: IntArray
-    tree: IntArray
-    """Tournament over ranks: node 1 has the least loaded rank that has room."""
-    key: IntArray
-    """What a rank plays with in the tournament `[R]`."""
-    chosen: IntArray
-    load: FloatArray
-    """Load of each rank `[R]`."""
-    fill: IntArray
-    """Slots used of each rank `[R]`."""
-    share: FloatArray
-    """Share of the replica in each place `[R * S]`."""
-    expert: IntArray
-    """Expert in each place `[R * S]`, -1 beyond the rank's slots."""
-    speed: FloatArray
-    """Relative speed of each rank `[R]`."""
-    pace: FloatArray
-    """1 / speed `[R]`: time for one token."""
-    node: IntArray
-    """Node of each rank `[R]`."""
-    home: IntArray
-    """Node in which one replica of the expert must stay `[E]`, -1 = none."""
-    home_count: IntArray
-    """Replicas of the expert in its home `[E]`."""
-    queue: IntArray
-    """Ranks by ascending time `[R]`, while a search runs."""
-    best_share: FloatArray
-    best_expert: IntArray
-    best_load: FloatArray
-    best_replicas: IntArray
-    """The best assignment so far, while another is tried."""
-    work: IntArray
-    """`[3]`: rank pairs looked at so far, how many may be looked at, and the state of the generator of kicks."""
+# Rows of `Scratch.ints`.
+ORDER = 0  # experts by descending load
+REPLICAS = 1  # replicas of each expert
+ITEM_EXPERT = 2  # whose share stands in ITEM_SHARE
+HEAP_EXPERT = 3
+BUCKET = 4
+START = 5
+TREE = 6  # tournament over ranks: node 1 has the least loaded rank that has room
+KEY = 7  # what a rank plays with in the tournament
+CHOSEN = 8
+FILL = 9  # slots used of each rank
+EXPERT = 10  # expert in each place, -1 where there is none
+NODE = 11  # node of each rank
+HOME = 12  # node in which one replica of the expert must stay, -1 = none
+HOME_COUNT = 13  # replicas of the expert in its home
+QUEUE = 14  # ranks by ascending time, while a search runs
+BEST_EXPERT = 15
+BEST_REPLICAS = 16
+WORK = 17  # rank pairs looked at so far, how many may be looked at, state of the generator of kicks
+NUM_INTS = 18
+
+
+class Scratch(NamedTuple):
+    """Memory for one block at a time, allocated once a call, so that no kernel allocates.
+
+    Two arrays and not one a row: arguments of a compiled call are many words an array, to pass and to compile.
+    """
+
+    reals: FloatArray
+    """float64 `[NUM_REALS, n]`."""
+    ints: IntArray
+    """int64 `[NUM_INTS, n]`."""
 
 
 def new_scratch(num_experts: int, num_ranks: int, slots_per_rank: int) -> Scratch:
     """Memory for blocks of at most these sizes."""
-    buckets, leaves = 2, 1
-    while buckets < 2 * num_experts:
-        buckets *= 2
-    while leaves < num_ranks:
-        leaves *= 2
-    places = num_ranks * slots_per_rank
+    size = max(_power_of_two(2 * num_experts) + 2, 2 * _power_of_two(num_ranks), num_ranks * slots_per_rank)
+    return Scratch(np.zeros((NUM_REALS, size)), np.zeros((NUM_INTS, size), dtype=np.int64))
 
-    def ids(size: int) -> IntArray:
-        return np.zeros(size, dtype=np.int64)
 
-    return Scratch(
-        weight=np.zeros(num_experts),
-        order=ids(num_experts),
-        replicas=ids(num_experts),
-        bucket=ids(num_experts),
-        start=ids(buckets + 2),
-        heap_share=np.zeros(num_experts + 1),
-        heap_expert=ids(num_experts + 1),
-        item_share=np.zeros(num_experts),
-        item_expert=ids(num_experts),
-        tree=ids(2 * leaves),
-        key=ids(num_ranks),
-        chosen=ids(num_ranks),
-        load=np.zeros(num_ranks),
-        fill=ids(num_ranks),
-        share=np.zeros(places),
-        expert=ids(places),
-        speed=np.ones(num_ranks),
-        pace=np.ones(num_ranks),
-        node=ids(num_ranks),
-        home=np.full(num_experts, -1, dtype=np.int64),
-        home_count=ids(num_experts),
-        queue=ids(num_ranks),
-        best_share=np.zeros(places),
-        best_expert=ids(places),
-        best_load=np.zeros(num_ranks),
-        best_replicas=ids(num_experts),
-        work=ids(3),
-    )
+@kernel
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not below `n`, and 2 or more."""
+    power = 2
+    while power < n:
+        power *= 2
+    return power
 
 
 @kernel
 def sort_by_load(n: int, scratch: Scratch) -> None:
-    """Fill `scratch.order[:n]` with the experts by descending load, ties by ascending id.
+    """Fill ORDER with the experts by descending load, ties by ascending id.
 
     The bits of a float that is not negative order as integers do, and spread loads evenly on a log scale: one counting
     pass over them leaves every expert next to its place, and an insertion sort does the rest. Loads that crowd into few
     buckets are merge-sorted instead.
     """
-    order, bucket, start = scratch.order, scratch.bucket, scratch.start
-    load = scratch.weight[:n]
+    order, bucket, start = scratch.ints[ORDER], scratch.ints[BUCKET], scratch.ints[START]
+    load = scratch.reals[WEIGHT][:n]
     bits = load.view(np.int64)
     high = np.int64(0)
     low = _FULL
@@ -135,9 +103,9 @@ def sort_by_load(n: int, scratch: Scratch) -> None:
         order[e] = e
     if high == 0:
         return
-    num_buckets = start.size - 2
+    num_buckets = _power_of_two(2 * n)
     scale = (num_buckets - 1) / (np.float64(high - low) + 1.0)
-    start[:] = 0
+    start[: num_buckets + 2] = 0
     for e in range(n):
         place = num_buckets if bits[e] <= 0 else np.int64((high - bits[e]) * scale)
         bucket[e] = place
@@ -192,10 +160,10 @@ def count_replicas(n: int, num_slots: int, most: int, scratch: Scratch) -> int:
     can (docs/placement.md has the exchange argument). No expert gets more than `most`. Experts are taken from the
     sorted order until none of the rest can win, so that the heap stays as small as the number of replicated experts.
 
-    Needs `sort_by_load`; fills `scratch.replicas`. `num_slots` must not exceed n * most.
+    Needs `sort_by_load`; fills REPLICAS. `num_slots` must not exceed n * most.
     """
-    load, order, count = scratch.weight, scratch.order, scratch.replicas
-    heap, heap_expert = scratch.heap_share, scratch.heap_expert
+    load, order, count = scratch.reals[WEIGHT], scratch.ints[ORDER], scratch.ints[REPLICAS]
+    heap, heap_expert = scratch.reals[HEAP_SHARE], scratch.ints[HEAP_EXPERT]
     for e in range(n):
         count[e] = 1
     size = 0
@@ -239,13 +207,13 @@ def count_replicas(n: int, num_slots: int, most: int, scratch: Scratch) -> int:
 
 @kernel
 def sort_by_share(n: int, num_replicated: int, scratch: Scratch) -> None:
-    """Fill `scratch.item_expert` with the experts by descending share, ties by order of load.
+    """Fill ITEM_EXPERT with the experts by descending share, ties by order of load.
 
     Only the first `num_replicated` of the order by load have changed places: sort those, then merge with the rest.
     """
-    load, order, count = scratch.weight, scratch.order, scratch.replicas
-    share, expert = scratch.item_share, scratch.item_expert
-    head_share, head = scratch.heap_share, scratch.heap_expert
+    load, order, count = scratch.reals[WEIGHT], scratch.ints[ORDER], scratch.ints[REPLICAS]
+    share, expert = scratch.reals[ITEM_SHARE], scratch.ints[ITEM_EXPERT]
+    head_share, head = scratch.reals[HEAP_SHARE], scratch.ints[HEAP_EXPERT]
     for i in range(num_replicated):
         e = order[i]
         value = load[e] / count[e]
@@ -290,11 +258,11 @@ def pack(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> None
 
     Needs `sort_by_share`, equal speeds, and counts of at most the number of ranks; fills `share`, `expert`, `load`.
     """
-    count, tree, fill, key = scratch.replicas, scratch.tree, scratch.fill, scratch.key
-    share, expert, chosen = scratch.share, scratch.expert, scratch.chosen
-    item_expert, item_share = scratch.item_expert, scratch.item_share
+    count, tree, fill, key = scratch.ints[REPLICAS], scratch.ints[TREE], scratch.ints[FILL], scratch.ints[KEY]
+    share, expert, chosen = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.ints[CHOSEN]
+    item_expert, item_share = scratch.ints[ITEM_EXPERT], scratch.reals[ITEM_SHARE]
     ranks = cap.size
-    leaves = tree.size >> 1
+    leaves = _power_of_two(ranks)
     low = leaves - 1
     rank_bits = bits = 0
     while (1 << rank_bits) < leaves:
@@ -350,7 +318,7 @@ def _make_room(e: int, cap: IntArray, stride: int, scratch: Scratch) -> int:
     A full rank without `e` holds at least one expert that a rank with `e` and room does not: it has as many distinct
     experts as slots, and the other has `e` and fewer. The one with the smallest share moves.
     """
-    share, expert, fill, key = scratch.share, scratch.expert, scratch.fill, scratch.key
+    share, expert, fill, key = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.ints[FILL], scratch.ints[KEY]
     giver = taker = place = -1
     best = np.inf
     for r in range(cap.size):
@@ -372,7 +340,7 @@ def _make_room(e: int, cap: IntArray, stride: int, scratch: Scratch) -> int:
     last = taker * stride + fill[taker]
     fill[taker] += 1
     # The tournament has no key of either: the giver is full again at once, the taker holds `e` and is out for now.
-    key[taker] += scratch.tree.size >> 1
+    key[taker] += _power_of_two(cap.size)
     while last > taker * stride and share[last - 1] < best:
         share[last] = share[last - 1]
         expert[last] = expert[last - 1]
@@ -385,7 +353,7 @@ def _make_room(e: int, cap: IntArray, stride: int, scratch: Scratch) -> int:
 @kernel
 def add_up(cap: IntArray, stride: int, scratch: Scratch) -> None:
     """Loads of the ranks from the shares, in their order."""
-    share, load = scratch.share, scratch.load
+    share, load = scratch.reals[SHARE], scratch.reals[LOAD]
     for r in range(cap.size):
         total = 0.0
         for i in range(r * stride, r * stride + cap[r]):
@@ -401,12 +369,17 @@ def pack_anywhere(num_experts: int, cap: IntArray, stride: int, scratch: Scratch
     first ones that are still to come. A replica that fits nowhere gives its slot up; slots left at the end go to the
     largest share that the rank does not hold. Counts are final only then, so shares and loads are written last.
     """
-    count, load, fill, pace = scratch.replicas, scratch.load, scratch.fill, scratch.pace
-    expert, node, home, home_count = scratch.expert, scratch.node, scratch.home, scratch.home_count
-    item_expert, item_share, weight = scratch.item_expert, scratch.item_share, scratch.weight
+    count, load, fill, pace = scratch.ints[REPLICAS], scratch.reals[LOAD], scratch.ints[FILL], scratch.reals[PACE]
+    expert, node, home, home_count = (
+        scratch.ints[EXPERT],
+        scratch.ints[NODE],
+        scratch.ints[HOME],
+        scratch.ints[HOME_COUNT],
+    )
+    item_expert, item_share, weight = scratch.ints[ITEM_EXPERT], scratch.reals[ITEM_SHARE], scratch.reals[WEIGHT]
     # Room that each node must keep; nodes are counted in `chosen`, which has a place a rank.
-    room = scratch.chosen
-    room[:] = 0
+    room = scratch.ints[CHOSEN]
+    room[: cap.size] = 0
     for r in range(cap.size):
         load[r] = 0.0
         fill[r] = 0
@@ -451,19 +424,20 @@ def pack_anywhere(num_experts: int, cap: IntArray, stride: int, scratch: Scratch
 @kernel
 def _fill(r: int, e: int, value: float, stride: int, scratch: Scratch) -> None:
     """Put a replica of `e` into the next free slot of `r`."""
-    scratch.expert[r * stride + scratch.fill[r]] = e
-    scratch.fill[r] += 1
-    scratch.load[r] += value
-    scratch.replicas[e] += 1
-    if scratch.home[e] == scratch.node[r]:
-        scratch.home_count[e] += 1
+    ints = scratch.ints
+    ints[EXPERT, r * stride + ints[FILL, r]] = e
+    ints[FILL, r] += 1
+    scratch.reals[LOAD, r] += value
+    ints[REPLICAS, e] += 1
+    if ints[HOME, e] == ints[NODE, r]:
+        ints[HOME_COUNT, e] += 1
 
 
 @kernel
 def write_shares(cap: IntArray, stride: int, scratch: Scratch) -> None:
     """Derive shares, their order and the loads from `expert` and `count`."""
-    share, expert = scratch.share, scratch.expert
-    weight, count = scratch.weight, scratch.replicas
+    share, expert = scratch.reals[SHARE], scratch.ints[EXPERT]
+    weight, count = scratch.reals[WEIGHT], scratch.ints[REPLICAS]
     for r in range(cap.size):
         first = r * stride
         for i in range(first, first + cap[r]):

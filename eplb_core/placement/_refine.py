@@ -11,7 +11,27 @@ from __future__ import annotations
 
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import inline_kernel, kernel
-from eplb_core.placement._kernels import Scratch, holds, put
+from eplb_core.placement._kernels import (
+    BEST_EXPERT,
+    BEST_LOAD,
+    BEST_REPLICAS,
+    BEST_SHARE,
+    EXPERT,
+    HOME,
+    HOME_COUNT,
+    LOAD,
+    NODE,
+    PACE,
+    QUEUE,
+    REPLICAS,
+    SHARE,
+    SPEED,
+    WEIGHT,
+    WORK,
+    Scratch,
+    holds,
+    put,
+)
 
 
 @kernel
@@ -26,7 +46,7 @@ def refine(num_experts: int, cap: IntArray, stride: int, target: float, most: in
         most: An expert gets no more replicas than this.
         scratch: The assignment (`share`, `expert`, `load`, `count`), changed in place; `work` limits the search.
     """
-    work = scratch.work
+    work = scratch.ints[WORK]
     reached = _descend(num_experts, cap, stride, target, most, scratch)
     if reached <= target or work[0] >= work[1]:
         return reached
@@ -50,7 +70,7 @@ def _descend(num_experts: int, cap: IntArray, stride: int, target: float, most: 
     """Steps from the fullest rank while they help; returns the largest time."""
     while True:
         full, time = _exchange_while_better(cap, stride, target, scratch)
-        if time <= target or scratch.work[0] >= scratch.work[1]:
+        if time <= target or scratch.ints[WORK, 0] >= scratch.ints[WORK, 1]:
             return time
         if not _give_slot(num_experts, full, time, cap, stride, most, scratch):
             return time
@@ -64,9 +84,9 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
     first, since they have the most room. Where none does, the best one is made. Returns the fullest rank and its time.
     """
     # Taken out of the tuple before the loop: each access to one of its arrays counts a reference in and out.
-    share, expert, load, count = scratch.share, scratch.expert, scratch.load, scratch.replicas
-    node, home, home_count, work = scratch.node, scratch.home, scratch.home_count, scratch.work
-    speed, pace, queue = scratch.speed, scratch.pace, scratch.queue
+    share, expert, load, count = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.ints[REPLICAS]
+    node, home, home_count, work = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT], scratch.ints[WORK]
+    speed, pace, queue = scratch.reals[SPEED], scratch.reals[PACE], scratch.ints[QUEUE]
     last = cap.size - 1
     for k in range(cap.size):
         queue[k] = k
@@ -227,9 +247,9 @@ def _give_slot(
     num_experts: int, full: int, time: float, cap: IntArray, stride: int, most: int, scratch: Scratch
 ) -> bool:
     """Give a slot of an expert with spare replicas to one of the fullest rank, if that lowers the largest time."""
-    share, expert, load, pace = scratch.share, scratch.expert, scratch.load, scratch.pace
-    weight, count, work = scratch.weight, scratch.replicas, scratch.work
-    node, home, home_count = scratch.node, scratch.home, scratch.home_count
+    share, expert, load, pace = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.reals[PACE]
+    weight, count, work = scratch.reals[WEIGHT], scratch.ints[REPLICAS], scratch.ints[WORK]
+    node, home, home_count = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT]
     best = time
     gainer = best_rank = best_place = -1
     for i in range(full * stride, full * stride + cap[full]):
@@ -325,9 +345,9 @@ def _time_after(
 @kernel
 def _kick(cap: IntArray, stride: int, scratch: Scratch) -> None:
     """Make three random exchanges, one of them with the fullest rank."""
-    share, expert, load, count = scratch.share, scratch.expert, scratch.load, scratch.replicas
-    node, home, home_count, work = scratch.node, scratch.home, scratch.home_count, scratch.work
-    pace = scratch.pace
+    share, expert, load, count = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.ints[REPLICAS]
+    node, home, home_count, work = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT], scratch.ints[WORK]
+    pace = scratch.reals[PACE]
     ranks = cap.size
     a = 0
     for r in range(1, ranks):
@@ -358,20 +378,25 @@ def _draw(below: int, work: IntArray) -> int:
 @kernel
 def _keep(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> None:
     places = cap.size * stride
-    scratch.best_share[:places] = scratch.share[:places]
-    scratch.best_expert[:places] = scratch.expert[:places]
-    scratch.best_load[: cap.size] = scratch.load[: cap.size]
-    scratch.best_replicas[:num_experts] = scratch.replicas[:num_experts]
+    scratch.reals[BEST_SHARE][:places] = scratch.reals[SHARE][:places]
+    scratch.ints[BEST_EXPERT][:places] = scratch.ints[EXPERT][:places]
+    scratch.reals[BEST_LOAD][: cap.size] = scratch.reals[LOAD][: cap.size]
+    scratch.ints[BEST_REPLICAS][:num_experts] = scratch.ints[REPLICAS][:num_experts]
 
 
 @kernel
 def _restore(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> None:
     places = cap.size * stride
-    scratch.share[:places] = scratch.best_share[:places]
-    scratch.expert[:places] = scratch.best_expert[:places]
-    scratch.load[: cap.size] = scratch.best_load[: cap.size]
-    scratch.replicas[:num_experts] = scratch.best_replicas[:num_experts]
-    home, home_count, node, expert = scratch.home, scratch.home_count, scratch.node, scratch.expert
+    scratch.reals[SHARE][:places] = scratch.reals[BEST_SHARE][:places]
+    scratch.ints[EXPERT][:places] = scratch.ints[BEST_EXPERT][:places]
+    scratch.reals[LOAD][: cap.size] = scratch.reals[BEST_LOAD][: cap.size]
+    scratch.ints[REPLICAS][:num_experts] = scratch.ints[BEST_REPLICAS][:num_experts]
+    home, home_count, node, expert = (
+        scratch.ints[HOME],
+        scratch.ints[HOME_COUNT],
+        scratch.ints[NODE],
+        scratch.ints[EXPERT],
+    )
     for e in range(num_experts):
         home_count[e] = 0
     for r in range(cap.size):

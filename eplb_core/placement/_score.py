@@ -6,7 +6,7 @@ import numpy as np
 
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import kernel
-from eplb_core.placement._kernels import Scratch, count_replicas, sort_by_load, sort_by_share
+from eplb_core.placement._kernels import ITEM_SHARE, WEIGHT, Scratch, count_replicas, sort_by_load, sort_by_share
 
 
 @kernel
@@ -83,7 +83,7 @@ def bound_layers(
         out: Written `[L]`; NaN where there is no load.
     """
     windows, layers, experts = load.shape
-    weight = scratch.weight
+    weight = scratch.reals[WEIGHT]
     speed = fastest = 0.0
     live = slots = 0
     for r in range(capacity.size):
@@ -114,7 +114,7 @@ def bound_layers(
             else:
                 sort_by_load(experts, scratch)
                 sort_by_share(experts, count_replicas(experts, slots, live, scratch), scratch)
-                total += min(1.0, mean / max(mean, scratch.item_share[0] / fastest))
+                total += min(1.0, mean / max(mean, scratch.reals[ITEM_SHARE, 0] / fastest))
         out[layer] = total / known if known > 0 else np.nan
 
 

@@ -8,6 +8,15 @@ from eplb_core._arrays import BoolArray, FloatArray, IntArray
 from eplb_core._numba import kernel
 from eplb_core.placement._groups import assign_groups
 from eplb_core.placement._kernels import (
+    EXPERT,
+    HOME,
+    ITEM_SHARE,
+    NODE,
+    ORDER,
+    PACE,
+    SPEED,
+    WEIGHT,
+    WORK,
     Scratch,
     count_replicas,
     pack,
@@ -60,7 +69,13 @@ def solve_layers(
     node_room = np.zeros(nodes, dtype=np.int64)
     node_speed = np.zeros(nodes)
     # Arrays are taken out of the tuple before loops: each access to one counts a reference in and out.
-    weight, home, speed, node, expert = scratch.weight, scratch.home, scratch.speed, scratch.node, scratch.expert
+    weight, home, speed, node, expert = (
+        scratch.reals[WEIGHT],
+        scratch.ints[HOME],
+        scratch.reals[SPEED],
+        scratch.ints[NODE],
+        scratch.ints[EXPERT],
+    )
     ids = np.arange(experts)
     members = np.arange(ranks)
     cap = np.zeros(ranks, dtype=np.int64)
@@ -87,7 +102,7 @@ def solve_layers(
                     members[size] = r
                     cap[size] = capacity[r]
                     speed[size] = rank_speed[r]
-                    scratch.pace[size] = 1.0 / rank_speed[r]
+                    scratch.reals[PACE, size] = 1.0 / rank_speed[r]
                     node[size] = rank_to_node[r]
                     size += 1
             n = 0
@@ -112,8 +127,8 @@ def solve_layers(
 
 @kernel
 def _solve_block(n: int, cap: IntArray, stride: int, effort: float, scratch: Scratch) -> float:
-    """Place one block into `scratch.expert`; returns the certified lower limit of its largest time."""
-    speed, home, work = scratch.speed, scratch.home, scratch.work
+    """Place one block into EXPERT; returns the certified lower limit of its largest time."""
+    speed, home, work = scratch.reals[SPEED], scratch.ints[HOME], scratch.ints[WORK]
     ranks = cap.size
     slots = 0
     least = cap[0]
@@ -154,21 +169,21 @@ def _lower_limit(n: int, slots: int, cap: IntArray, scratch: Scratch) -> float:
     Some rank is no faster than the mean: total load / total speed. And some rank holds the largest share, which is at
     least what the divisor method leaves, the smallest possible; it is no faster than the fastest rank.
     """
-    weight, speed = scratch.weight, scratch.speed
+    weight, speed = scratch.reals[WEIGHT], scratch.reals[SPEED]
     total = whole = fastest = top = 0.0
     for e in range(n):
         total += weight[e]
     for r in range(cap.size):
         whole += speed[r]
         fastest = max(fastest, speed[r])
-    top = scratch.item_share[0] if slots < n * cap.size else weight[scratch.order[0]] / cap.size
+    top = scratch.reals[ITEM_SHARE, 0] if slots < n * cap.size else weight[scratch.ints[ORDER, 0]] / cap.size
     return float(max(total / whole, top / fastest))
 
 
 @kernel
 def _whole_limit(load: FloatArray, capacity: IntArray, rank_speed: FloatArray, scratch: Scratch) -> float:
     """The limit of the layer without groups: it holds with them too."""
-    speed = scratch.speed
+    speed = scratch.reals[SPEED]
     live = slots = 0
     for r in range(capacity.size):
         if capacity[r] > 0:
@@ -176,7 +191,7 @@ def _whole_limit(load: FloatArray, capacity: IntArray, rank_speed: FloatArray, s
             live += 1
             slots += capacity[r]
     n = load.size
-    scratch.weight[:n] = load
+    scratch.reals[WEIGHT][:n] = load
     slots = min(slots, n * live)
     sort_by_load(n, scratch)
     sort_by_share(n, count_replicas(n, slots, live, scratch), scratch)
@@ -189,7 +204,7 @@ def _fill_every_rank(n: int, cap: IntArray, least: int, stride: int, scratch: Sc
 
     Counting forces repeats on a rank here; a slot that only some ranks have stays empty: filling it would not help.
     """
-    expert, order = scratch.expert, scratch.order
+    expert, order = scratch.ints[EXPERT], scratch.ints[ORDER]
     for r in range(cap.size):
         for s in range(stride):
             expert[r * stride + s] = order[s % n] if s < least else -1
