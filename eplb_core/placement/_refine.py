@@ -90,7 +90,7 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
     last = cap.size - 1
     for k in range(cap.size):
         queue[k] = k
-        _requeue(k, 0, queue, load, pace)
+        _requeue(k, k, queue, load, pace)
     while True:
         full = queue[last]
         time = load[full] * pace[full]
@@ -116,18 +116,18 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
             return full, time
         _exchange(full, place, queue[at], other, cap, stride, share, expert, load, node, home, home_count)
         _requeue(at, last, queue, load, pace)
-        _requeue(last, 0, queue, load, pace)
+        _requeue(last, last, queue, load, pace)
 
 
 @inline_kernel
-def _requeue(k: int, end: int, queue: IntArray, load: FloatArray, pace: FloatArray) -> None:
-    """Move the rank at place `k` of the queue towards `end` until its time fits there."""
+def _requeue(k: int, last: int, queue: IntArray, load: FloatArray, pace: FloatArray) -> None:
+    """Move the rank at place `k` of the queue to where its time fits, among the places up to `last`."""
     r = queue[k]
     time = load[r] * pace[r]
-    while k > end and load[queue[k - 1]] * pace[queue[k - 1]] > time:
+    while k > 0 and load[queue[k - 1]] * pace[queue[k - 1]] > time:
         queue[k] = queue[k - 1]
         k -= 1
-    while k < end and load[queue[k + 1]] * pace[queue[k + 1]] < time:
+    while k < last and load[queue[k + 1]] * pace[queue[k + 1]] < time:
         queue[k] = queue[k + 1]
         k += 1
     queue[k] = r

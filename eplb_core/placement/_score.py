@@ -85,14 +85,12 @@ def bound_layers(
     windows, layers, experts = load.shape
     weight = scratch.reals[WEIGHT]
     speed = fastest = 0.0
-    live = slots = 0
     for r in range(capacity.size):
         if capacity[r] > 0:
             speed += rank_speed[r]
             fastest = max(fastest, rank_speed[r])
-            live += 1
-            slots += capacity[r]
-    slots = min(slots, experts * live)
+    live = int(np.count_nonzero(capacity))
+    slots = min(int(capacity.sum()), experts * live)
     for layer in range(layers):
         total = 0.0
         known = 0

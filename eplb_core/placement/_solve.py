@@ -68,14 +68,7 @@ def solve_layers(
     group_size = experts // num_groups
     node_room = np.zeros(nodes, dtype=np.int64)
     node_speed = np.zeros(nodes)
-    # Arrays are taken out of the tuple before loops: each access to one counts a reference in and out.
-    weight, home, speed, node, expert = (
-        scratch.reals[WEIGHT],
-        scratch.ints[HOME],
-        scratch.reals[SPEED],
-        scratch.ints[NODE],
-        scratch.ints[EXPERT],
-    )
+    expert = scratch.ints[EXPERT]
     ids = np.arange(experts)
     members = np.arange(ranks)
     cap = np.zeros(ranks, dtype=np.int64)
@@ -96,22 +89,9 @@ def solve_layers(
             if pin == 2:
                 limit[layer] = proven
         for block in range(nodes if pin == 2 else 1):
-            size = 0
-            for r in range(ranks):
-                if capacity[r] > 0 and (pin != 2 or rank_to_node[r] == block):
-                    members[size] = r
-                    cap[size] = capacity[r]
-                    speed[size] = rank_speed[r]
-                    scratch.reals[PACE, size] = 1.0 / rank_speed[r]
-                    node[size] = rank_to_node[r]
-                    size += 1
-            n = 0
-            for e in range(experts):
-                if pin != 2 or group_home[e // group_size] == block:
-                    ids[n] = e
-                    weight[n] = load[e]
-                    home[n] = group_home[e // group_size] if pin == 1 else -1
-                    n += 1
+            only = block if pin == 2 else -1
+            size = _take_ranks(only, capacity, rank_speed, rank_to_node, members, cap, scratch)
+            n = _take_experts(only, pin == 1, load, group_home, group_size, ids, scratch)
             if n == 0 or size == 0:
                 continue
             lower = _solve_block(n, cap[:size], stride, effort, scratch)
@@ -126,15 +106,54 @@ def solve_layers(
 
 
 @kernel
+def _take_ranks(
+    node: int,
+    capacity: IntArray,
+    rank_speed: FloatArray,
+    rank_to_node: IntArray,
+    members: IntArray,
+    cap: IntArray,
+    scratch: Scratch,
+) -> int:
+    """Make a block of the live ranks of one node, or of all for -1; returns how many there are."""
+    speed, pace, home = scratch.reals[SPEED], scratch.reals[PACE], scratch.ints[NODE]
+    size = 0
+    for r in range(capacity.size):
+        if capacity[r] > 0 and node in (-1, rank_to_node[r]):
+            members[size] = r
+            cap[size] = capacity[r]
+            speed[size] = rank_speed[r]
+            pace[size] = 1.0 / rank_speed[r]
+            home[size] = rank_to_node[r]
+            size += 1
+    return size
+
+
+@kernel
+def _take_experts(
+    node: int, pinned: bool, load: FloatArray, group_home: IntArray, group_size: int, ids: IntArray, scratch: Scratch
+) -> int:
+    """Make a block of the experts whose group is in one node, or of all for -1; returns how many there are."""
+    weight, home = scratch.reals[WEIGHT], scratch.ints[HOME]
+    n = 0
+    for e in range(load.size):
+        if node in (-1, group_home[e // group_size]):
+            ids[n] = e
+            weight[n] = load[e]
+            home[n] = group_home[e // group_size] if pinned else -1
+            n += 1
+    return n
+
+
+@kernel
 def _solve_block(n: int, cap: IntArray, stride: int, effort: float, scratch: Scratch) -> float:
     """Place one block into EXPERT; returns the certified lower limit of its largest time."""
     speed, home, work = scratch.reals[SPEED], scratch.ints[HOME], scratch.ints[WORK]
     ranks = cap.size
-    slots = 0
+    slots = cap.sum()
     least = cap[0]
     plain = True
     for r in range(ranks):
-        slots += cap[r]
         least = min(least, cap[r])
         plain = plain and speed[r] == speed[0]
     for e in range(n):
@@ -183,19 +202,14 @@ def _lower_limit(n: int, slots: int, cap: IntArray, scratch: Scratch) -> float:
 @kernel
 def _whole_limit(load: FloatArray, capacity: IntArray, rank_speed: FloatArray, scratch: Scratch) -> float:
     """The limit of the layer without groups: it holds with them too."""
-    speed = scratch.reals[SPEED]
-    live = slots = 0
-    for r in range(capacity.size):
-        if capacity[r] > 0:
-            speed[live] = rank_speed[r]
-            live += 1
-            slots += capacity[r]
-    n = load.size
-    scratch.reals[WEIGHT][:n] = load
-    slots = min(slots, n * live)
-    sort_by_load(n, scratch)
-    sort_by_share(n, count_replicas(n, slots, live, scratch), scratch)
-    return _lower_limit(n, slots, capacity[:live], scratch)
+    speed, weight = scratch.reals[SPEED], scratch.reals[WEIGHT]
+    live = np.flatnonzero(capacity)
+    speed[: live.size] = rank_speed[live]
+    weight[: load.size] = load
+    slots = min(capacity.sum(), load.size * live.size)
+    sort_by_load(load.size, scratch)
+    sort_by_share(load.size, count_replicas(load.size, slots, live.size, scratch), scratch)
+    return _lower_limit(load.size, slots, capacity[live], scratch)
 
 
 @kernel
