@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from eplb_core.errors import MissingExpertError as MissingExpertError
     from eplb_core.layout import ExpertLayout as ExpertLayout
     from eplb_core.layout import min_redundant as min_redundant
+    from eplb_core.loading.resolver import SlotResolver as SlotResolver
     from eplb_core.metrics import balancedness as balancedness
     from eplb_core.metrics import mean_balancedness as mean_balancedness
     from eplb_core.metrics import rank_load as rank_load
@@ -43,12 +44,13 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
+    "loading.resolver": "SlotResolver",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
