@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from eplb_core.layout import ExpertLayout as ExpertLayout
     from eplb_core.layout import min_redundant as min_redundant
     from eplb_core.loading.resolver import SlotResolver as SlotResolver
+    from eplb_core.loading.store import ExpertStore as ExpertStore
     from eplb_core.metrics import balancedness as balancedness
     from eplb_core.metrics import mean_balancedness as mean_balancedness
     from eplb_core.metrics import rank_load as rank_load
@@ -45,6 +46,7 @@ _HOMES = {
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
     "loading.resolver": "SlotResolver",
+    "loading.store": "ExpertStore",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError",
 }

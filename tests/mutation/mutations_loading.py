@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 RESOLVER = "eplb_core/loading/resolver.py"
+STORE = "eplb_core/loading/store.py"
 TEST_RESOLVER = "tests/loading/test_resolver.py"
+TEST_STORE = "tests/loading/test_store.py"
 
 # (file, text before, text after, test that must fail)
 MUTATIONS = [
@@ -52,8 +54,36 @@ MUTATIONS = [
     # layers beyond the map are drafts without being declared
     (
         RESOLVER,
-        "        if row is None:\n            ids",
-        "        if row is None and layer >= self.layout.num_layers:\n            return -1\n        if row is None:\n            ids",
+        "row = self._row_of_layer.get(operator.index(layer))",
+        "row = self._row_of_layer.get(operator.index(layer), -1 if layer > 0 else None)",
         f"{TEST_RESOLVER}::test_a_draft_layer_that_nobody_declared_raises",
+    ),
+    # rows may overlap
+    (
+        STORE,
+        "        self._check_overlaps()\n",
+        "",
+        f"{TEST_STORE}::test_what_cannot_move_is_refused_by_name",
+    ),
+    # rows may have holes
+    (
+        STORE,
+        "if stride != expected:",
+        "if stride < expected:",
+        f"{TEST_STORE}::test_what_cannot_move_is_refused_by_name",
+    ),
+    # only parameters are found
+    (
+        STORE,
+        "{**part._parameters, **part._buffers, **vars(part)}",
+        "{**part._parameters}",
+        f"{TEST_STORE}::test_every_kind_of_slot_tensor_is_found",
+    ),
+    # unknown lengths pass
+    (
+        STORE,
+        "    if unknown:\n",
+        "    if not unknown:\n        return found\n    if not found.tensors:\n",
+        f"{TEST_STORE}::test_a_tensor_of_unknown_length_is_named_at_registration",
     ),
 ]
