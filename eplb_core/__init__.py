@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from eplb_core.errors import MissingExpertError as MissingExpertError
     from eplb_core.layout import ExpertLayout as ExpertLayout
     from eplb_core.layout import min_redundant as min_redundant
+    from eplb_core.loading.fingerprint import fingerprints as fingerprints
     from eplb_core.loading.resolver import SlotResolver as SlotResolver
     from eplb_core.loading.store import ExpertStore as ExpertStore
     from eplb_core.metrics import balancedness as balancedness
@@ -45,6 +46,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
+    "loading.fingerprint": "fingerprints",
     "loading.resolver": "SlotResolver",
     "loading.store": "ExpertStore",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
