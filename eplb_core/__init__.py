@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from eplb_core.loading.fingerprint import fingerprints as fingerprints
     from eplb_core.loading.resolver import SlotResolver as SlotResolver
     from eplb_core.loading.store import ExpertStore as ExpertStore
+    from eplb_core.loading.verify import verify_weights as verify_weights
     from eplb_core.metrics import balancedness as balancedness
     from eplb_core.metrics import mean_balancedness as mean_balancedness
     from eplb_core.metrics import rank_load as rank_load
@@ -49,6 +50,7 @@ _HOMES = {
     "loading.fingerprint": "fingerprints",
     "loading.resolver": "SlotResolver",
     "loading.store": "ExpertStore",
+    "loading.verify": "verify_weights",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError",
 }

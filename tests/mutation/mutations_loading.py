@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 RESOLVER = "eplb_core/loading/resolver.py"
+FINGERPRINT = "eplb_core/loading/fingerprint.py"
+VERIFY = "eplb_core/loading/verify.py"
 STORE = "eplb_core/loading/store.py"
 TEST_RESOLVER = "tests/loading/test_resolver.py"
+TEST_FINGERPRINT = "tests/loading/test_fingerprint.py"
+TEST_VERIFY = "tests/loading/test_verify.py"
 TEST_STORE = "tests/loading/test_store.py"
 
 # (file, text before, text after, test that must fail)
@@ -85,5 +89,61 @@ MUTATIONS = [
         "    if unknown:\n",
         "    if not unknown:\n        return found\n    if not found.tensors:\n",
         f"{TEST_STORE}::test_a_tensor_of_unknown_length_is_named_at_registration",
+    ),
+    # lanes have no place: lines that exchange halves are equal
+    (
+        FINGERPRINT,
+        "np.uint64(2 * (lane_start + lane) + 1)",
+        "np.uint64(1)",
+        f"{TEST_FINGERPRINT}::test_exchanged_bytes_words_and_lines_change_the_print",
+    ),
+    # lines have no place
+    (
+        FINGERPRINT,
+        "key, part = keys[line], words",
+        "key, part = keys[0], words",
+        f"{TEST_FINGERPRINT}::test_exchanged_bytes_words_and_lines_change_the_print",
+    ),
+    # the end of an odd row is not read
+    (
+        FINGERPRINT,
+        "padded[: len(data)] = data",
+        "padded[: len(data) // 4 * 4] = data[: len(data) // 4 * 4]",
+        f"{TEST_FINGERPRINT}::test_every_flipped_bit_changes_the_print",
+    ),
+    # small rows are skipped by most samples
+    (
+        FINGERPRINT,
+        "range(offset % min(step, chunks), chunks, step)",
+        "range(offset % step, chunks, step)",
+        f"{TEST_FINGERPRINT}::test_samples_read_each_chunk_once_in_turn",
+    ),
+    # a slot is its own reference
+    (
+        VERIFY,
+        "if 2 * votes[winner] > len(group) else UNKNOWN",
+        "if votes[winner] > 0 else UNKNOWN",
+        f"{TEST_VERIFY}::test_a_stale_replica_is_found_without_a_reference",
+    ),
+    # an unloaded slot has a voice
+    (
+        VERIFY,
+        "new = np.flatnonzero(self.written & (self.expert >= 0))",
+        "new = np.flatnonzero(self.expert >= 0)",
+        f"{TEST_VERIFY}::test_a_slot_that_was_never_written_is_unloaded_and_no_reference",
+    ),
+    # an unloaded slot that looks right is right
+    (
+        VERIFY,
+        "held & (~self.written | wrong.any(axis=1))",
+        "held & wrong.any(axis=1)",
+        f"{TEST_VERIFY}::test_a_slot_that_the_loader_skipped_is_unloaded_whatever_it_holds",
+    ),
+    # only the first tensor counts
+    (
+        VERIFY,
+        "held & (~self.written | wrong.any(axis=1))",
+        "held & (~self.written | wrong[:, 0])",
+        f"{TEST_VERIFY}::test_a_tensor_that_stayed_behind_is_found_and_named",
     ),
 ]
