@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(measure.table([*head, "a layer ms", "1/16 of all ms", "host us a call"], rows))
     record["summary"] = [
         f"{model} on {record['device']}: {record[model]['faults_found']} of {record[model]['faults_injected']} faults "
-        f"found; full mode reads {record[model]['full_gb_s']:.0f} GB/s, {record[model]['ratio']:.0%} of a plain reduction"
+        f"found; full mode reads {record[model]['full_gb_s']:.0f} GB/s, {record[model]['ratio']:.0%} of a reduction"
         for model in MODELS
     ]
     measure.write_json(options.json, record)

@@ -114,12 +114,12 @@ def fingerprints(
         return prints
     if device.type != "cuda":
         raise RuntimeError(f"fingerprints need tensors on the CPU or on a GPU with Triton, not on {device}")
-    from eplb_core.loading import _fingerprint_gpu
+    from eplb_core.loading import _triton
 
     addresses = np.stack([store.whole_addresses if whole else store.addresses for store in chosen])
     sizes = np.stack([store.whole_row_bytes if whole else store.row_bytes for store in chosen])
     with torch.cuda.device(device):
-        _fingerprint_gpu.enqueue(addresses, sizes, step, offset, prints)
+        _triton.enqueue(addresses, sizes, step, offset, prints)
     return prints
 
 

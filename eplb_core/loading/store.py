@@ -47,7 +47,16 @@ class ExpertStore:
         [0, 0, 128, 63, 0, 0, 128, 63]
     """
 
-    __slots__ = ("_rows", "_whole_rows", "addresses", "device", "row_bytes", "whole_addresses", "whole_row_bytes")
+    __slots__ = (
+        "_rows",
+        "_typed",
+        "_whole_rows",
+        "addresses",
+        "device",
+        "row_bytes",
+        "whole_addresses",
+        "whole_row_bytes",
+    )
 
     device: torch.device
     """Where all of the tensors are."""
@@ -71,8 +80,9 @@ class ExpertStore:
         twice = [name for name in whole if name in tensors]
         if twice:
             raise ValueError(f"`whole` names {twice[0]!r}, which `tensors` has too; a tensor is one or the other")
-        self._rows = {name: _byte_rows(name, value) for name, value in tensors.items()}
-        self._whole_rows = {name: _byte_rows(name, value) for name, value in whole.items()}
+        self._typed = {name: _rows_of(name, value) for name, value in (*tensors.items(), *whole.items())}
+        self._rows = {name: _byte_rows(name, self._typed[name]) for name in tensors}
+        self._whole_rows = {name: _byte_rows(name, self._typed[name]) for name in whole}
         _check_lengths("slots", self._rows)
         _check_lengths("rows", self._whole_rows)
         if self._whole_rows and len(next(iter(self._whole_rows.values()))) % self.num_slots:
@@ -171,6 +181,11 @@ class ExpertStore:
         if not 0 <= slot < len(rows):
             raise IndexError(f"`slot` (={slot}) must be in [0, {len(rows)}) of tensor {name!r}")
         return rows[slot]
+
+    def tensor_row(self, name: str, slot: int) -> torch.Tensor:
+        """One row with its dtype and shape, a view: what a loader writes into; arguments and errors as `row`."""
+        self.row(name, slot)
+        return self._typed[name][slot]
 
     def check_fits(self, layout: ExpertLayout) -> None:
         """Raise ValueError unless the layout has this store's slots: counts come from the map alone."""
@@ -296,8 +311,8 @@ def _named_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]
                 yield f"{path}.{name}" if path else name, value
 
 
-def _byte_rows(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Each row as a view uint8 `[row bytes]`, in order of memory; refuses rows that are not one span."""
+def _rows_of(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Each row as a view; refuses rows that repeat each other or differ in kind."""
     if isinstance(value, torch.Tensor):
         if value.dim() == 0:
             raise ValueError(f"tensor {name!r} (shape []) must have a row for each slot")
@@ -322,6 +337,11 @@ def _byte_rows(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple
         raise ValueError(f"tensor {name!r} holds no bytes; leave it out")
     if rows[0].device.type == "meta":
         raise ValueError(f"tensor {name!r} is on the meta device; build the store after the weights are allocated")
+    return tuple(rows)
+
+
+def _byte_rows(name: str, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Each row as a view uint8 `[row bytes]`, in order of memory; refuses rows that are not one span."""
     return tuple(_byte_row(name, slot, row) for slot, row in enumerate(rows))
 
 

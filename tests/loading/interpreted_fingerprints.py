@@ -6,14 +6,14 @@ import numpy as np
 import torch
 
 from eplb_core import ExpertStore, fingerprints
-from eplb_core.loading import _fingerprint_gpu
+from eplb_core.loading import _triton
 from eplb_core.loading.fingerprint import CHUNK_BYTES
 
 
 def interpreted(stores: list[ExpertStore], sample: tuple[int, int]) -> torch.Tensor:
     addresses = np.stack([store.addresses for store in stores])
     prints = torch.zeros(addresses.shape, dtype=torch.int64)
-    _fingerprint_gpu.enqueue(addresses, np.stack([store.row_bytes for store in stores]), *sample, prints)
+    _triton.enqueue(addresses, np.stack([store.row_bytes for store in stores]), *sample, prints)
     return prints
 
 

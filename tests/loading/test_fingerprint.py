@@ -212,7 +212,7 @@ def test_the_gpu_kernel_gives_the_same_prints_in_triton_s_interpreter() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_host_does_not_wait_and_nothing_compiles_for_other_sizes() -> None:
-    from eplb_core.loading import _fingerprint_gpu
+    from eplb_core.loading import _triton
 
     def stores(slots: int, nbytes: int) -> list[ExpertStore]:
         return [ExpertStore({"w": random_bytes(slots, nbytes).cuda(), "s": random_bytes(slots, 7).cuda()})]
@@ -220,7 +220,7 @@ def test_the_host_does_not_wait_and_nothing_compiles_for_other_sizes() -> None:
     fingerprints(stores(3, 1 << 20))
     torch.cuda.synchronize()
     others = [stores(1, 1 << 18), stores(5, 1 << 21), stores(4, 16)]
-    compiled = sum(len(cache[0]) for cache in _fingerprint_gpu._print_chunks.device_caches.values())
+    compiled = sum(len(cache[0]) for cache in _triton._print_chunks.device_caches.values())
     torch.cuda.set_sync_debug_mode("error")
     try:
         for other in others:
@@ -228,7 +228,7 @@ def test_the_host_does_not_wait_and_nothing_compiles_for_other_sizes() -> None:
             fingerprints(other, sample=2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert sum(len(cache[0]) for cache in _fingerprint_gpu._print_chunks.device_caches.values()) == compiled
+    assert sum(len(cache[0]) for cache in _triton._print_chunks.device_caches.values()) == compiled
 
 
 @pytest.mark.cuda

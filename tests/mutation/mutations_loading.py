@@ -5,10 +5,14 @@ from __future__ import annotations
 RESOLVER = "eplb_core/loading/resolver.py"
 FINGERPRINT = "eplb_core/loading/fingerprint.py"
 VERIFY = "eplb_core/loading/verify.py"
+PLAN = "eplb_core/loading/_load_plan.py"
+CHECKPOINT = "eplb_core/loading/checkpoint.py"
+TEMPLATES = "eplb_core/loading/templates.py"
 STORE = "eplb_core/loading/store.py"
 TEST_RESOLVER = "tests/loading/test_resolver.py"
 TEST_FINGERPRINT = "tests/loading/test_fingerprint.py"
 TEST_VERIFY = "tests/loading/test_verify.py"
+TEST_CHECKPOINT = "tests/loading/test_checkpoint.py"
 TEST_STORE = "tests/loading/test_store.py"
 
 # (file, text before, text after, test that must fail)
@@ -145,5 +149,47 @@ MUTATIONS = [
         "held & (~self.written | wrong.any(axis=1))",
         "held & (~self.written | wrong[:, 0])",
         f"{TEST_VERIFY}::test_a_tensor_that_stayed_behind_is_found_and_named",
+    ),
+    # one slot of several is written
+    (
+        PLAN,
+        "store.tensor_row(tensor, slot), index) for slot in slots)",
+        "store.tensor_row(tensor, slot), index) for slot in slots[:1])",
+        f"{TEST_CHECKPOINT}::test_every_slot_gets_its_expert_second_replicas_too",
+    ),
+    # fused tensors are taken in the order of experts
+    (
+        CHECKPOINT,
+        "file.get_slice(name)[copy.row]",
+        "file.get_slice(name)[0]",
+        f"{TEST_CHECKPOINT}::test_fused_tensors_are_gathered_by_slot",
+    ),
+    # writes before the plan is complete
+    (
+        CHECKPOINT,
+        "    plan.check_complete()\n",
+        "",
+        f"{TEST_CHECKPOINT}::test_a_missing_expert_is_named_with_every_slot_that_would_stay_empty",
+    ),
+    # gate and up change places
+    (
+        PLAN,
+        "row.narrow(axis, part.block * size, size)",
+        "row.narrow(axis, (part.blocks - 1 - part.block) * size, size)",
+        f"{TEST_CHECKPOINT}::test_every_slot_gets_its_expert_second_replicas_too",
+    ),
+    # an empty slot counts as written
+    (
+        PLAN,
+        "(self.missing == 0) & (self.expert >= 0)",
+        "self.missing == 0",
+        f"{TEST_CHECKPOINT}::test_any_layout_is_filled_and_empty_slots_are_left_alone",
+    ),
+    # names that look like an expert's are skipped in silence
+    (
+        TEMPLATES,
+        "if match is not None or re.search(self.claims, name):",
+        "if match is not None:",
+        "tests/loading/test_templates.py::test_an_expert_s_tensor_that_the_template_does_not_know_is_named",
     ),
 ]
