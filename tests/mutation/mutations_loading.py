@@ -8,11 +8,13 @@ VERIFY = "eplb_core/loading/verify.py"
 PLAN = "eplb_core/loading/_load_plan.py"
 CHECKPOINT = "eplb_core/loading/checkpoint.py"
 TEMPLATES = "eplb_core/loading/templates.py"
+SGLANG = "eplb_core/adapters/sglang.py"
 STORE = "eplb_core/loading/store.py"
 TEST_RESOLVER = "tests/loading/test_resolver.py"
 TEST_FINGERPRINT = "tests/loading/test_fingerprint.py"
 TEST_VERIFY = "tests/loading/test_verify.py"
 TEST_CHECKPOINT = "tests/loading/test_checkpoint.py"
+TEST_SGLANG = "tests/adapters/test_sglang.py"
 TEST_STORE = "tests/loading/test_store.py"
 
 # (file, text before, text after, test that must fail)
@@ -191,5 +193,33 @@ MUTATIONS = [
         "if match is not None or re.search(self.claims, name):",
         "if match is not None:",
         "tests/loading/test_templates.py::test_an_expert_s_tensor_that_the_template_does_not_know_is_named",
+    ),
+    # the plug-in does not filter: new ranks' slots reach the shared row
+    (
+        SGLANG,
+        "if start <= slot < start + layer._num_local_routed]",
+        "if start <= slot]",
+        f"{TEST_SGLANG}::test_a_loader_is_told_its_own_rank_s_slots_alone",
+    ),
+    # the plug-in keeps answering from a layout that moves have changed
+    (
+        SGLANG,
+        "known[0] is layout_map and known[1] == version",
+        "known[0] is layout_map",
+        f"{TEST_SGLANG}::test_a_layout_that_moves_changed_is_read_anew",
+    ),
+    # the plug-in acts without being asked for
+    (
+        SGLANG,
+        'if os.environ.get("EPLB_CORE") != "sglang":',
+        'if not os.environ.get("EPLB_CORE"):',
+        f"{TEST_SGLANG}::test_an_installed_plug_in_does_nothing_unless_asked_for",
+    ),
+    # ids out of range fall back to the engine, which counts from the end
+    (
+        SGLANG,
+        "    except IndexError:\n        raise\n",
+        "",
+        f"{TEST_SGLANG}::test_ids_out_of_range_raise",
     ),
 ]
