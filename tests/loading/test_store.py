@@ -79,6 +79,7 @@ def test_a_list_of_slot_tensors_is_a_tensor() -> None:
 
 REPEATED = torch.zeros(1, 4)
 GOOD = torch.zeros(3, 4)
+SIX = torch.zeros(6, 4)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,7 @@ GOOD = torch.zeros(3, 4)
         ({"w": torch.zeros(3, 8)[:, ::2]}, None, ValueError, "'w' has holes within slot 0"),
         ({"w": torch.zeros(6).as_strided((3, 4), (1, 1))}, None, ValueError, "'w' slot 0 and tensor 'w' slot 1 share"),
         ({"w": GOOD, "view": GOOD[:, :2]}, None, ValueError, "'w' slot 0 and tensor 'view' slot 0 share bytes; 2 more"),
+        ({"w": SIX[:3]}, {"all": SIX}, ValueError, "'w' slot 0 and whole tensor 'all' row 0 share bytes; 2 more"),
         ({"w": [REPEATED[0]] * 3}, None, ValueError, "'w' slot 0 and tensor 'w' slot 1 share bytes; 1 more"),
         ({"w": [torch.zeros(2), torch.zeros(3)]}, None, ValueError, r"float32 \[3\] at slot 1 and .* \[2\] at slot 0"),
         ({"w": GOOD, "scale": torch.zeros(4)}, None, ValueError, "'scale' has 4 slots and 'w' has 3"),
