@@ -8,6 +8,7 @@ back; in memory there is one expert's part of one tensor at a time.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from typing import Any
 from eplb_core._arrays import BoolArray, read_only
 from eplb_core.errors import FileFormatError
 from eplb_core.loading._load_plan import CheckpointError as CheckpointError
-from eplb_core.loading._load_plan import Header, LoadPlan
+from eplb_core.loading._load_plan import Copy, Header, LoadPlan
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.templates import TEMPLATES, CheckpointTemplate
+
+MAPPED_BYTES = 128 << 20
+"""A shard is opened anew after so many bytes, since pages of an open file count as the process's memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +32,8 @@ class LoadReport:
     """What `load_checkpoint` wrote."""
 
     written: BoolArray
-    """Slots that hold their expert, every tensor of it; bools `[layers, S]` in order of the stores, read-only. Gather
-    it from all ranks for `verify_weights(loaded=)`."""
+    """Slots that hold their expert, every tensor of it; bools `[layers, S]` in order of the stores, read-only. All
+    ranks' side by side, `np.concatenate(written_of_ranks, axis=1)`, are `verify_weights(loaded=)`."""
     num_tensors: int
     """Checkpoint tensors that were read, whole or in part."""
     num_bytes: int
@@ -72,8 +76,8 @@ def load_checkpoint(
         ImportError: safetensors is not installed: `pip install eplb-core[files]`.
 
     Cost:
-        One read of the local experts' bytes; host memory for one expert's part of one tensor, beside the pages of the
-        file that the system keeps as long as it likes.
+        One read of the local experts' bytes; host memory for one expert's part of one tensor, beside at most 128 MiB of
+        the file's pages, which the system may take back.
 
     Threads:
         One. While it runs, slots hold parts of two versions: nobody may read or move them.
@@ -102,15 +106,18 @@ def _run(plan: LoadPlan, headers: Mapping[str, Header]) -> LoadReport:
     num_bytes = 0
     for path, names in by_file.items():
         with _opened(path) as file:
-            for name in file.offset_keys():
-                if name in names:
-                    num_bytes += _read(file, name, plan)
+            todo = deque((name, copy) for name in file.offset_keys() if name in names for copy in plan.copies[name])
+        while todo:
+            with _opened(path) as file:
+                num_bytes += _read_some(file, todo, plan)
     return LoadReport(read_only(plan.written()), sum(map(len, by_file.values())), num_bytes)
 
 
-def _read(file: Any, name: str, plan: LoadPlan) -> int:
+def _read_some(file: Any, todo: deque[tuple[str, Copy]], plan: LoadPlan) -> int:
+    """Make copies until enough of the file is mapped; closing it gives those pages back."""
     num_bytes = 0
-    for copy in plan.copies[name]:
+    while todo and num_bytes < MAPPED_BYTES:
+        name, copy = todo.popleft()
         source = file.get_tensor(name) if copy.row is None else file.get_slice(name)[copy.row]
         num_bytes += source.nbytes
         for target in copy.targets:

@@ -169,6 +169,17 @@ def test_shards_by_index_by_folder_and_by_list_are_the_same(tmp_path: Path) -> N
     assert wrong_slots(load_ranks(tmp_path, PAIR)[0], PAIR, checkpoint) == []
 
 
+def test_a_shard_that_is_opened_anew_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory stays bounded however large a shard is."""
+    checkpoint = deepseek()
+    save_file(checkpoint, tmp_path / "model.safetensors")
+    _, whole = load_ranks(tmp_path, PAIR)
+    monkeypatch.setattr("eplb_core.loading.checkpoint.MAPPED_BYTES", 50)
+    ranks, reports = load_ranks(tmp_path, PAIR)
+    assert wrong_slots(ranks, PAIR, checkpoint) == []
+    assert [report.num_bytes for report in reports] == [report.num_bytes for report in whole]
+
+
 def test_shared_experts_fill_rows_of_their_own(tmp_path: Path) -> None:
     """R37: on every rank."""
     checkpoint = deepseek()

@@ -151,6 +151,21 @@ def test_slots_of_new_ranks_never_reach_the_shared_row_of_an_old_rank() -> None:
         assert resolver.local_slots(0, 4) == (3,)
 
 
+@settings(max_examples=30)
+@given(layouts())
+def test_a_scale_up_leaves_every_row_of_the_old_ranks_where_it_was(layout: ExpertLayout) -> None:
+    """R36, R47: twice the ranks, the new ones empty; expert by expert, shared rows too."""
+    ranks = layout.topology.num_ranks
+    grown = layout.resized(Topology(num_ranks=2 * ranks))
+    for rank in range(2 * ranks):
+        resolver = SlotResolver(grown, rank, num_shared=1)
+        for row in range(layout.num_layers):
+            for expert in range(layout.num_experts):
+                before = slots_by_definition(layout, rank, row, expert) if rank < ranks else ()
+                assert resolver.local_slots(row, expert) == before
+            assert resolver.local_slots(row, layout.num_experts) == (layout.slots_per_rank,)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_shared_experts_are_on_every_rank_in_both_conventions(rank: int) -> None:
     """R37: rows after the routed ones; no range filter drops them."""
