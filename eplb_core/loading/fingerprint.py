@@ -87,7 +87,7 @@ def fingerprints(
         Reads all bytes once, or 1/k of them; a launch a tensor. The first call compiles.
 
     Threads:
-        Any, under the stream that should order it; on a CPU it is done when it returns, and holds no interpreter lock.
+        Any, under the stream that should order it. On a CPU the work is done when it returns.
 
     Example:
         >>> weights = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
