@@ -1,4 +1,4 @@
-"""From a checkpoint to a verified layout, over poisoned memory, with loaders that are right and loaders that are not."""
+"""From a checkpoint to a verified layout, over poisoned memory: loaders that are right and loaders that are not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_the_loader_wrote_matches_the_layout_and_is_the_reference(checkpoin
 
 @pytest.mark.parametrize("loader_reports", [True, False])
 def test_a_loader_that_writes_the_first_local_replica_only_is_caught(checkpoint: Path, loader_reports: bool) -> None:
-    """D1: with its report slot 4 is `unloaded`; without, the two replicas on rank 1 disagree. Neither is a reference."""
+    """D1: with its report slot 4 is `unloaded`; without, the replicas on rank 1 disagree. Neither is a reference."""
     whole = [poisoned_store(rank) for rank in (0, 1)]
     stores = [poisoned_store(rank) for rank in (0, 1)]
     loaded = np.zeros((1, 6), dtype=bool)
