@@ -142,7 +142,7 @@ class SlotResolver:
     # ---- the two questions ---------------------------------------------------------------------------------------
 
     # Keys rather than list indices: a dictionary has no "last" row for a negative id to fall on, and a layer id need
-    # be no row number. Both methods are written out, since a shared helper would cost a third of their time.
+    # be no row number. Both methods are written out, since another call would be much of their time.
 
     def local_slots(self, layer: int, expert: int) -> Rows:
         """Rows of this rank's tensors that hold `expert` on `layer`, ascending; empty where it holds none.
