@@ -44,5 +44,15 @@ bench: $(READY)
 peers: $(READY)
 	$(BIN)/python -m benchmarks.peers --into .peers
 
+# Environments in which engines import on a machine without a GPU, for the tests marked `engines`: some gigabytes.
+engines: .engines/sglang/.installed
+
+.engines/sglang/.installed: tests/engines/sglang.txt tests/engines/sglang-alone.txt pyproject.toml
+	$(PYTHON) -m venv .engines/sglang
+	.engines/sglang/bin/python -m pip install --quiet --requirement tests/engines/sglang.txt
+	.engines/sglang/bin/python -m pip install --quiet --no-deps --requirement tests/engines/sglang-alone.txt
+	.engines/sglang/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
 clean:
 	rm -rf $(VENV) .peers benchmark_results .engines .pytest_cache .mypy_cache .ruff_cache

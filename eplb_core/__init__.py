@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from eplb_core.layout import min_redundant as min_redundant
     from eplb_core.layout_file import load_layout as load_layout
     from eplb_core.layout_file import save_layout as save_layout
+    from eplb_core.loading.fingerprint import fingerprints as fingerprints
+    from eplb_core.loading.resolver import SlotResolver as SlotResolver
+    from eplb_core.loading.store import ExpertStore as ExpertStore
+    from eplb_core.loading.verify import verify_weights as verify_weights
     from eplb_core.metrics import balancedness as balancedness
     from eplb_core.metrics import mean_balancedness as mean_balancedness
     from eplb_core.metrics import rank_load as rank_load
@@ -53,6 +57,10 @@ _HOMES = {
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
     "layout_file": "load_layout save_layout",
+    "loading.fingerprint": "fingerprints",
+    "loading.resolver": "SlotResolver",
+    "loading.store": "ExpertStore",
+    "loading.verify": "verify_weights",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
     "simulation": "simulate",
     "trace": "Trace load_trace save_trace",

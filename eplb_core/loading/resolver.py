@@ -1,0 +1,281 @@
+"""Which rows of an engine's weight tensors does a checkpoint expert fill?
+
+The answer comes from the layout alone: never from a table that dispatch uses, since such a table leaves replicas out
+on purpose. A second replica on the same rank is therefore filled like the first.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from eplb_core._arrays import IntArray, check_int, to_ids
+from eplb_core.layout import ExpertLayout
+
+Rows = tuple[int, ...]
+
+
+class SlotResolver:
+    """Answers, for one rank, which rows hold an expert: `local_slots` of its own tensors, `global_slots` of whole ones.
+
+    Rows of a rank's own tensors: `0..S-1` are its slots in the layout, then come the fused shared experts, if any.
+    Expert `E + j` is shared expert `j`; it is on every rank, at row `S + j`, and no range filter ever drops it.
+    A layout does not change, so neither does a resolver: after moves take another one, `with_layout(migrator.layout)`.
+
+    Args:
+        layout: What each slot holds, `[L, P]`.
+        rank: EP rank whose tensors are loaded, `0 <= rank < R`.
+        layer_ids: The model's layer id of each row of the layout, `[L]`, distinct, 0 or more; default: the row itself.
+            With dense layers in between, `[3, 4, ..., 60]`.
+        draft_layers: Layer ids beyond the map that are served too: slot `e` holds expert `e` there, for `e < E`, and
+            whole tensors have it in rows `e, e + E, ...`. A draft model with other counts has a layout of its own.
+        num_shared: Shared experts F that are fused into the tensors as further rows.
+        shared: How whole tensors number shared rows after the P routed ones. `"per_rank"`: one for each rank's copy,
+            row `P + rank * F + j`; `"global"`: one for all, row `P + j`.
+
+    Raises:
+        IndexError: `rank` is out of range, negative too.
+        ValueError: `layer_ids` or `draft_layers` have the wrong number of ids, or name a layer twice.
+
+    Cost:
+        Building: some microseconds. The first call of a layer inverts its row, O(E + S) for `local_slots` and
+        O(E + P) for `global_slots`; each later one is two look-ups in dictionaries.
+
+    Threads:
+        Any number may share one: nothing changes but tables whose content is the same whoever fills them.
+
+    Example:
+        >>> from eplb_core import ExpertLayout, Topology
+        >>> layout = ExpertLayout([[0, 1, 2, 3, 3, 0]], num_experts=4, topology=Topology(num_ranks=2))
+        >>> resolver = SlotResolver(layout, 1, num_shared=1)
+        >>> resolver.local_slots(0, 3), resolver.local_slots(0, 1), resolver.local_slots(0, 4)
+        ((0, 1), (), (3,))
+        >>> resolver.global_slots(0, 3)
+        (3, 4)
+    """
+
+    __slots__ = (
+        "_draft",
+        "_global",
+        "_local",
+        "_no_rows",
+        "_row_of_layer",
+        "_single",
+        "layout",
+        "num_shared",
+        "rank",
+        "shared",
+    )
+
+    layout: ExpertLayout
+    """What each slot holds."""
+    rank: int
+    """EP rank whose tensors are loaded."""
+    num_shared: int
+    """Fused shared experts F."""
+    shared: Literal["per_rank", "global"]
+    """How whole tensors number shared rows."""
+    _row_of_layer: dict[int, int]
+    _draft: Rows
+    _local: dict[int, dict[int, Rows]]
+    _global: dict[int, dict[int, Rows]]
+    _no_rows: dict[int, Rows]
+    _single: list[Rows]
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        rank: int,
+        *,
+        layer_ids: Iterable[int] | None = None,
+        draft_layers: Iterable[int] = (),
+        num_shared: int = 0,
+        shared: Literal["per_rank", "global"] = "per_rank",
+    ) -> None:
+        if not isinstance(layout, ExpertLayout):
+            raise TypeError(f"`layout` (={type(layout).__name__}) must be an ExpertLayout")
+        if not 0 <= operator.index(rank) < layout.topology.num_ranks:
+            raise IndexError(f"`rank` (={rank}) must be in [0, {layout.topology.num_ranks})")
+        if shared not in ("per_rank", "global"):
+            raise ValueError(f"`shared` (={shared!r}) must be 'per_rank' or 'global'")
+        ids = range(layout.num_layers) if layer_ids is None else to_ids(list(layer_ids), "layer_ids").tolist()
+        if len(ids) != layout.num_layers:
+            raise ValueError(
+                f"`layer_ids` has {len(ids)} ids and the layout {layout.num_layers} layers; name each layer"
+            )
+        draft = to_ids(list(draft_layers), "draft_layers").tolist()
+        row_of_layer = {layer: row for row, layer in enumerate(ids)} | dict.fromkeys(draft, -1)
+        if len(row_of_layer) < len(ids) + len(draft):
+            named = [*ids, *draft]
+            twice = next(layer for layer in named if named.count(layer) > 1)
+            raise ValueError(f"layer {twice} is named twice by `layer_ids` and `draft_layers`; name each layer once")
+        if row_of_layer and min(row_of_layer) < 0:
+            raise ValueError(f"`layer_ids` and `draft_layers` (={min(row_of_layer)}) must not be negative")
+        for name, value in (
+            ("layout", layout),
+            ("rank", operator.index(rank)),
+            ("num_shared", check_int(num_shared, "num_shared", 0)),
+            ("shared", shared),
+            ("_row_of_layer", row_of_layer),
+            ("_local", {}),
+            ("_global", {}),
+            ("_draft", tuple(draft)),
+            # Shared by all layers' tables: what a layer allocates is a dictionary and its few longer tuples.
+            ("_single", [(slot,) for slot in range(layout.num_slots)]),
+            ("_no_rows", dict.fromkeys(range(layout.num_experts), ())),
+        ):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a SlotResolver does not change; make another with the new `{name}`")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        ids = [layer for layer, row in self._row_of_layer.items() if row >= 0]
+        return _rebuild, (self.layout, self.rank, ids, self._draft, self.num_shared, self.shared)
+
+    def __repr__(self) -> str:
+        return f"SlotResolver({self.layout!r}, rank={self.rank}, num_shared={self.num_shared}, shared={self.shared!r})"
+
+    # ---- the two questions ---------------------------------------------------------------------------------------
+
+    # Keys rather than list indices: a dictionary has no "last" row for a negative id to fall on, and a layer id need
+    # be no row number. Both methods are written out, since another call would be much of their time.
+
+    def local_slots(self, layer: int, expert: int) -> Rows:
+        """Rows of this rank's tensors that hold `expert` on `layer`, ascending; empty where it holds none.
+
+        Args:
+            layer: Layer id, or row of the layout where no `layer_ids` were given.
+            expert: Logical expert, `0..E-1`; `E + j` is shared expert j.
+
+        Raises:
+            IndexError: No such layer or expert; negative ones too.
+        """
+        try:
+            return self._local[layer][expert]
+        except KeyError:
+            pass
+        return self._look_up(self._local, layer, expert)
+
+    def global_slots(self, layer: int, expert: int) -> Rows:
+        """Rows of tensors that every rank keeps whole that hold `expert` on `layer`, ascending; the same on every rank.
+
+        Args:
+            layer: Layer id, or row of the layout where no `layer_ids` were given.
+            expert: Logical expert, `0..E-1`; `E + j` is shared expert j.
+
+        Raises:
+            IndexError: No such layer or expert; negative ones too.
+        """
+        try:
+            return self._global[layer][expert]
+        except KeyError:
+            pass
+        return self._look_up(self._global, layer, expert)
+
+    def local_experts(self, layer: int) -> Rows:
+        """Expert of each of this rank's S slots, -1 = empty: which rows of a fused `[E, ...]` tensor to take.
+
+        Raises:
+            IndexError: No such layer.
+        """
+        start = self.rank * self.layout.slots_per_rank
+        return tuple(self._experts(self._row(layer))[start : start + self.layout.slots_per_rank].tolist())
+
+    @property
+    def layers(self) -> Rows:
+        """Layer ids in order of the layout's rows, then draft layers."""
+        return tuple(self._row_of_layer)
+
+    def row(self, layer: int) -> int | None:
+        """Row of the layout for a layer id; None for a draft layer.
+
+        Raises:
+            IndexError: No such layer.
+        """
+        row = self._row(layer)
+        return row if row >= 0 else None
+
+    def with_layout(self, layout: ExpertLayout) -> SlotResolver:
+        """The same questions for another layout: what a reload after moves asks. Counts derive from the layout."""
+        ids = [layer for layer, row in self._row_of_layer.items() if row >= 0]
+        return _rebuild(layout, self.rank, ids, self._draft, self.num_shared, self.shared)
+
+    # ---- tables --------------------------------------------------------------------------------------------------
+
+    def _row(self, layer: int) -> int:
+        row = self._row_of_layer.get(operator.index(layer))
+        if row is None:
+            ids = self.layers
+            span = f"one of the {len(ids)} layers {ids[0]}..{ids[-1]}" if ids else "in a layout without layers"
+            raise IndexError(f"`layer` (={layer}) must be {span}; name layers beyond the map in `draft_layers`")
+        return row
+
+    def _experts(self, row: int) -> IntArray:
+        """Expert of each global slot of a row; row -1 = a draft layer."""
+        if row >= 0:
+            held: IntArray = self.layout.physical_to_logical_map[row]
+            return held
+        slots = np.arange(self.layout.num_slots, dtype=np.int64)
+        return np.where(slots < self.layout.num_experts, slots, -1)
+
+    def _look_up(self, tables: dict[int, dict[int, Rows]], layer: int, expert: int) -> Rows:
+        """The slow path: an id that is no plain int, a layer's first call, or an id that does not exist."""
+        layer, expert = operator.index(layer), operator.index(expert)
+        row = self._row(layer)
+        if layer not in tables:
+            tables[layer] = self._local_table(layer) if tables is self._local else self._global_table(row)
+        rows = tables[layer].get(expert)
+        if rows is None:
+            shared = f" + {self.num_shared} shared" if self.num_shared else ""
+            raise IndexError(f"`expert` (={expert}) must be in [0, {self.layout.num_experts}{shared})")
+        return rows
+
+    def _local_table(self, layer: int) -> dict[int, Rows]:
+        layout = self.layout
+        table = _rows_by_expert(self.local_experts(layer), self._no_rows, self._single)
+        for j in range(self.num_shared):
+            table[layout.num_experts + j] = (layout.slots_per_rank + j,)
+        return table
+
+    def _global_table(self, row: int) -> dict[int, Rows]:
+        layout = self.layout
+        experts, slots, shared = layout.num_experts, layout.num_slots, self.num_shared
+        copies = layout.topology.num_ranks if self.shared == "per_rank" else 1
+        if row < 0:
+            table: dict[int, Rows] = {expert: tuple(range(expert, slots, experts)) for expert in range(experts)}
+        else:
+            table = _rows_by_expert(self._experts(row).tolist(), self._no_rows, self._single)
+        for j in range(shared):
+            table[experts + j] = tuple(slots + copy * shared + j for copy in range(copies))
+        return table
+
+
+def _rows_by_expert(held: Sequence[int], no_rows: dict[int, Rows], single: list[Rows]) -> dict[int, Rows]:
+    """Every row of each expert, ascending; -1 in `held` belongs to nobody; `single[row]` is `(row,)`."""
+    table = no_rows.copy()
+    table.update(zip(held, single, strict=False))  # leaves each expert its last row ...
+    earlier: dict[int, list[int]] = {}
+    for row, expert in enumerate(held):
+        if table[expert] is not single[row]:
+            earlier.setdefault(expert, []).append(row)
+    for expert, rows in earlier.items():  # ... and few experts have others
+        table[expert] = (*rows, *table[expert])
+    table.pop(-1, None)
+    return table
+
+
+def _rebuild(
+    layout: ExpertLayout,
+    rank: int,
+    layer_ids: list[int],
+    draft_layers: Rows,
+    num_shared: int,
+    shared: Literal["per_rank", "global"],
+) -> SlotResolver:
+    return SlotResolver(
+        layout, rank, layer_ids=layer_ids, draft_layers=draft_layers, num_shared=num_shared, shared=shared
+    )

@@ -1,0 +1,379 @@
+"""The tensors of one layer that are indexed by slot: what loads, moves and is checked together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from eplb_core._arrays import IntArray, check_int, read_only
+from eplb_core.layout import ExpertLayout
+
+
+class ExpertStore:
+    """All that one layer keeps by slot on this rank: weights, scales, zero points, biases.
+
+    A slot is moved whole or not at all, so every tensor that is indexed by slot belongs in here. Build it after the
+    engine's post-processing, which replaces tensors: a store holds addresses. A row's bytes must depend on its expert
+    alone, not on the rank or on its neighbours; `verify_weights` proves it where experts have replicas.
+
+    Args:
+        tensors: By name, a tensor `[S, ...]` or a list of S tensors of one shape; any dtype. Each row must be one span
+            of bytes without holes: inner dimensions may be permuted, rows may be apart from each other. Names and their
+            order must be the same on every layer and rank.
+        whole: By name, tensors `[P, ...]` that every rank keeps whole, one row for each slot of all ranks. Installs
+            permute them on every rank.
+
+    Raises:
+        ValueError: Another number of rows, rows with holes, rows that overlap or repeat each other (an expanded tensor
+            has stride 0), no bytes, different devices; the text names the tensor.
+        TypeError: Not a tensor, or not a list of tensors.
+
+    Cost:
+        Some microseconds a tensor. Holds views, copies nothing.
+
+    Threads:
+        Any; nothing changes after construction.
+
+    Example:
+        >>> tensors = {"w13": torch.zeros(3, 8, 4), "w13_scale": torch.ones(3, 2)}
+        >>> store = ExpertStore(tensors, whole={"alpha": torch.ones(6)})
+        >>> store.names, store.num_slots, store.slot_bytes
+        (('w13', 'w13_scale'), 3, 136)
+        >>> store.row("w13_scale", 2).numpy().tolist()
+        [0, 0, 128, 63, 0, 0, 128, 63]
+    """
+
+    __slots__ = (
+        "_rows",
+        "_typed",
+        "_whole_rows",
+        "addresses",
+        "device",
+        "row_bytes",
+        "whole_addresses",
+        "whole_row_bytes",
+    )
+
+    device: torch.device
+    """Where all of the tensors are."""
+    addresses: IntArray
+    """First byte of each row, int64 `[S, tensors]`, read-only."""
+    row_bytes: IntArray
+    """Bytes of one row of each tensor, int64 `[tensors]`, read-only."""
+    whole_addresses: IntArray
+    """First byte of each row of the whole tensors, int64 `[P, whole tensors]`, read-only; P = 0 without any."""
+    whole_row_bytes: IntArray
+    """Bytes of one row of each whole tensor, int64 `[whole tensors]`, read-only."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+        whole: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        if not tensors:
+            raise ValueError("`tensors` must hold at least one tensor that is indexed by slot")
+        whole = whole or {}
+        twice = [name for name in whole if name in tensors]
+        if twice:
+            raise ValueError(f"`whole` names {twice[0]!r}, which `tensors` has too; a tensor is one or the other")
+        self._typed = {name: _rows_of(name, value) for name, value in (*tensors.items(), *whole.items())}
+        self._rows = {name: _byte_rows(name, self._typed[name]) for name in tensors}
+        self._whole_rows = {name: _byte_rows(name, self._typed[name]) for name in whole}
+        _check_lengths("slots", self._rows)
+        _check_lengths("rows", self._whole_rows)
+        if self._whole_rows and len(next(iter(self._whole_rows.values()))) % self.num_slots:
+            name, rows = next(iter(self._whole_rows.items()))
+            raise ValueError(
+                f"`whole` tensor {name!r} has {len(rows)} rows, which the {self.num_slots} slots of a rank do not "
+                "divide; it must have one row for each slot of all ranks"
+            )
+        self.device = next(iter(self._rows.values()))[0].device
+        for name, rows in (*self._rows.items(), *self._whole_rows.items()):
+            if rows[0].device != self.device:  # pragma: no cover  needs two devices
+                raise ValueError(
+                    f"tensor {name!r} is on {rows[0].device} and {self.names[0]!r} on {self.device}; "
+                    "all tensors of a layer must be on one device"
+                )
+        self.addresses, self.row_bytes = _table(self._rows)
+        self.whole_addresses, self.whole_row_bytes = _table(self._whole_rows)
+        self._check_overlaps()
+
+    @classmethod
+    def of_module(
+        cls,
+        module: torch.nn.Module,
+        slots_per_rank: int,
+        *,
+        num_slots: int | None = None,
+        num_shared: int = 0,
+        ignore: Iterable[str] = (),
+    ) -> ExpertStore:
+        """Collect every slot-indexed tensor of a module: parameters, buffers and plain attributes, submodules too.
+
+        Args:
+            module: One layer's experts, after post-processing.
+            slots_per_rank: Slots S.
+            num_slots: Slots P of all ranks; with it, tensors of P rows are taken as whole ones.
+            num_shared: Fused shared experts, whose rows come after the S (or P) routed ones and are left out.
+            ignore: Names, or patterns such as `"gate.*"`, of tensors that are not indexed by slot.
+
+        Raises:
+            ValueError: A tensor whose first dimension is neither S nor P and that `ignore` does not name, or one that
+                `ExpertStore` refuses: better at start-up than at the first move.
+        """
+        tensors, whole = find_slot_tensors(
+            module, slots_per_rank, num_slots=num_slots, num_shared=num_shared, ignore=ignore
+        )
+        return cls(tensors, whole)
+
+    def check_covers(
+        self,
+        module: torch.nn.Module,
+        *,
+        num_slots: int | None = None,
+        num_shared: int = 0,
+        ignore: Iterable[str] = (),
+    ) -> None:
+        """Raise ValueError if the module has a slot-indexed tensor that this store lacks; arguments as `of_module`."""
+        tensors, whole = find_slot_tensors(
+            module, self.num_slots, num_slots=num_slots, num_shared=num_shared, ignore=ignore
+        )
+        held = {*self.addresses[0].tolist(), *(self.whole_addresses[0].tolist() if self.whole_names else ())}
+        lacking = [name for name, tensor in (*tensors.items(), *whole.items()) if tensor.data_ptr() not in held]
+        if lacking:
+            raise ValueError(
+                f"the store lacks {lacking[0]!r}, which the module keeps by slot{_more(lacking)}; it would stay behind "
+                "when its slot moves: add it, or name it in `ignore`"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors, in the order of `addresses`' columns."""
+        return tuple(self._rows)
+
+    @property
+    def whole_names(self) -> tuple[str, ...]:
+        """Names of the tensors that every rank keeps whole."""
+        return tuple(self._whole_rows)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots S of this rank."""
+        return len(next(iter(self._rows.values())))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot over all tensors: what a transfer sends."""
+        return int(self.row_bytes.sum())
+
+    def row(self, name: str, slot: int) -> torch.Tensor:
+        """The bytes of one row, uint8 `[row bytes]`, a view; of a whole tensor, `slot` is global.
+
+        Raises:
+            KeyError: No tensor of that name.
+            IndexError: `slot` is out of range; negative too.
+        """
+        rows = self._rows[name] if name in self._rows else self._whole_rows[name]
+        if not 0 <= slot < len(rows):
+            raise IndexError(f"`slot` (={slot}) must be in [0, {len(rows)}) of tensor {name!r}")
+        return rows[slot]
+
+    def tensor_row(self, name: str, slot: int) -> torch.Tensor:
+        """One row with its dtype and shape, a view: what a loader writes into; arguments and errors as `row`."""
+        self.row(name, slot)
+        return self._typed[name][slot]
+
+    def check_fits(self, layout: ExpertLayout) -> None:
+        """Raise ValueError unless the layout has this store's slots: counts come from the map alone."""
+        if layout.slots_per_rank != self.num_slots:
+            raise ValueError(
+                f"tensor {self.names[0]!r} has {self.num_slots} slots and the layout {layout.slots_per_rank} a rank; "
+                "allocate by `layout.slots_per_rank`"
+            )
+        if self.whole_names and len(self.whole_addresses) != layout.num_slots:
+            raise ValueError(
+                f"whole tensor {self.whole_names[0]!r} has {len(self.whole_addresses)} rows and the layout "
+                f"{layout.num_slots} slots; allocate by `layout.num_slots`"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"ExpertStore({', '.join(self.names)}: {self.num_slots} slots of {self.slot_bytes} bytes on {self.device})"
+        )
+
+    def _check_overlaps(self) -> None:
+        """Two names for the same bytes would move them twice, and a repeated row would be two slots in one."""
+        start = np.concatenate([self.addresses.reshape(-1), self.whole_addresses.reshape(-1)])
+        size = np.concatenate(
+            [np.tile(self.row_bytes, self.num_slots), np.tile(self.whole_row_bytes, len(self.whole_addresses))]
+        )
+        order = np.argsort(start, kind="stable")
+        bad = np.flatnonzero(start[order][:-1] + size[order][:-1] > start[order][1:])
+        if len(bad):
+            first, second = (self._place(int(order[i])) for i in (bad[0], bad[0] + 1))
+            raise ValueError(
+                f"{first} and {second} share bytes{f'; {len(bad) - 1} more' if len(bad) > 1 else ''}; "
+                "give each slot memory of its own, and each tensor one name"
+            )
+
+    def _place(self, index: int) -> str:
+        if index < self.addresses.size:
+            slot, tensor = divmod(index, len(self.names))
+            return f"tensor {self.names[tensor]!r} slot {slot}"
+        row, tensor = divmod(index - self.addresses.size, len(self.whole_names))
+        return f"whole tensor {self.whole_names[tensor]!r} row {row}"
+
+
+class SlotTensors(NamedTuple):
+    """What a module keeps by slot."""
+
+    tensors: dict[str, torch.Tensor]
+    """By dotted name, `[S, ...]`."""
+    whole: dict[str, torch.Tensor]
+    """By dotted name, `[P, ...]`."""
+
+
+def find_slot_tensors(
+    module: torch.nn.Module,
+    slots_per_rank: int,
+    *,
+    num_slots: int | None = None,
+    num_shared: int = 0,
+    ignore: Iterable[str] = (),
+) -> SlotTensors:
+    """Say which tensors of a module are indexed by slot; arguments and errors as `ExpertStore.of_module`.
+
+    Looks at parameters, buffers and plain attributes of the module and its submodules, since engines keep scales in
+    any of them. Tensors of one element are taken for settings of the layer, and empty ones for place holders.
+    """
+    slots = check_int(slots_per_rank, "slots_per_rank", 1)
+    shared = check_int(num_shared, "num_shared", 0)
+    patterns = tuple(ignore)
+    found = SlotTensors({}, {})
+    seen: set[tuple[int, torch.Size]] = set()
+    unknown = []
+    for name, tensor in _named_tensors(module):
+        if tensor.numel() == 0 or tensor.dim() == 0 or (tensor.numel() == 1 and slots > 1):
+            continue
+        if any(fnmatchcase(name, pattern) for pattern in patterns) or (tensor.data_ptr(), tensor.shape) in seen:
+            continue
+        seen.add((tensor.data_ptr(), tensor.shape))
+        length = tensor.shape[0]
+        if length == slots + shared:
+            found.tensors[name] = tensor.detach()[:slots]
+        elif num_slots is not None and length in (num_slots, num_slots + shared, num_slots // slots * (slots + shared)):
+            found.whole[name] = tensor.detach()[:num_slots]
+        else:
+            unknown.append(f"{name!r} (shape {list(tensor.shape)})")
+    if unknown:
+        lengths = f"{slots + shared} slots" + (f" or {num_slots} rows" if num_slots is not None else "")
+        raise ValueError(
+            f"tensor {unknown[0]} must have {lengths} as its first dimension{_more(unknown)}; "
+            "name what is not indexed by slot in `ignore`"
+        )
+    return found
+
+
+def check_stores(stores: Sequence[ExpertStore]) -> None:
+    """Raise ValueError unless all layers have the same tensors, in the same order, for the same slots."""
+    for layer, store in enumerate(stores):
+        if not isinstance(store, ExpertStore):
+            raise TypeError(f"`stores` (={type(store).__name__}) must be ExpertStores at layer {layer}")
+        first = stores[0]
+        lacking = [name for name in first.names + first.whole_names if name not in store.names + store.whole_names]
+        if lacking:
+            raise ValueError(f"the store of layer {layer} lacks {lacking[0]!r}, which layer 0 has{_more(lacking)}")
+        if (store.names, store.whole_names) != (first.names, first.whole_names):
+            raise ValueError(
+                f"the store of layer {layer} has tensors {', '.join(store.names + store.whole_names)} and layer 0 has "
+                f"{', '.join(first.names + first.whole_names)}; name the same ones in the same order"
+            )
+        if store.num_slots != first.num_slots or store.device != first.device:
+            raise ValueError(
+                f"the store of layer {layer} has {store.num_slots} slots on {store.device} and layer 0 has "
+                f"{first.num_slots} on {first.device}"
+            )
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" ({len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _named_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    for path, part in module.named_modules():
+        attributes = {**part._parameters, **part._buffers, **vars(part)}
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}" if path else name, value
+
+
+def _rows_of(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Each row as a view; refuses rows that repeat each other or differ in kind."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0:
+            raise ValueError(f"tensor {name!r} (shape []) must have a row for each slot")
+        rows = list(value.detach().unbind(0))
+        if len(rows) > 1 and value.stride(0) == 0:
+            raise ValueError(
+                f"tensor {name!r} repeats one row (stride 0); register the tensor that it was expanded from"
+            )
+    elif isinstance(value, list | tuple) and value and all(isinstance(row, torch.Tensor) for row in value):
+        rows = [row.detach() for row in value]
+        other = next(
+            (slot for slot, row in enumerate(rows) if (row.shape, row.dtype) != (rows[0].shape, rows[0].dtype)), 0
+        )
+        if other:
+            raise ValueError(
+                f"tensor {name!r} is {rows[other].dtype} {list(rows[other].shape)} at slot {other} and "
+                f"{rows[0].dtype} {list(rows[0].shape)} at slot 0; all slots must be alike"
+            )
+    else:
+        raise TypeError(f"tensor {name!r} (={type(value).__name__}) must be a tensor or a list of tensors")
+    if not rows or rows[0].numel() == 0:
+        raise ValueError(f"tensor {name!r} holds no bytes; leave it out")
+    if rows[0].device.type == "meta":
+        raise ValueError(f"tensor {name!r} is on the meta device; build the store after the weights are allocated")
+    return tuple(rows)
+
+
+def _byte_rows(name: str, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Each row as a view uint8 `[row bytes]`, in order of memory; refuses rows that are not one span."""
+    return tuple(_byte_row(name, slot, row) for slot, row in enumerate(rows))
+
+
+def _byte_row(name: str, slot: int, row: torch.Tensor) -> torch.Tensor:
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(row.stride(), row.shape, strict=True) if size > 1
+    ):
+        if stride != expected:
+            what = "repeats elements" if stride < expected else "has holes"
+            raise ValueError(
+                f"tensor {name!r} {what} within slot {slot} (shape {list(row.shape)}, stride {list(row.stride())}); "
+                "each row must be one span of bytes: make it contiguous"
+            )
+        expected *= size
+    return torch.as_strided(row, (row.numel(),), (1,)).view(torch.uint8)
+
+
+def _check_lengths(what: str, rows: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    lengths = [(name, len(row)) for name, row in rows.items()]
+    for name, length in lengths[1:]:
+        if length != lengths[0][1]:
+            raise ValueError(
+                f"tensor {name!r} has {length} {what} and {lengths[0][0]!r} has {lengths[0][1]}; "
+                "all tensors of a layer must have the same number"
+            )
+
+
+def _table(rows: Mapping[str, Sequence[torch.Tensor]]) -> tuple[IntArray, IntArray]:
+    length = len(next(iter(rows.values()), ()))
+    addresses = np.empty((length, len(rows)), dtype=np.int64)
+    for column, row in enumerate(rows.values()):
+        addresses[:, column] = [view.data_ptr() for view in row]
+    sizes = np.array([row[0].numel() for row in rows.values()], dtype=np.int64)
+    return read_only(addresses), read_only(sizes)

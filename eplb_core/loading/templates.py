@@ -1,0 +1,127 @@
+"""How checkpoints name the experts' tensors, and where in an `ExpertStore` each belongs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class Part(NamedTuple):
+    """Where a checkpoint tensor of one expert goes: one of `blocks` equal blocks along `axis` of a row."""
+
+    tensor: str
+    """Name in the store."""
+    block: int
+    blocks: int
+    axis: int
+
+
+class ExpertName(NamedTuple):
+    """What a checkpoint tensor's name says."""
+
+    layer: int
+    """Layer id of the model."""
+    expert: int | None
+    """Expert of the checkpoint; None = the tensor has all of them, `[E, ...]`."""
+    shared: bool
+    """`expert` counts the shared ones."""
+    part: Part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckpointTemplate:
+    """The names of one family of checkpoints.
+
+    Example:
+        >>> name = TEMPLATES["deepseek_v3"].parse("model.layers.3.mlp.experts.17.up_proj.weight_scale_inv")
+        >>> name.layer, name.expert, name.part
+        (3, 17, Part(tensor='w13_scale', block=1, blocks=2, axis=0))
+    """
+
+    family: str
+    """How messages call it."""
+    expert: str
+    """Pattern of a name, with groups `layer`, `part`, and `expert` unless tensors hold all experts."""
+    parts: Mapping[str, Part]
+    """By the name's end."""
+    shared: str | None = None
+    """Pattern of a shared expert's name, with groups `layer` and `part`: the only one, or all of them in one."""
+    claims: str = r"\.experts\."
+    """Pattern of names that are an expert's; one that nothing matches is an error, not somebody else's tensor."""
+
+    def parse(self, name: str) -> ExpertName | None:
+        """Read a name; None = no expert's tensor.
+
+        Raises:
+            ValueError: The name is an expert's, and this template does not know it.
+        """
+        match = re.fullmatch(self.expert, name)
+        shared = match is None and self.shared is not None
+        if shared and self.shared is not None:
+            match = re.fullmatch(self.shared, name)
+        part = None if match is None else self.parts.get(match["part"])
+        if match is None or part is None:
+            if match is not None or re.search(self.claims, name):
+                raise ValueError(
+                    f"{name!r} is an expert's tensor that template {self.family!r} does not know; "
+                    "name it in `ignore`, or pass a CheckpointTemplate that has it"
+                )
+            return None
+        expert = match.groupdict().get("expert")
+        return ExpertName(int(match["layer"]), 0 if shared else None if expert is None else int(expert), shared, part)
+
+
+# Suffix of a projection's tensor -> suffix of the store's name, axis along which gate and up lie in one tensor.
+# Layouts that keep the output features last (GPTQ, AWQ) have them side by side.
+_SUFFIXES: dict[str, tuple[str, Literal[0, 1]]] = {
+    "weight": ("", 0),
+    "bias": ("_bias", 0),
+    "weight_scale_inv": ("_scale", 0),
+    "weight_scale": ("_scale", 0),
+    "weight_scale_2": ("_scale_2", 0),
+    "input_scale": ("_input_scale", 0),
+    "weight_packed": ("_packed", 0),
+    "weight_zero_point": ("_zero_point", 0),
+    "qweight": ("_qweight", 1),
+    "qzeros": ("_qzeros", 1),
+    "scales": ("_scales", 1),
+}
+
+
+def projections(gate: str, up: str, down: str) -> dict[str, Part]:
+    """Parts of an expert with three projections: gate and up are the blocks of `w13`, down is `w2`."""
+    parts = {}
+    for suffix, (end, axis) in _SUFFIXES.items():
+        parts[f"{gate}.{suffix}"] = Part(f"w13{end}", 0, 2, axis)
+        parts[f"{up}.{suffix}"] = Part(f"w13{end}", 1, 2, axis)
+        parts[f"{down}.{suffix}"] = Part(f"w2{end}", 0, 1, 0)
+    return parts
+
+
+_LAYER = r"(?:.*\.)?layers\.(?P<layer>\d+)\."
+_EXPERT = r"experts\.(?P<expert>\d+)\.(?P<part>.+)"
+_PROJECTIONS = projections("gate_proj", "up_proj", "down_proj")
+_SHARED = _LAYER + r"mlp\.shared_experts\.(?P<part>.+)"
+
+TEMPLATES = {
+    template.family: template
+    for template in (
+        CheckpointTemplate("deepseek_v3", _LAYER + r"mlp\." + _EXPERT, _PROJECTIONS, shared=_SHARED),
+        CheckpointTemplate("qwen3_moe", _LAYER + r"mlp\." + _EXPERT, _PROJECTIONS),
+        CheckpointTemplate("glm4_moe", _LAYER + r"mlp\." + _EXPERT, _PROJECTIONS, shared=_SHARED),
+        CheckpointTemplate("mixtral", _LAYER + r"block_sparse_moe\." + _EXPERT, projections("w1", "w3", "w2")),
+        # All experts in one tensor, gate and up interleaved: rows are taken as they are.
+        CheckpointTemplate(
+            "gpt_oss",
+            _LAYER + r"mlp\.experts\.(?P<part>.+)",
+            {
+                f"{ours}{end}": Part(f"{theirs}{store_end}", 0, 1, 0)
+                for ours, theirs in (("gate_up_proj", "w13"), ("down_proj", "w2"))
+                for end, store_end in (("", ""), ("_bias", "_bias"), ("_blocks", "_blocks"), ("_scales", "_scales"))
+            },
+        ),
+    )
+}
+"""By family."""

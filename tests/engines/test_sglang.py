@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PYTHON = Path(os.environ.get("EPLB_ENGINES", ROOT / ".engines")) / "sglang" / "bin" / "python"
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs SGLang's environment: make engines"),
+]
+
+
+def run(mode: str, *, plugin: bool) -> subprocess.CompletedProcess[str]:
+    """Run the script in SGLang's environment, in which this package is installed with its entry point."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("EPLB_CORE", "PYTHONPATH")}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"} | ({"EPLB_CORE": "sglang"} if plugin else {})
+    script = Path(__file__).with_name("sglang_loading.py")
+    return subprocess.run(
+        [str(PYTHON), str(script), mode], env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+def answers(mode: str, *, plugin: bool) -> dict[str, Any]:
+    result = run(mode, plugin=plugin)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_the_wheel_sends_tokens_to_slots_that_nothing_loads_and_the_plug_in_ends_it() -> None:
+    """D1: expert 3 has two replicas on rank 1, and only the first is loaded."""
+    without = run("reproduce", plugin=False)
+    assert (without.returncode, without.stdout.splitlines()[-1]) == (1, "REPRODUCED"), without.stderr
+    assert "deepep, static: tokens go to slots that nothing loads on 1 of 8 layers" in without.stdout
+    assert "deepep, dynamic: tokens go to slots that nothing loads on 8 of 8 layers" in without.stdout
+    within = run("reproduce", plugin=True)
+    assert (within.returncode, within.stdout.splitlines()[-1]) == (0, "NOT_REPRODUCED"), within.stderr
+
+
+def test_after_a_scale_up_no_routed_expert_is_written_over_the_shared_one() -> None:
+    """R36, R37, R41, H5: EP 2 -> 4; local row 3 is the shared expert's on the two ranks that were there before."""
+    without = answers("grown", plugin=False)
+    assert without["1"]["weight 1"] == [3]  # the wheel's fault, which the filter is there for
+    for rank, expected in (("0", [[0], [1], [2], []]), ("1", [[2], [], [], [0, 1]])):
+        writes = answers("grown", plugin=True)[rank]
+        assert [writes[f"weight {expert}"] for expert in range(4)] == expected
+        assert [writes[f"zero points {expert}"] for expert in range(4)] == expected
+        assert writes["weight 4"] == [3]
+
+
+def test_lookups_follow_the_layout_through_moves_and_leave_the_rest_to_the_engine() -> None:
+    """R38 - R40, R43, R46: draft layers, whole tensors and dispatch as before; ids out of range raise."""
+    without, within = answers("lookups", plugin=False), answers("lookups", plugin=True)
+    for unchanged in ("draft", "draft whole", "whole", "static picks", "candidates", "fallback"):
+        assert within[unchanged] == without[unchanged]
+    assert (without["pair"], within["pair"]) == ([3], [3, 4])
+    assert (within["kept"], within["moved"]) == ([3, 4], [0, 4])
+    assert (without["negative"], without["layer"]) == ([3], [5])  # counted from the end
+    for name in ("negative", "beyond", "layer"):
+        assert within[name].startswith("IndexError: ")
