@@ -22,6 +22,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eplb_core.dispatch.even import even_dispatch_table as even_dispatch_table
+    from eplb_core.dispatch.even import repeated_dispatch_table as repeated_dispatch_table
+    from eplb_core.dispatch.shares import replica_shares as replica_shares
+    from eplb_core.dispatch.static import static_dispatch_table as static_dispatch_table
     from eplb_core.errors import EplbError as EplbError
     from eplb_core.errors import FileFormatError as FileFormatError
     from eplb_core.errors import InfeasiblePlacementError as InfeasiblePlacementError
@@ -44,11 +48,14 @@ _HOMES = {
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
+    "dispatch.static": "static_dispatch_table",
+    "dispatch.even": "even_dispatch_table repeated_dispatch_table",
+    "dispatch.shares": "replica_shares",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
