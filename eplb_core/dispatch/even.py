@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, to_numpy
 from eplb_core._numba import inline_kernel, kernel
@@ -70,17 +73,19 @@ def even_dispatch_table(layout: ExpertLayout, *, expert_load: ArrayLike | None =
     return table
 
 
-def _check_source_load(load: np.ndarray[tuple[int, ...], np.dtype[np.generic]], shape: tuple[int, ...]) -> FloatArray:
+def _check_source_load(load: npt.NDArray[Any], shape: tuple[int, int, int]) -> FloatArray:
+    """What each rank sends, `[R, L, E]`, as float64."""
     if load.shape != shape:
+        raise ValueError(f"`expert_load` (shape {list(load.shape)}) must be {list(shape)}, what each rank sends")
+    sent = np.ascontiguousarray(load, dtype=np.float64)
+    bad = ~((sent >= 0.0) & (sent < np.inf))
+    if bad.any():
+        rank, layer, expert = (int(i) for i in np.argwhere(bad)[0])
         raise ValueError(
-            f"`expert_load` (shape {list(load.shape)}) must be {list(shape)}, what each rank sends, or {list(shape[1:])}"
+            f"`expert_load` (={sent[rank, layer, expert]}) must be finite and not negative at source rank {rank}, "
+            f"layer {layer}, expert {expert}"
         )
-    for rank in range(shape[0]):
-        try:
-            check_load(load[rank], "expert_load", (2,))
-        except ValueError as error:
-            raise ValueError(f"{error} (source rank {rank})") from None
-    return np.ascontiguousarray(load, dtype=np.float64)
+    return sent
 
 
 def repeated_dispatch_table(

@@ -18,13 +18,13 @@ MAX_SWEEPS = 20_000
 def replica_shares(layout: ExpertLayout, expert_load: ArrayLike) -> FloatArray:
     """Which fraction of its expert's tokens should each slot take, so that the busiest rank has the least to do?
 
-    With one load `[L, E]` the answer is the optimum for that load: no other shares give a lower maximum of rank load over
-    rank speed, and below the maximum the ranks are as even as they can be.
+    With one load `[L, E]` the answer is the optimum for that load: no other shares give a lower maximum of rank load
+    over rank speed, and below the maximum the ranks are as even as they can be.
 
-    Shares that fit one window exactly fit the windows that follow badly. So with T windows `[T, L, E]`, two or more, the
-    answer has the least sum of squared rank loads over all windows, then goes T / (T + 16) of the way there from an even
-    split. On drifting loads of a 128-expert model that was better than an even split for every T from 2 to 32, where the
-    optimum for the windows' sum was worse up to 16; give 32 or more where they are at hand.
+    Shares that fit one window exactly fit the windows that follow badly. So with T windows `[T, L, E]`, two or more,
+    the answer has the least sum of squared rank loads over all windows, then goes T / (T + 16) of the way there from
+    an even split. On drifting loads of a 128-expert model that was better than an even split for every T from 2 to 32,
+    where the optimum for the windows' sum was worse up to T = 16; give 32 or more where they are at hand.
 
     Args:
         layout: Where the experts are; `topology.rank_speed` counts.
@@ -100,7 +100,7 @@ def _solve(
     sum is convex and its terms that tie experts together are smooth, so the steps end in its minimum. With one window
     that minimum also has the lowest maximum: else an expert could move load from a busiest rank to one less busy.
     """
-    experts, slots, windows = load.shape[1], row.size, load.shape[0]
+    experts, windows = load.shape[1], load.shape[0]
     starts, by_expert, rank_of, multiple = ints[0, : experts + 1], ints[1], ints[2], ints[3]
     energy, level_of, new = floats[0], floats[1], floats[2]
     group_slots(row, starts, by_expert)

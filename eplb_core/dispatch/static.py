@@ -13,8 +13,6 @@ from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch._kernels import group_slots
 from eplb_core.layout import ExpertLayout
 
-Words = npt.NDArray[np.uint32]
-
 
 def static_dispatch_table(
     layout: ExpertLayout,
@@ -25,17 +23,17 @@ def static_dispatch_table(
 ) -> IntArray:
     """Which slot does each rank send each expert's tokens to, by SGLang's rules, bit for bit?
 
-    The only slot, else the first on the source's own rank, else the first on its node where the node holds some but not
-    all of the expert's slots; ranks that are left share the expert's slots fairly in a random order. The draws are those
-    of `random.Random(seed)`, one stream over all layers, so a layer's row depends on the layers before it.
+    The only slot, else the first on the source's own rank, else the first on its node where the node holds some but
+    not all of the expert's slots; ranks that are left share the expert's slots fairly in a random order. The draws are
+    those of `random.Random(seed)`, one stream over all layers, so a layer's row depends on the layers before it.
 
     Args:
         layout: Where the experts are.
         seed: Seed of the draws, 0 or more.
         prefer_same_node: Whether a slot on the own node goes before the fair draw. False = as on one node.
-        candidates: "all": each rank draws from all slots of an expert, as SGLang does after a rebalance. "narrowed": as it
-            does at start-up, where each rank cuts the lists to its nearest slots first and so leaves out draws that other
-            ranks make; the ranks' picks then no longer complement one another.
+        candidates: "all": each rank draws from all slots of an expert, as SGLang does after a rebalance. "narrowed": as
+            it does at start-up, where each rank cuts the lists to its nearest slots first and so leaves out draws that
+            other ranks make; the ranks' picks then no longer complement one another.
 
     Returns:
         int64 `[R, L, E]`, global slots.
@@ -44,7 +42,7 @@ def static_dispatch_table(
         ValueError: `candidates` is neither, or `seed` is negative.
 
     Cost:
-        About 1 ms at 58 x 256 -> 288 on 32 ranks, 3 to 6 ms with "narrowed". Any thread; touches no global random state.
+        About 1.5 ms at 58 x 256 -> 288 on 32 ranks, 6 to 10 ms with "narrowed". Any thread; no global random state.
 
     Example:
         >>> from eplb_core import Topology
@@ -66,15 +64,15 @@ def static_dispatch_table(
     node = layout.topology.rank_to_node if prefer_same_node else np.zeros(ranks, dtype=np.int64)
     owner = np.arange(layout.num_slots) // layout.slots_per_rank
     state = np.array(random.Random(seed).getstate()[1], dtype=np.uint64)
-    # A draw below n takes less than two words on average; a shuffle of R and a sample are R + n draws at most.
+    # A shuffle of R and a sample are R + n draws at most, of about 1.4 words each; should they run out, there are more.
     redundant = p2l.size - layers * experts
-    num_words = 624 * (4 + (redundant * (ranks + 2) * 2 + 623) // 624)
+    num_words = 624 * (4 + int(redundant * (ranks + 1) * 1.45) // 624)
     starts = np.empty(experts + 1, dtype=np.int64)
     by_expert = np.empty(layout.num_slots, dtype=np.int64)
     scratch = np.empty((7, ranks + layout.num_slots + 1), dtype=np.int64)
     picks = np.empty((max(1, layout.num_slots - experts), ranks), dtype=np.int64)
     while True:
-        words = np.empty(num_words, dtype=np.uint32)
+        words = np.empty(num_words, dtype=np.int64)
         _mersenne(state.astype(np.uint32), words)
         position = np.zeros(ranks, dtype=np.int64)
         args = (p2l, owner, node, words, position, starts, by_expert, scratch, picks, table)
@@ -84,7 +82,7 @@ def static_dispatch_table(
 
 
 @kernel
-def _mersenne(state: Words, words: Words) -> None:
+def _mersenne(state: npt.NDArray[np.uint32], words: IntArray) -> None:
     """The words that MT19937 gives from `state` (624 words and the index 624); `words` is a multiple of 624 long."""
     upper, lower = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
     for block in range(words.size // 624):
@@ -106,7 +104,7 @@ def _fill(
     p2l: IntArray,
     owner: IntArray,
     node: IntArray,
-    words: Words,
+    words: IntArray,
     position: IntArray,
     starts: IntArray,
     by_expert: IntArray,
@@ -177,14 +175,14 @@ def _nearest(slots: IntArray, owner: IntArray, node: IntArray, on_node: IntArray
 
 
 @inline_kernel
-def _draw(words: Words, position: int, below: int) -> tuple[int, int]:
+def _draw(words: IntArray, position: int, below: int) -> tuple[int, int]:
     """A uniform integer under `below` and where the stream then is; -1 when the words ran out."""
     bits = 1
     while below >> bits:
         bits += 1
-    shift = np.uint32(32 - bits)
+    shift = 32 - bits
     while position < words.size:
-        value = np.int64(words[position] >> shift)
+        value = words[position] >> shift
         position += 1
         if value < below:
             return value, position
@@ -192,18 +190,18 @@ def _draw(words: Words, position: int, below: int) -> tuple[int, int]:
 
 
 @inline_kernel
-def _draw_shuffle(words: Words, position: int, take: int, swaps: IntArray) -> int:
+def _draw_shuffle(words: IntArray, position: int, take: int, swaps: IntArray) -> int:
     """Draw `swaps[i]`, uniform in [0, i], for i from `take - 1` down to 1; -1 when the words ran out."""
     below, bits = take, 1
     while below >> bits:
         bits += 1
     while below >= 2:
-        shift = np.uint32(32 - bits)
+        shift = 32 - bits
         stop = max(2, 1 << (bits - 1))
         while below >= stop:
             if position >= words.size:
                 return -1
-            value = np.int64(words[position] >> shift)
+            value = words[position] >> shift
             position += 1
             swaps[below - 1] = value  # a value that is too high is overwritten: no branch to mispredict
             below -= value < below
@@ -212,7 +210,7 @@ def _draw_shuffle(words: Words, position: int, take: int, swaps: IntArray) -> in
 
 
 @inline_kernel
-def _draw_sample(words: Words, position: int, count: int, rest: int, pool: IntArray, sample: IntArray) -> int:
+def _draw_sample(words: IntArray, position: int, count: int, rest: int, pool: IntArray, sample: IntArray) -> int:
     """Draw `rest` distinct ones of `count` in the way of `random.sample`; -1 when the words ran out."""
     # It draws from a shrinking pool, or from all and rejects what it has, whichever needs less memory.
     limit, power = 21, 1
@@ -240,7 +238,7 @@ def _draw_sample(words: Words, position: int, count: int, rest: int, pool: IntAr
 
 @inline_kernel
 def _fair_choices(
-    words: Words, position: int, count: int, take: int, sample: IntArray, swaps: IntArray, picked: IntArray
+    words: IntArray, position: int, count: int, take: int, sample: IntArray, swaps: IntArray, picked: IntArray
 ) -> int:
     """`take` picks among `count`: each as often as the others but for a random rest, then shuffled."""
     rest = take % count
@@ -263,7 +261,14 @@ def _fair_choices(
 
 @inline_kernel
 def _fair_choice(
-    words: Words, position: int, count: int, take: int, place: int, sample: IntArray, swaps: IntArray, picked: IntArray
+    words: IntArray,
+    position: int,
+    count: int,
+    take: int,
+    place: int,
+    sample: IntArray,
+    swaps: IntArray,
+    picked: IntArray,
 ) -> int:
     """As `_fair_choices`, but leaves only what ends in `place`, in `picked[0]`: the other exchanges are not made."""
     rest = take % count

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,8 +90,11 @@ def test_unequal_senders_stay_within_four_thirds_of_the_optimum(layout: ExpertLa
     for expert in range(experts):
         slots, weights = layout.slots(0, expert), sent[:, 0, expert]
 
-        def heaviest(choice: tuple[int, ...], slots: tuple[int, ...] = slots, weights: object = weights) -> int:
-            return max(sum(w for w, c in zip(weights, choice, strict=True) if c == s) for s in slots)  # type: ignore[call-overload, no-any-return]
+        def heaviest(choice: tuple[int, ...]) -> int:
+            totals: Counter[int] = Counter()
+            for slot, weight in zip(choice, weights.tolist(), strict=True):  # noqa: B023
+                totals[slot] += weight
+            return max(totals.values())
 
         if len(slots) ** ranks <= 1024:
             best = min(heaviest(choice) for choice in itertools.product(slots, repeat=ranks))
@@ -124,7 +129,7 @@ def test_a_layer_of_the_even_table_depends_on_its_own_row_alone() -> None:
     np.testing.assert_array_equal(table[:, 2:], even_dispatch_table(old)[:, 2:])
 
 
-def table_balancedness(layout: ExpertLayout, table: np.ndarray, load: np.ndarray) -> float:  # type: ignore[type-arg]
+def table_balancedness(layout: ExpertLayout, table: npt.NDArray[Any], load: npt.NDArray[Any]) -> float:
     """Mean balancedness when every rank sends an equal part of each expert by `table`."""
     ranks = layout.topology.num_ranks
     slot_load = np.zeros((layout.num_layers, layout.num_slots))
@@ -185,21 +190,21 @@ def test_repeats_meet_every_share_within_half_an_entry(layout: ExpertLayout, ran
 
 
 def test_bad_arguments_of_even_tables_are_named() -> None:
-    with pytest.raises(ValueError, match="must be \\[1, 4\\] or \\[2, 1, 4\\], what each rank sends"):
+    with pytest.raises(ValueError, match=r"must be \[1, 4\] or \[2, 1, 4\], what each rank sends"):
         even_dispatch_table(PAIR, expert_load=np.ones((1, 5)))
-    with pytest.raises(ValueError, match="`expert_load` \\(shape \\[3, 1, 4\\]\\) must be \\[2, 1, 4\\]"):
+    with pytest.raises(ValueError, match=r"`expert_load` \(shape \[3, 1, 4\]\) must be \[2, 1, 4\]"):
         even_dispatch_table(PAIR, expert_load=np.ones((3, 1, 4)))
     bad = np.ones((2, 1, 4))
     bad[1, 0, 2] = np.nan
-    with pytest.raises(ValueError, match="layer 0, expert 2.*source rank 1"):
+    with pytest.raises(ValueError, match=r"source rank 1, layer 0, expert 2"):
         even_dispatch_table(PAIR, expert_load=bad)
-    with pytest.raises(IndexError, match="`rank` \\(=2\\) must be in \\[0, 2\\)"):
+    with pytest.raises(IndexError, match=r"`rank` \(=2\) must be in \[0, 2\)"):
         repeated_dispatch_table(PAIR, rank=2)
-    with pytest.raises(ValueError, match="`width` \\(=1\\) must be at least 2"):
+    with pytest.raises(ValueError, match=r"`width` \(=1\) must be at least 2"):
         repeated_dispatch_table(PAIR, width=1)
-    with pytest.raises(ValueError, match="`shares` \\(shape \\[1, 5\\]\\) must be \\[1, 6\\]"):
+    with pytest.raises(ValueError, match=r"`shares` \(shape \[1, 5\]\) must be \[1, 6\]"):
         repeated_dispatch_table(PAIR, shares=np.ones((1, 5)))
-    with pytest.raises(ValueError, match="`shares` \\(=-0.5\\) must be in \\[0, 1\\] at layer 0, slot 0"):
+    with pytest.raises(ValueError, match=r"`shares` \(=-0.5\) must be in \[0, 1\] at layer 0, slot 0"):
         repeated_dispatch_table(PAIR, shares=[[-0.5, 1, 1, 0.5, 0.5, 1.5]])
-    with pytest.raises(ValueError, match="expert 0 \\(sum 0.75\\) must sum to 1 at layer 0"):
+    with pytest.raises(ValueError, match=r"expert 0 \(sum 0.75\) must sum to 1 at layer 0"):
         repeated_dispatch_table(PAIR, shares=[[0.5, 1, 1, 0.5, 0.5, 0.25]])
