@@ -69,7 +69,7 @@ def even_dispatch_table(layout: ExpertLayout, *, expert_load: ArrayLike | None =
     p2l, node = layout.physical_to_logical_map, layout.topology.rank_to_node
     for layer in range(layers):
         sent = np.ascontiguousarray(load[:, layer].T)  # [E, R] or [E, 1]
-        _fill_layer(p2l[layer], owner, node, sent, ints, floats, picks, table[:, layer])
+        fill_layer(p2l[layer], owner, node, sent, ints, floats, picks, table[:, layer])
     return table
 
 
@@ -158,7 +158,7 @@ def check_shares(layout: ExpertLayout, shares: ArrayLike | None) -> FloatArray:
 
 
 @kernel
-def _fill_layer(
+def fill_layer(
     row: IntArray,
     owner: IntArray,
     node: IntArray,

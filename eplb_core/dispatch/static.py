@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -56,29 +57,58 @@ def static_dispatch_table(
     if candidates not in ("all", "narrowed"):
         raise ValueError(f"`candidates` (={candidates!r}) must be 'all' or 'narrowed'")
     seed = check_int(seed, "seed", 0)
-    ranks, layers, experts = layout.topology.num_ranks, layout.num_layers, layout.num_experts
-    table = np.empty((ranks, layers, experts), dtype=np.int64)
-    if layers == 0:
-        return table
-    p2l = layout.physical_to_logical_map
-    node = layout.topology.rank_to_node if prefer_same_node else np.zeros(ranks, dtype=np.int64)
-    owner = np.arange(layout.num_slots) // layout.slots_per_rank
-    state = np.array(random.Random(seed).getstate()[1], dtype=np.uint64)
-    # A shuffle of R and a sample are R + n draws at most, of about 1.4 words each; should they run out, there are more.
-    redundant = p2l.size - layers * experts
-    num_words = 624 * (4 + int(redundant * (ranks + 1) * 1.45) // 624)
-    starts = np.empty(experts + 1, dtype=np.int64)
-    by_expert = np.empty(layout.num_slots, dtype=np.int64)
-    scratch = np.empty((7, ranks + layout.num_slots + 1), dtype=np.int64)
-    picks = np.empty((max(1, layout.num_slots - experts), ranks), dtype=np.int64)
-    while True:
-        words = np.empty(num_words, dtype=np.int64)
-        _mersenne(state.astype(np.uint32), words)
-        position = np.zeros(ranks, dtype=np.int64)
-        args = (p2l, owner, node, words, position, starts, by_expert, scratch, picks, table)
-        if _fill(*args, candidates == "narrowed"):
-            return table
-        num_words *= 2
+    table = np.empty((layout.topology.num_ranks, layout.num_layers, layout.num_experts), dtype=np.int64)
+    if layout.num_layers:
+        fill = _Filler(layout, seed, layout.num_layers, prefer_same_node)
+        fill(layout.physical_to_logical_map, table, narrowed=candidates == "narrowed")
+    return table
+
+
+def layer_filler(layout: ExpertLayout, seed: int) -> Callable[[int, IntArray], IntArray]:
+    """A function of a layer's number and row that gives `[R, E]` slots by the rule, that layer by itself.
+
+    All it needs is allocated here; every layer draws from one sequence of words, from another place on.
+    """
+    fill = _Filler(layout, seed, 1, True)
+    table = np.empty((layout.topology.num_ranks, 1, layout.num_experts), dtype=np.int64)
+
+    def fill_layer(layer: int, row: IntArray) -> IntArray:
+        fill(row[None], table, narrowed=False, start=layer * 61 % 1024)
+        return table[:, 0]
+
+    return fill_layer
+
+
+class _Filler:
+    """Scratch and random words for layouts of one frame."""
+
+    def __init__(self, layout: ExpertLayout, seed: int, num_layers: int, prefer_same_node: bool) -> None:
+        ranks, experts, slots = layout.topology.num_ranks, layout.num_experts, layout.num_slots
+        self.owner = np.arange(slots) // layout.slots_per_rank
+        self.node = layout.topology.rank_to_node if prefer_same_node else np.zeros(ranks, dtype=np.int64)
+        # random.Random seeds itself from any integer; its words from there on are ours.
+        self.state = np.array(random.Random(seed).getstate()[1], dtype=np.uint64).astype(np.uint32)
+        # A shuffle of R and a sample are R + n draws at most, of about 1.4 words each; should they run out, draw more.
+        redundant = num_layers * (slots - experts)
+        self.words = self._draw_words(6 + int(redundant * (ranks + 1) * 1.45) // 624)
+        self.starts = np.empty(experts + 1, dtype=np.int64)
+        self.by_expert = np.empty(slots, dtype=np.int64)
+        self.scratch = np.empty((7, ranks + slots + 1), dtype=np.int64)
+        self.picks = np.empty((max(1, slots - experts), ranks), dtype=np.int64)
+        self.position = np.empty(ranks, dtype=np.int64)
+
+    def _draw_words(self, blocks: int) -> IntArray:
+        words = np.empty(624 * blocks, dtype=np.int64)
+        _mersenne(self.state.copy(), words)
+        return words
+
+    def __call__(self, p2l: IntArray, table: IntArray, *, narrowed: bool, start: int = 0) -> None:
+        while True:
+            self.position[:] = start
+            fixed = (self.owner, self.node, self.words, self.position, self.starts, self.by_expert, self.scratch)
+            if _fill(p2l, *fixed, self.picks, table, narrowed):
+                return
+            self.words = self._draw_words(len(self.words) // 312)
 
 
 @kernel
