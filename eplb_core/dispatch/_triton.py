@@ -3,6 +3,9 @@
 No argument is specialized on its value or alignment, so that a new number of tokens compiles nothing while serving.
 """
 
+# The kernels' language is not quite Python: no types, and names that a kernel does not use cost nothing.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# ruff: noqa: RUF059, SIM102
 from __future__ import annotations
 
 import torch
@@ -10,7 +13,7 @@ import triton
 import triton.language as tl
 
 from eplb_core.dispatch.ops import SOLVED_MODES
-from eplb_core.dispatch.quota import SCALE_BITS, STEP_BITS, STEPS
+from eplb_core.dispatch.quota import SCALE_BITS, SHORTEST_STEP, STEP_BITS, STEPS
 
 NUM_BLOCKS = 128
 SUB_BLOCK = 128
@@ -175,7 +178,8 @@ def _solve_kernel(
     batch, bounds, blocks, num_candidates, shared, arm_rank, on_rank, num_blocks, rank,
     R: tl.constexpr, E: tl.constexpr, N: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
     R2: tl.constexpr, E2: tl.constexpr, N2: tl.constexpr, W2: tl.constexpr, S2: tl.constexpr,
-    STEPS: tl.constexpr, SCALE_BITS: tl.constexpr, STEP_BITS: tl.constexpr, FEWEST: tl.constexpr,
+    STEPS: tl.constexpr, SCALE_BITS: tl.constexpr, STEP_BITS: tl.constexpr, SHORTEST_STEP: tl.constexpr,
+    FEWEST: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, E2)
     if tl.program_id(0) == 1:
@@ -229,9 +233,7 @@ def _solve_kernel(
             expert = tl.maximum(expert, 0)
             number = tl.load(num_candidates + expert, mask=known, other=0)
             is_arm = k[None, :] < number[:, None]
-            rank_of = tl.load(
-                arm_rank + n[:, None] * W + k[None, :], mask=(n < N)[:, None] & (k < W)[None, :], other=0
-            )
+            rank_of = tl.load(arm_rank + n[:, None] * W + k[None, :], mask=(n < N)[:, None] & (k < W)[None, :], other=0)
             rank_of = tl.reshape(rank_of, [N2 * W2])
             held = what >= 0
             place = tl.maximum(what, 0)
@@ -243,24 +245,24 @@ def _solve_kernel(
             level = tl.full((N2,), 1 << (SCALE_BITS + 1), dtype=tl.int32)
             for _ in range(STEPS):
                 others = tl.reshape(tl.gather(load, rank_of, 0), [N2, W2]) - x
-                for _ in tl.static_range(2):
-                    filled = is_arm & (others < level[:, None])
-                    num_filled = tl.sum(filled.to(tl.int32), 1)
-                    filled = tl.where((num_filled == 0)[:, None], is_arm, filled)
-                    num_filled = tl.maximum(tl.where(num_filled == 0, number, num_filled), 1)
-                    level = (wanted + tl.sum(tl.where(filled, others, 0), 1)) // num_filled
+                filled = is_arm & (others < level[:, None])
+                num_filled = tl.sum(filled.to(tl.int32), 1)
+                filled = tl.where((num_filled == 0)[:, None], is_arm, filled)
+                num_filled = tl.maximum(tl.where(num_filled == 0, number, num_filled), 1)
+                level = (wanted + tl.sum(tl.where(filled, others, 0), 1)) // num_filled
                 step = tl.where(is_arm, tl.maximum(level[:, None] - others, 0), 0) - x
                 change = _by_rank(step, place, held, N2 * W2, R2, S2).to(tl.int64)
-                gain = tl.maximum(-tl.sum(load.to(tl.int64) * change, 0), 0)
+                gain = tl.maximum(tl.sum(((1 << SCALE_BITS) // R - load).to(tl.int64) * change, 0), 0)
                 length = (gain << STEP_BITS) // tl.maximum(tl.sum(change * change, 0), 1)
-                length = tl.minimum(length, 1 << STEP_BITS)
-                x = tl.maximum(x + ((step * length.to(tl.int32)) >> STEP_BITS), 0)
-                load += ((change * length) >> STEP_BITS).to(tl.int32)
+                length = tl.minimum(tl.maximum(length, SHORTEST_STEP), 1 << STEP_BITS)
+                moved = (step * length.to(tl.int32) + (1 << (STEP_BITS - 1))) >> STEP_BITS
+                x = tl.maximum(x + moved, 0)
+                load += ((change * length + (1 << (STEP_BITS - 1))) >> STEP_BITS).to(tl.int32)
             x = tl.where((tl.sum(x, 1) == 0)[:, None], is_arm.to(tl.int32), x)
             until = tl.cumsum(x, 1)
             whole = tl.maximum(tl.sum(x, 1), 1).to(tl.int64)
             tokens = tl.gather(total, expert, 0).to(tl.int64)
-            start = (tokens[:, None] * (until - x).to(tl.int64)) // whole[:, None]
+            start = (tokens[:, None] * (until - x).to(tl.int64) + (whole // 2)[:, None]) // whole[:, None]
             start = start.to(tl.int32) - tl.gather(before, expert, 0)[:, None]
             tl.store(bounds + expert[:, None] * W + k[None, :], start, mask=known[:, None] & (k < W)[None, :])
 
@@ -401,7 +403,7 @@ def solve_batch(
         batch, bounds, blocks, num_candidates, shared, arm_rank, on_rank, num_blocks, rank,
         R=ranks, E=experts, N=num, W=width, S=per_rank, R2=_power(ranks), E2=_power(experts), N2=_power(num),
         W2=_power(width), S2=_power(per_rank), STEPS=STEPS, SCALE_BITS=SCALE_BITS, STEP_BITS=STEP_BITS,
-        FEWEST=mode == "fewest", num_warps=4,
+        SHORTEST_STEP=SHORTEST_STEP, FEWEST=mode == "fewest", num_warps=4,
     )  # fmt: skip
 
 

@@ -329,9 +329,10 @@ def _solve_torch(
 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
+# "mode" is a name that torch passes by itself, hence "how".
 _TABLES = (
     "Tensor candidates, Tensor num_candidates, Tensor thresholds, Tensor settings, Tensor(b!) draws, Tensor(c!) count, "
-    "Tensor state, Tensor(d!) errors, Tensor bounds, Tensor blocks, Tensor? num_tokens, int num_shared, str mode, "
+    "Tensor state, Tensor(d!) errors, Tensor bounds, Tensor blocks, Tensor? num_tokens, int num_shared, str how, "
     "bool debug"
 )
 # define and impl of a library, not custom_op: a call then costs 3 us of host time and not 20.
@@ -346,7 +347,7 @@ _define(
 )
 _define(
     "solve_batch(Tensor(a!) batch, Tensor(b!) bounds, Tensor(c!) blocks, Tensor num_candidates, Tensor shared, "
-    "Tensor arm_rank, Tensor on_rank, Tensor ids, int num_shared, int rank, str mode) -> ()"
+    "Tensor arm_rank, Tensor on_rank, Tensor ids, int num_shared, int rank, str how) -> ()"
 )
 
 

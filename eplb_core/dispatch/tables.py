@@ -134,6 +134,7 @@ class DispatchTables:
         self._mirror = torch.full((layers, size), -1, dtype=torch.int32, pin_memory=pinned)
         self._host = self._mirror.numpy()
         self._host[:, :experts] = 0
+        self._host[:, self._shape.thresholds : self._shape.shared] = _rows.UNIT
         self._copied = [_event() for _ in range(layers)] if pinned else []
         settings = [_settings(self._seed, layer, self.rank) for layer in range(layers)]
         self._settings = torch.tensor(settings, dtype=torch.int64).reshape(layers, 4).to(torch.int32).to(device)
@@ -204,6 +205,33 @@ class DispatchTables:
     ) -> torch.Tensor:
         """`topk_to_slots` on `layer(layer)`; regions that are compiled once for all layers take the tensors instead."""
         return topk_to_slots(topk_ids, self.layer(layer), num_tokens=num_tokens, num_shared=num_shared, out=out)
+
+    def warm_up(
+        self,
+        num_columns: int,
+        *,
+        num_shared: int = 0,
+        dtype: torch.dtype = torch.int32,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Compile what calls with `num_columns` columns run, for any number of rows; counts and draws stay as they are.
+
+        Args:
+            num_columns: Columns of `topk_ids`, shared ones among them.
+            num_shared: As in `topk_to_slots`.
+            dtype: Of `topk_ids`.
+            out_dtype: Of `out`. Default: as `dtype`.
+        """
+        if self.layout.num_layers == 0:
+            return
+        draws = self._draws.clone()
+        for elements in (1, 8193, 65537):  # a kernel for few, some and many
+            shape = (-(-elements // num_columns), num_columns)
+            ids = torch.full(shape, -1, dtype=dtype, device=self.device)
+            out = torch.empty(shape, dtype=dtype if out_dtype is None else out_dtype, device=self.device)
+            for limit in (None, torch.ones(1, dtype=torch.int32, device=self.device)):
+                self.map(0, ids, num_tokens=limit, num_shared=num_shared, out=out)
+        self._draws.copy_(draws)
 
     def check(self) -> None:
         """Raise IndexError if debugging tables have seen ids out of range or mapped twice; waits for the device."""
