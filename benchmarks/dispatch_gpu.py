@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ import torch  # noqa: E402
 
 import eplb_core as eplb  # noqa: E402
 from eplb_core.dispatch.ops import SOLVED_MODES  # noqa: E402
+from eplb_core.dispatch.tables import MODES  # noqa: E402
 
 SEED = 0
 EXPERTS, SLOTS, RANKS, TOPK = 256, 288, 32, 8
 TOKENS = (64, 512, 4096, 16384)
 LAYERS, INPUTS = 16, 16
-MODES = ("static", "even", "random", "row", "weighted", "fake", "quota", "fewest")
 
 
 def hot_layout(layers: int, experts: int, slots: int, ranks: int) -> tuple[eplb.ExpertLayout, Any]:
@@ -70,7 +71,7 @@ def draw_ids(load: Any, tokens: int, topk: int, count: int, device: str) -> list
 
 def per_call_us(calls: list[Callable[[], object]], replays: int) -> tuple[float, float]:
     """Median and minimum time of one call inside a graph of all of them, in microseconds."""
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
@@ -123,7 +124,7 @@ def check(device: str, tokens: int) -> dict[str, Any]:
     agree = {}
     for mode in MODES:
         counter = eplb.LoadCounter(2, EXPERTS, windows=1, device=device)
-        tables = eplb.DispatchTables(layout, rank=3, mode=mode, device=device, load=counter)  # type: ignore[arg-type]
+        tables = eplb.DispatchTables(layout, rank=3, mode=mode, device=device, load=counter)
         slots = tables.map(1, ids).cpu()
         held = torch.tensor(layout.physical_to_logical_map[1])[slots.long()]
         if mode != "fake" and not torch.equal(held, ids.cpu().long()):
@@ -132,91 +133,94 @@ def check(device: str, tokens: int) -> dict[str, Any]:
             counter.count[1, 0].cpu(), torch.bincount(ids.cpu().flatten(), minlength=EXPERTS).int()
         ):
             raise SystemExit(f"{mode}: counts are wrong")
-        host = eplb.DispatchTables(layout, rank=3, mode=mode)  # type: ignore[arg-type]
+        host = eplb.DispatchTables(layout, rank=3, mode=mode)
         agree[mode] = bool(torch.equal(host.map(1, ids.cpu()), slots))
         if not agree[mode]:
             raise SystemExit(f"{mode}: device and host disagree")
     return agree
 
 
-def measure(tokens_of: tuple[int, ...], replays: int) -> dict[str, Any]:
-    """All figures in microseconds, {name: {tokens: [median, minimum]}}."""
-    device = "cuda"
-    layout, load = hot_layout(LAYERS, EXPERTS, SLOTS, RANKS)
-    shares = eplb.replica_shares(layout, np.round(load * 1000))
-    result: dict[str, Any] = {}
-    counter = eplb.LoadCounter(LAYERS, EXPERTS, windows=8, device=device)
+def make_tables(layout: eplb.ExpertLayout, shares: Any) -> dict[str, eplb.DispatchTables]:
+    """Tables of every mode, and of the wide ones also with room for 8 replicas only."""
+    counter = eplb.LoadCounter(LAYERS, EXPERTS, windows=8, device="cuda")
     tables = {}
     for mode in MODES:
         for width in (None, 8) if mode in ("weighted", *SOLVED_MODES) else (None,):
-            if width is not None and int(layout.replica_count.max()) > width:
-                continue
-            given = shares if mode == "weighted" else None
-            tables[mode if width is None else f"{mode}, max_replicas={width}"] = eplb.DispatchTables(
-                layout,
-                rank=3,
-                mode=mode,
-                device=device,
-                load=counter,
-                shares=given,
-                max_replicas=width,  # type: ignore[arg-type]
-            )
-    l2p = torch.tensor(layout.logical_to_physical_map, device=device).clamp(min=0).int()
-    valid = torch.tensor(layout.replica_count, device=device).int()
+            if width is None or int(layout.replica_count.max()) <= width:
+                tables[mode if width is None else f"{mode}, max_replicas={width}"] = eplb.DispatchTables(
+                    layout, rank=3, mode=mode, device="cuda", load=counter, max_replicas=width,
+                    shares=shares if mode == "weighted" else None,
+                )  # fmt: skip
+    return tables
+
+
+def calls_of(
+    table: eplb.DispatchTables, name: str, load: Any, ids: list[torch.Tensor], outs: list[torch.Tensor]
+) -> dict[str, list[Callable[[], object]]]:
+    """Calls of one kind of tables, by what they do; each over many layers and inputs."""
+    rows = [table.layer(layer) for layer in range(LAYERS)]
+    pairs = [(i % LAYERS, i % INPUTS) for i in range(INPUTS * 4)]
+    calls: dict[str, list[Callable[[], object]]] = {
+        f"{name}: map + count": [partial(eplb.topk_to_slots, ids[b], rows[a], out=outs[b]) for a, b in pairs]
+    }
+    if table.mode not in SOLVED_MODES:
+        return calls
+    ops = torch.ops.eplb_core
+    mean = torch.tensor(load[0] * len(ids[0]) * TOPK / load[0].sum())
+    full = torch.poisson(mean.expand(RANKS, -1)).int().cuda()
+
+    def count(t: eplb.LayerTables, x: torch.Tensor) -> None:
+        ops.count_batch(x, t.batch, t.blocks, t.count, t.state, t.errors, None, 0, t.rank, False)
+
+    def solve(t: eplb.LayerTables, x: torch.Tensor) -> None:
+        t.batch.copy_(full)  # as the sum over ranks leaves it; the copy's time is in the figure
+        ops.solve_batch(
+            t.batch, t.bounds, t.blocks, t.num_candidates, t.shared, t.arm_rank, t.on_rank, x, 0, t.rank, t.mode
+        )
+
+    def choose(t: eplb.LayerTables, x: torch.Tensor, out: torch.Tensor) -> None:
+        ops.map(
+            x, out, t.candidates, t.num_candidates, t.thresholds, t.settings, t.draws, t.count, t.state, t.errors,
+            t.bounds, t.blocks, None, 0, t.mode, False,
+        )  # fmt: skip
+
+    calls[f"{name}: count only"] = [partial(count, rows[a], ids[b]) for a, b in pairs]
+    calls[f"{name}: counts to quotas"] = [partial(solve, rows[a], ids[b]) for a, b in pairs]
+    calls[f"{name}: map only"] = [partial(choose, rows[a], ids[b], outs[b]) for a, b in pairs]
+    return calls
+
+
+def baselines(
+    layout: eplb.ExpertLayout, ids: list[torch.Tensor], outs: list[torch.Tensor]
+) -> dict[str, list[Callable[[], object]]]:
+    """What engines run today, in torch operators, and the cost of launching anything."""
+    l2p = torch.tensor(layout.logical_to_physical_map).clamp(min=0).int().cuda()
+    home, valid = l2p[:, :, 0].contiguous(), torch.tensor(layout.replica_count).int().cuda()
+    counts = torch.zeros(EXPERTS, dtype=torch.int32, device="cuda")
+    pairs = [(i % LAYERS, i % INPUTS) for i in range(INPUTS * 4)]
+    return {
+        "torch: random replicas": [partial(torch_chain, l2p[a], valid[a], ids[b]) for a, b in pairs],
+        "torch: count": [partial(torch_count, counts, ids[b]) for _, b in pairs],
+        "torch: plain gather": [partial(home[a].__getitem__, ids[b]) for a, b in pairs],
+        "torch: copy": [partial(outs[b].copy_, ids[b]) for _, b in pairs],
+        "torch: zero 4 bytes (a launch)": [counts[:1].zero_ for _ in pairs],
+    }
+
+
+def measure(tokens_of: tuple[int, ...], replays: int) -> dict[str, Any]:
+    """All figures in microseconds, {name: {tokens: [median, minimum]}}."""
+    layout, load = hot_layout(LAYERS, EXPERTS, SLOTS, RANKS)
+    shares = eplb.replica_shares(layout, np.round(load * 1000))
+    tables = make_tables(layout, shares)
+    result: dict[str, Any] = {}
     for tokens in tokens_of:
-        ids = draw_ids(load, tokens, TOPK, INPUTS, device)
+        ids = draw_ids(load, tokens, TOPK, INPUTS, "cuda")
         outs = [torch.empty_like(x) for x in ids]
-        pairs = [(i % LAYERS, i % INPUTS) for i in range(INPUTS * 4)]
-
-        def note(name: str, calls: list[Callable[[], object]], tokens: int = tokens) -> None:
-            result.setdefault(name, {})[tokens] = per_call_us(calls, replays)
-
+        calls = baselines(layout, ids, outs)
         for name, table in tables.items():
-            rows = [table.layer(layer) for layer in range(LAYERS)]
-            note(
-                f"{name}: map + count",
-                [lambda t=rows[a], x=ids[b], o=outs[b]: eplb.topk_to_slots(x, t, out=o) for a, b in pairs],  # type: ignore[misc]
-            )
-            if table.mode not in SOLVED_MODES:
-                continue
-            ops = torch.ops.eplb_core
-            note(
-                f"{name}: count only",
-                [
-                    lambda t=rows[a], x=ids[b]: ops.count_batch(  # type: ignore[misc]
-                        x, t.batch, t.blocks, t.count, t.state, t.errors, None, 0, t.rank, False
-                    )
-                    for a, b in pairs
-                ],
-            )
-            full = (
-                torch.poisson(torch.tensor(load[0] * tokens * TOPK / load[0].sum()).expand(RANKS, -1)).int().to(device)
-            )
-
-            def solve(t: eplb.LayerTables, x: torch.Tensor, full: torch.Tensor = full) -> None:
-                t.batch.copy_(full)
-                ops.solve_batch(
-                    t.batch, t.bounds, t.blocks, t.num_candidates, t.shared, t.arm_rank, t.on_rank, x, 0, t.rank, t.mode
-                )
-
-            note(f"{name}: counts to quotas", [lambda t=rows[a], x=ids[b]: solve(t, x) for a, b in pairs])  # type: ignore[misc]
-            note(
-                f"{name}: map only",
-                [
-                    lambda t=rows[a], x=ids[b], o=outs[b]: ops.map(  # type: ignore[misc]
-                        x, o, t.candidates, t.num_candidates, t.thresholds, t.settings, t.draws, t.count, t.state,
-                        t.errors, t.bounds, t.blocks, None, 0, t.mode, False,
-                    )
-                    for a, b in pairs
-                ],
-            )  # fmt: skip
-        counts = torch.zeros(EXPERTS, dtype=torch.int32, device=device)
-        home = l2p[:, :, 0].contiguous()
-        note("torch: random replicas", [lambda a=a, b=b: torch_chain(l2p[a], valid[a], ids[b]) for a, b in pairs])  # type: ignore[misc]
-        note("torch: count", [lambda b=b: torch_count(counts, ids[b]) for _, b in pairs])  # type: ignore[misc]
-        note("torch: plain gather", [lambda a=a, b=b: home[a][ids[b]] for a, b in pairs])  # type: ignore[misc]
-        note("torch: copy", [lambda b=b: outs[b].copy_(ids[b]) for _, b in pairs])  # type: ignore[misc]
-        note("torch: fill 4 bytes (a launch)", [lambda: counts[:1].zero_() for _ in pairs])
+            calls |= calls_of(table, name, load, ids, outs)
+        for name, each in calls.items():
+            result.setdefault(name, {})[tokens] = per_call_us(each, replays)
     result["host"] = host_figures(layout, shares, tables)
     result["quality"] = quota_quality(layout, load)
     return result

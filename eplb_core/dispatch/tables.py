@@ -25,8 +25,8 @@ from eplb_core.errors import LayoutError
 from eplb_core.layout import ExpertLayout, layer_rows
 
 Mode = Literal["static", "even", "random", "row", "weighted", "quota", "fewest", "fake"]
-STATIC_MODES = ("static", "even")
-MODES = (*STATIC_MODES, "random", "row", "weighted", "quota", "fewest", "fake")
+STATIC_MODES: tuple[Mode, ...] = ("static", "even")
+MODES: tuple[Mode, ...] = (*STATIC_MODES, "random", "row", "weighted", "quota", "fewest", "fake")
 NUM_BLOCKS = 128
 """Blocks of a batch whose counts are kept apart, so that places within an expert's tokens can be counted through."""
 
