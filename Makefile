@@ -38,7 +38,11 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# Placement policies of other projects, for the benchmarks to compare with: a few files of each wheel.
+peers: $(READY)
+	$(BIN)/python -m benchmarks.peers --into .peers
 
 clean:
-	rm -rf $(VENV) .peers .engines .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .peers benchmark_results .engines .pytest_cache .mypy_cache .ruff_cache

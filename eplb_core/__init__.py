@@ -37,12 +37,21 @@ if TYPE_CHECKING:
     from eplb_core.errors import MissingExpertError as MissingExpertError
     from eplb_core.layout import ExpertLayout as ExpertLayout
     from eplb_core.layout import min_redundant as min_redundant
+    from eplb_core.layout_file import load_layout as load_layout
+    from eplb_core.layout_file import save_layout as save_layout
     from eplb_core.metrics import balancedness as balancedness
     from eplb_core.metrics import mean_balancedness as mean_balancedness
     from eplb_core.metrics import rank_load as rank_load
     from eplb_core.metrics import total_balancedness as total_balancedness
     from eplb_core.metrics import transfers as transfers
+    from eplb_core.simulation import simulate as simulate
+    from eplb_core.placement.place import Placement as Placement
+    from eplb_core.placement.place import place as place
+    from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
     from eplb_core.topology import Topology as Topology
+    from eplb_core.trace import Trace as Trace
+    from eplb_core.trace import load_trace as load_trace
+    from eplb_core.trace import save_trace as save_trace
 
 __version__ = "0.1.0.dev0"
 
@@ -51,6 +60,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
+    "layout_file": "load_layout save_layout",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
     "dispatch.static": "static_dispatch_table",
     "dispatch.even": "even_dispatch_table repeated_dispatch_table",
@@ -58,6 +68,10 @@ _HOMES = {
     "dispatch.tables": "DispatchTables",
     "dispatch.ops": "LayerTables topk_to_slots",
     "dispatch.counter": "LoadCounter",
+    "simulation": "simulate",
+    "trace": "Trace load_trace save_trace",
+    "placement.deepseek": "rebalance_experts",
+    "placement.place": "Placement place",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -21,8 +21,7 @@ def kernel(function: Callable[P, T]) -> Callable[P, T]:
     return cast("Callable[P, T]", numba.njit(cache=True, nogil=True, error_model="numpy")(function))
 
 
+
 def inline_kernel(function: Callable[P, T]) -> Callable[P, T]:
-    """Compile a small helper that LLVM should put into its callers."""
-    return cast(
-        "Callable[P, T]", numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True)(function)
-    )
+    """Compile a small helper into its callers: an array argument of a call is seven words on the stack."""
+    return cast("Callable[P, T]", numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True)(function))

@@ -1,0 +1,145 @@
+"""How time and memory of a placement grow with slots, ranks and layers.
+
+    python -m benchmarks.growth --json growth.json
+
+Each case runs in a process of its own, twice: the second call is reported, and the memory that the process held at most
+above what it held before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import eplb_core as eplb
+from benchmarks import measure, traces
+
+LAYERS, EXPERTS, RANKS, SLOTS = 61, 512, 1024, 4096
+CASES = (
+    # layers, experts, ranks, slots: all, then each number by itself
+    (LAYERS, EXPERTS, RANKS, SLOTS),
+    *((LAYERS, EXPERTS, 256, slots) for slots in (1024, 2048, 4096, 8192)),
+    *((LAYERS, EXPERTS, ranks, SLOTS) for ranks in (64, 128, 512)),
+    *((layers, EXPERTS, 256, SLOTS) for layers in (8, 15, 30)),
+)
+QUICK_CASES = ((2, 64, 8, 128), (4, 64, 8, 128))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two small cases")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--case", nargs=5, metavar=("FUNCTION", "L", "E", "R", "P"), help="one case, as JSON")
+    options = parser.parse_args(argv)
+    if options.case:
+        print(json.dumps(one_case(options.case[0], *map(int, options.case[1:]))))
+        return 0
+    rows, record = [], []
+    for case in QUICK_CASES if options.quick else CASES:
+        for function in functions():
+            result = in_own_process(function, case)
+            peak = result["peak_bytes"]
+            per_slot = "" if peak is None else f"{peak / (case[0] * case[3]):.0f}"
+            rows.append(
+                [
+                    function,
+                    *map(str, case),
+                    measure.milliseconds(result["second_s"]),
+                    f"{result['second_s'] / (case[0] * case[3]) * 1e9:.0f}",
+                    "" if peak is None else f"{peak / 2**20:.1f}",
+                    per_slot,
+                    f"{result['total_balancedness']:.4f}",
+                ]
+            )
+            record.append({"function": function, "case": case, **result})
+    head = (
+        "function",
+        "layers",
+        "experts",
+        "ranks",
+        "slots",
+        "ms",
+        "ns / (L P)",
+        "peak MiB",
+        "bytes / (L P)",
+        "total bal.",
+    )
+    print(measure.table(head, rows))
+    lines = [
+        f"growth: {row[0]} of {row[1]} x {row[2]} experts on {row[3]} ranks, {row[4]} slots: {row[5]} ms, {row[7]} MiB"
+        for row in rows
+    ]
+    lines = lines[: len(functions())]
+    print("\n" + "\n".join(lines))
+    measure.write_json(options.json, {"summary": lines, "rows": record})
+    return 0
+
+
+def functions() -> dict[str, Callable[[Any, int, int], Any]]:
+    """Name and function from load, ranks and slots to a map `[L, P]`."""
+
+    def identical(load: Any, ranks: int, slots: int) -> Any:
+        return eplb.rebalance_experts(load, slots, 1, 1, ranks)[0].numpy()
+
+    place: Any = getattr(eplb, "place", None)
+
+    def placed(load: Any, ranks: int, slots: int) -> Any:
+        return place(load, topology=eplb.Topology(num_ranks=ranks), num_slots=slots).layout.physical_to_logical_map
+
+    return {"rebalance_experts": identical} if place is None else {"place": placed, "rebalance_experts": identical}
+
+
+def in_own_process(function: str, case: tuple[int, int, int, int]) -> dict[str, Any]:
+    """`one_case` in a fresh interpreter."""
+    command = [sys.executable, "-m", "benchmarks.growth", "--case", function, *map(str, case)]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def one_case(function: str, layers: int, experts: int, ranks: int, slots: int) -> dict[str, Any]:
+    """First and second call, the peak of memory, and the balance reached."""
+    measure.one_thread()
+    call = functions()[function]
+    load = traces.generated_load(num_layers=layers, num_experts=experts)
+    call(load[:1, :16].copy(), 4, 32)  # loads or compiles the kernels
+    before = forget_peak()
+    start = time.perf_counter()
+    call(load, ranks, slots)
+    first = time.perf_counter() - start
+    peak = None if before is None else status_bytes("VmHWM") - before
+    start = time.perf_counter()
+    p2l = call(load, ranks, slots)
+    second = time.perf_counter() - start
+    layout = eplb.ExpertLayout(p2l, experts, topology=eplb.Topology(num_ranks=ranks))
+    balance = eplb.total_balancedness(eplb.rank_load(layout, load))
+    return {"first_s": first, "second_s": second, "peak_bytes": peak, "total_balancedness": balance}
+
+
+def forget_peak() -> int | None:
+    """Start a new peak of resident memory and return what is resident now; None where the system cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return status_bytes("VmRSS")
+
+
+def status_bytes(field: str) -> int:
+    """A line of /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(np.int64(line.split()[1])) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,81 @@
+"""What `import eplb_core` and the first call in a new process cost, with the kernels compiled before and without.
+
+python -m benchmarks.startup --json startup.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import eplb_core as eplb
+from benchmarks import measure
+
+IMPORT = """
+import json, sys, time
+start = time.perf_counter(); import eplb_core
+took = time.perf_counter() - start
+print(json.dumps({"import_s": took, "torch_imported": "torch" in sys.modules}))
+"""
+FIRST_CALL = """
+import json, sys, time
+start = time.perf_counter(); import numpy as np, eplb_core as eplb; CALL; modules = time.perf_counter() - start
+load = np.random.default_rng(0).integers(1, 1000, (58, 256))
+times = []
+for _ in range(2):
+    start = time.perf_counter(); CALL(load); times.append(time.perf_counter() - start)
+print(json.dumps({"modules_s": modules, "first_s": times[0], "second_s": times[1]}))
+"""
+CALLS = {
+    "place": "(lambda load: eplb.place(load, topology=eplb.Topology(num_ranks=32), num_slots=288))",
+    "rebalance_experts": "(lambda load: eplb.rebalance_experts(load, 288, 1, 1, 32))",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="leave out the runs that compile")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    imports = [in_new_process(IMPORT) for _ in range(3)]
+    fastest = min(imports, key=lambda entry: entry["import_s"])
+    lines = [f"import eplb_core: {fastest['import_s']:.3f} s, torch imported: {fastest['torch_imported']}"]
+    record: dict[str, Any] = {"import": fastest}
+    for name, call in CALLS.items():
+        if not hasattr(eplb, name):
+            continue
+        code = FIRST_CALL.replace("CALL;", f"eplb.{name};").replace("CALL(load)", f"{call}(load)")
+        in_new_process(code)  # fills the cache
+        record[name] = {"cached": in_new_process(code)}
+        if not options.quick:
+            with tempfile.TemporaryDirectory() as cache:
+                record[name]["compiled"] = in_new_process(code, NUMBA_CACHE_DIR=cache)
+        for state, times in record[name].items():
+            lines.append(
+                f"{name}, kernels {state}: modules {times['modules_s']:.2f} s, first call {times['first_s']:.3f} s, "
+                f"second {times['second_s'] * 1e3:.2f} ms"
+            )
+    print("\n".join(lines))
+    measure.write_json(options.json, {"summary": lines, **record})
+    return 0
+
+
+def in_new_process(code: str, **environment: str) -> dict[str, Any]:
+    """Run `code` and read what it prints as JSON."""
+    root = Path(__file__).parent.parent
+    run_in = {**os.environ, "PYTHONPATH": str(root), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env=run_in, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,165 @@
+"""The command line: `eplb` or `python -m eplb_core`.
+
+Results go to stdout, progress and notes to stderr. Exit status: 0 well, 1 faults found or no such placement,
+2 wrong usage or a bad file, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from eplb_core import __version__, _commands
+from eplb_core.errors import InfeasiblePlacementError
+from eplb_core.formats import LAYOUT_FORMATS
+from eplb_core.simulation import POLICIES
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit status; usage errors and `--help` leave by SystemExit, as argparse has it."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (`| head`). Python flushes once more at exit: that must not fail either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except InfeasiblePlacementError as error:
+        return _complain(error, 1)
+    except OSError as error:
+        return _complain(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error, 2)
+    except (ValueError, TypeError, IndexError, OverflowError, MemoryError, ImportError) as error:
+        return _complain(error, 2)
+    return status
+
+
+def _complain(error: object, status: int) -> int:
+    print(f"eplb: {error}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eplb",
+        description="Expert-parallel load balancing: plan, replay, inspect and convert.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"eplb_core {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    plan = _command(commands, "plan", _commands.plan, "place experts for a recorded load and show what it gains")
+    plan.add_argument(
+        "trace", metavar="TRACE", help="recorded load: this library's, SGLang's, TensorRT-LLM's, .npz, .npy"
+    )
+    _trace_options(plan)
+    _topology_options(plan)
+    _place_options(plan)
+    plan.add_argument("--current", metavar="FILE", help="layout that is live now: changes cost transfers")
+    plan.add_argument("--out", metavar="FILE", help="write the layout here")
+    plan.add_argument("--to", choices=LAYOUT_FORMATS, default="eplb", help="format of --out (default: %(default)s)")
+
+    replay = _command(commands, "simulate", _commands.simulate, "replay a recorded load through policies, side by side")
+    replay.add_argument("trace", metavar="TRACE", help="recorded load with two windows or more")
+    _trace_options(replay)
+    _topology_options(replay)
+    _place_options(replay)
+    replay.add_argument(
+        "--policy", metavar="A,B,..", type=_policies, help=f"of {', '.join(POLICIES)} (default: all that fit)"
+    )
+    replay.add_argument("--interval", metavar="N", type=_positive, default=16, help="windows between rebalances (16)")
+    replay.add_argument("--history", metavar="N", type=_positive, help="windows that a policy sees (default: interval)")
+    replay.add_argument("--current", metavar="FILE", help="layout to start from (default: the trivial one)")
+
+    look = _command(commands, "inspect", _commands.inspect, "say what a layout or trace file holds, and its faults")
+    look.add_argument("file", metavar="FILE", help="any file that plan or convert reads")
+    _trace_options(look)
+    _topology_options(look)
+    look.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
+
+    turn = _command(commands, "convert", _commands.convert, "turn a layout or trace file into another format")
+    turn.add_argument("source", metavar="IN", help="layout or trace file")
+    turn.add_argument("target", metavar="OUT", help="file to write")
+    turn.add_argument("--to", choices=LAYOUT_FORMATS, required=True, help="traces: eplb or sglang only")
+    _trace_options(turn)
+    _topology_options(turn)
+    turn.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
+
+    _command(commands, "demo", _commands.demo, "plan and replay the trace that comes with the package")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    command.set_defaults(run=run)
+    return command
+
+
+def _trace_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--key", metavar="NAME", help="array to take from an .npz that has several")
+    command.add_argument("--windows", metavar="A:B", type=_span, help="use windows A to B-1 of the trace only")
+
+
+def _topology_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--ranks", metavar="R", type=_positive, help="EP ranks")
+    command.add_argument("--nodes", metavar="N", type=_positive, default=1, help="nodes, of equal size (default 1)")
+    command.add_argument("--rank-to-node", metavar="0,0,1,..", type=_ints, help="node of each rank, for other shapes")
+    command.add_argument("--rank-speed", metavar="1,1,.5,..", type=_floats, help="relative speed of each rank")
+
+
+def _place_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--slots", metavar="P", type=_positive, required=True, help="physical experts in all")
+    command.add_argument(
+        "--locality",
+        choices=("none", "group", "first_copy"),
+        default="none",
+        help="keep groups of experts on one node: group = all replicas, first_copy = one (default: none)",
+    )
+    command.add_argument("--groups", metavar="G", type=_positive, help="groups of experts, for --locality and deepseek")
+    command.add_argument("--effort", metavar="X", type=float, default=1.0, help="time for a better answer (default 1)")
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.strip().lstrip("+-").isdigit() and len(text) < 19 else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
+    return number
+
+
+def _span(text: str) -> slice:
+    first, colon, last = text.partition(":")
+    if not colon or not all(part == "" or part.isdigit() for part in (first, last)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be A:B, for instance 0:64")
+    return slice(int(first or 0), int(last) if last else None)
+
+
+def _ints(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between") from None
+
+
+def _floats(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas between") from None
+
+
+def _policies(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} must be of {', '.join(POLICIES)}")
+    return names

@@ -1,0 +1,364 @@
+"""Local search on one block: take load off the fullest rank until a certificate says stop, or the budget of work ends.
+
+Steps, cheapest first: exchange a replica of the fullest rank for a lighter one of another rank so that both end below the
+target; failing that, the exchange that lowers the two most; failing that, give a slot of some other expert to an expert
+of the fullest rank. Where nothing helps, the best assignment is kept aside, a few random exchanges are made, and the
+search goes on from there. Work is counted in rank pairs looked at, never in time, so the answer is the same on any
+machine; a larger budget runs the same steps and then more, so it is never worse.
+"""
+
+from __future__ import annotations
+
+
+import numpy as np
+
+from eplb_core._arrays import FloatArray, IntArray
+from eplb_core._numba import inline_kernel, kernel
+from eplb_core.placement._kernels import Scratch, holds, put
+
+
+@kernel
+def refine(num_experts: int, cap: IntArray, stride: int, target: float, most: int, scratch: Scratch) -> float:
+    """Lower the largest time of any rank towards `target`; returns the time reached.
+
+    Args:
+        num_experts: Experts of the block.
+        cap: Slots of each rank `[R]`.
+        stride: Places a rank S.
+        target: Stop when no rank's load / speed is above this.
+        most: An expert gets no more replicas than this.
+        scratch: The assignment (`share`, `expert`, `load`, `count`), changed in place; `work` limits the search.
+    """
+    work = scratch.work
+    reached = _descend(num_experts, cap, stride, target, most, scratch)
+    if reached <= target or work[0] >= work[1]:
+        return reached
+    best = reached
+    _keep(num_experts, cap, stride, scratch)
+    while work[0] < work[1]:
+        _kick(cap, stride, scratch)
+        reached = _descend(num_experts, cap, stride, target, most, scratch)
+        if reached < best:
+            best = reached
+            if best <= target:
+                return best
+            _keep(num_experts, cap, stride, scratch)
+        else:
+            _restore(num_experts, cap, stride, scratch)
+    return best
+
+
+@kernel
+def _descend(num_experts: int, cap: IntArray, stride: int, target: float, most: int, scratch: Scratch) -> float:
+    """Steps from the fullest rank while they help; returns the largest time."""
+    while True:
+        full, time = _exchange_while_better(cap, stride, target, scratch)
+        if time <= target or scratch.work[0] >= scratch.work[1]:
+            return time
+        if not _give_slot(num_experts, full, time, cap, stride, most, scratch):
+            return time
+
+
+@kernel
+def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: Scratch) -> tuple[int, float]:
+    """Exchange a replica of the fullest rank for a lighter one of another as long as that lowers both below its time.
+
+    The first exchange that halves the excess over the target is taken; the lightest ranks are asked first, since they
+    have the most room. Where none does, the best one is taken. Returns the fullest rank and its time.
+    """
+    # Taken out of the tuple before the loop: each access to one of its arrays counts a reference in and out.
+    share, expert, load, count = scratch.share, scratch.expert, scratch.load, scratch.count
+    node, home, home_count, work = scratch.node, scratch.home, scratch.home_count, scratch.work
+    speed, pace, queue = scratch.speed, scratch.pace, scratch.queue
+    last = cap.size - 1
+    for k in range(cap.size):
+        queue[k] = k
+        _requeue(k, 0, queue, load, pace)
+    while True:
+        full = queue[last]
+        time = load[full] * pace[full]
+        if time <= target or work[0] >= work[1]:
+            return full, time
+        enough = 0.5 * (time + target)
+        best = time
+        at = place = other = -1
+        for k in range(last):
+            r = queue[k]
+            if load[full] + load[r] >= best * (speed[full] + speed[r]):
+                continue
+            work[0] += 1
+            reached, i, j = _best_pair(
+                full, r, best, target, cap, stride, share, expert, load, count, speed, pace, node, home, home_count
+            )
+            if i >= 0:
+                best = reached
+                at, place, other = k, i, j
+                if best <= enough:
+                    break
+        if at < 0:
+            return full, time
+        _exchange(full, place, queue[at], other, cap, stride, share, expert, load, node, home, home_count)
+        _requeue(at, last, queue, load, pace)
+        _requeue(last, 0, queue, load, pace)
+
+
+@inline_kernel
+def _requeue(k: int, end: int, queue: IntArray, load: FloatArray, pace: FloatArray) -> None:
+    """Move the rank at place `k` of the queue towards `end` until its time fits there."""
+    r = queue[k]
+    time = load[r] * pace[r]
+    while k > end and load[queue[k - 1]] * pace[queue[k - 1]] > time:
+        queue[k] = queue[k - 1]
+        k -= 1
+    while k < end and load[queue[k + 1]] * pace[queue[k + 1]] < time:
+        queue[k] = queue[k + 1]
+        k += 1
+    queue[k] = r
+
+
+@inline_kernel
+def _best_pair(
+    full: int,
+    r: int,
+    limit: float,
+    target: float,
+    cap: IntArray,
+    stride: int,
+    share: FloatArray,
+    expert: IntArray,
+    load: FloatArray,
+    count: IntArray,
+    speed: FloatArray,
+    pace: FloatArray,
+    node: IntArray,
+    home: IntArray,
+    home_count: IntArray,
+) -> tuple[float, int, int]:
+    """Which exchange between ranks `full` and `r` leaves the larger of their times smallest, below `limit`?
+
+    Both ranks' shares descend, so one walk along both meets for each share of `full` the two of `r` around the one that
+    would make the times equal. Stops at the first that is good enough for the target. Places are -1 if there is none.
+    """
+    place = other = -1
+    both = speed[full] + speed[r]
+    # A difference of `ideal` would leave both at time `equal`; one above it leaves `r` later, one below it `full`.
+    equal = (load[full] + load[r]) / both
+    ideal = load[full] - equal * speed[full]
+    margin = limit - equal
+    late_r, late_full = pace[r], pace[full]
+    start = r * stride
+    end = start + cap[r]
+    k = start
+    for i in range(full * stride, full * stride + cap[full]):
+        wanted = share[i] - ideal
+        while k < end and share[k] > wanted:
+            k += 1
+        if k < end and (wanted - share[k]) * late_r < margin and share[k] < share[i]:
+            if may_move(i, full, r, stride, expert, count, node, home, home_count) and may_move(
+                k, r, full, stride, expert, count, node, home, home_count
+            ):
+                margin = (wanted - share[k]) * late_r
+                place, other = i, k
+                if equal + margin <= target:
+                    break
+        if k > start and (share[k - 1] - wanted) * late_full < margin and share[k - 1] < share[i]:
+            if may_move(i, full, r, stride, expert, count, node, home, home_count) and may_move(
+                k - 1, r, full, stride, expert, count, node, home, home_count
+            ):
+                margin = (share[k - 1] - wanted) * late_full
+                place, other = i, k - 1
+                if equal + margin <= target:
+                    break
+    return equal + margin, place, other
+
+
+@inline_kernel
+def may_move(
+    place: int,
+    source: int,
+    to: int,
+    stride: int,
+    expert: IntArray,
+    count: IntArray,
+    node: IntArray,
+    home: IntArray,
+    home_count: IntArray,
+) -> bool:
+    """May this replica go from rank `source` to rank `to`? Not onto a second one, and not the last one at home."""
+    e = expert[place]
+    if home[e] == node[source] and node[to] != node[source] and home_count[e] < 2:
+        return False
+    return count[e] == 1 or not holds(expert, to, stride, e)
+
+
+@inline_kernel
+def _exchange(
+    a: int,
+    i: int,
+    b: int,
+    j: int,
+    cap: IntArray,
+    stride: int,
+    share: FloatArray,
+    expert: IntArray,
+    load: FloatArray,
+    node: IntArray,
+    home: IntArray,
+    home_count: IntArray,
+) -> None:
+    """Exchange place `i` of rank `a` and place `j` of rank `b`."""
+    from_a, share_a = expert[i], share[i]
+    from_b, share_b = expert[j], share[j]
+    if node[a] != node[b]:
+        for e, source, to in ((from_a, a, b), (from_b, b, a)):
+            if home[e] == node[source]:
+                home_count[e] -= 1
+            elif home[e] == node[to]:
+                home_count[e] += 1
+    put(a, i, share_b, from_b, cap, stride, share, expert, load)
+    put(b, j, share_a, from_a, cap, stride, share, expert, load)
+
+
+@kernel
+def _give_slot(
+    num_experts: int, full: int, time: float, cap: IntArray, stride: int, most: int, scratch: Scratch
+) -> bool:
+    """Give a slot of an expert with spare replicas to an expert of the fullest rank, if that lowers the largest time."""
+    share, expert, load, pace = scratch.share, scratch.expert, scratch.load, scratch.pace
+    weight, count, work = scratch.weight, scratch.count, scratch.work
+    node, home, home_count = scratch.node, scratch.home, scratch.home_count
+    best = time
+    gainer = best_rank = best_place = -1
+    for i in range(full * stride, full * stride + cap[full]):
+        g = expert[i]
+        if count[g] >= most:
+            continue
+        less = weight[g] / (count[g] + 1)
+        if (load[full] - (share[i] - less)) * pace[full] >= best:
+            continue
+        for r in range(cap.size):
+            if holds(expert, r, stride, g):
+                continue
+            work[0] += 1
+            for j in range(r * stride, r * stride + cap[r]):
+                f = expert[j]
+                if count[f] < 2 or (home[f] == node[r] and home_count[f] < 2):
+                    continue
+                more = weight[f] / (count[f] - 1)
+                if (load[r] - share[j] + less) * pace[r] >= best:
+                    continue
+                reached = _time_after(full, r, share[i] - less, less - share[j], more - share[j], g, f, best, cap, stride, expert, load, pace)
+                if reached < best:
+                    best = reached
+                    gainer, best_rank, best_place = g, r, j
+    if gainer < 0:
+        return False
+    loser = expert[best_place]
+    if home[loser] == node[best_rank]:
+        home_count[loser] -= 1
+    if home[gainer] == node[best_rank]:
+        home_count[gainer] += 1
+    count[gainer] += 1
+    count[loser] -= 1
+    put(best_rank, best_place, weight[gainer] / count[gainer], gainer, cap, stride, share, expert, load)
+    for r in range(cap.size):
+        for e in (gainer, loser):
+            for i in range(r * stride, r * stride + cap[r]):
+                if expert[i] == e and share[i] != weight[e] / count[e]:
+                    put(r, i, weight[e] / count[e], e, cap, stride, share, expert, load)
+                    break
+    return True
+
+
+@kernel
+def _time_after(
+    full: int,
+    r: int,
+    relief: float,
+    taken: float,
+    extra: float,
+    g: int,
+    f: int,
+    limit: float,
+    cap: IntArray,
+    stride: int,
+    expert: IntArray,
+    load: FloatArray,
+    pace: FloatArray,
+) -> float:
+    """Largest time of the ranks that a slot of `f` on rank `r`, given to `g`, would change; stops at `limit`."""
+    worst = 0.0
+    for s in range(cap.size):
+        change = 0.0
+        if s == r:
+            change = taken
+        else:
+            for i in range(s * stride, s * stride + cap[s]):
+                if expert[i] == g:
+                    change -= relief
+                elif expert[i] == f:
+                    change += extra
+        if change != 0.0:
+            worst = max(worst, (load[s] + change) * pace[s])
+            if worst >= limit:
+                return worst
+    return worst
+
+
+@kernel
+def _kick(cap: IntArray, stride: int, scratch: Scratch) -> None:
+    """Make three random exchanges, one of them with the fullest rank."""
+    share, expert, load, count = scratch.share, scratch.expert, scratch.load, scratch.count
+    node, home, home_count, work = scratch.node, scratch.home, scratch.home_count, scratch.work
+    pace = scratch.pace
+    ranks = cap.size
+    a = 0
+    for r in range(1, ranks):
+        if load[r] * pace[r] > load[a] * pace[a]:
+            a = r
+    for _ in range(3):
+        work[0] += 1
+        b = _draw(ranks, work)
+        i = a * stride + _draw(cap[a], work)
+        j = b * stride + _draw(cap[b], work)
+        if (
+            a != b
+            and expert[i] != expert[j]
+            and may_move(i, a, b, stride, expert, count, node, home, home_count)
+            and may_move(j, b, a, stride, expert, count, node, home, home_count)
+        ):
+            _exchange(a, i, b, j, cap, stride, share, expert, load, node, home, home_count)
+        a = _draw(ranks, work)
+
+
+@kernel
+def _draw(below: int, work: IntArray) -> int:
+    """Next number in [0, below) of the generator in `work[2]`: Lehmer's, modulo 2^31 - 1."""
+    work[2] = work[2] * 48271 % 2147483647
+    return int(work[2] % below)
+
+
+@kernel
+def _keep(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> None:
+    places = cap.size * stride
+    scratch.best_share[:places] = scratch.share[:places]
+    scratch.best_expert[:places] = scratch.expert[:places]
+    scratch.best_load[: cap.size] = scratch.load[: cap.size]
+    scratch.best_count[:num_experts] = scratch.count[:num_experts]
+
+
+@kernel
+def _restore(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> None:
+    places = cap.size * stride
+    scratch.share[:places] = scratch.best_share[:places]
+    scratch.expert[:places] = scratch.best_expert[:places]
+    scratch.load[: cap.size] = scratch.best_load[: cap.size]
+    scratch.count[:num_experts] = scratch.best_count[:num_experts]
+    home, home_count, node, expert = scratch.home, scratch.home_count, scratch.node, scratch.expert
+    for e in range(num_experts):
+        home_count[e] = 0
+    for r in range(cap.size):
+        for i in range(r * stride, r * stride + cap[r]):
+            e = expert[i]
+            if home[e] == node[r]:
+                home_count[e] += 1

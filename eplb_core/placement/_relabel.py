@@ -1,0 +1,209 @@
+"""After a new solution: give its ranks and slots the names under which the least has to move."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_core._arrays import BoolArray, FloatArray, IntArray
+from eplb_core._numba import kernel
+
+# Above this many interchangeable ranks the exact assignment, O(n^3), gives way to a greedy one.
+_MOST_EXACT = 256
+
+
+@kernel
+def keep_in_place(
+    old: IntArray,
+    new: IntArray,
+    skip: BoolArray,
+    capacity: IntArray,
+    rank_speed: FloatArray,
+    rank_to_node: IntArray,
+    across_nodes: bool,
+    num_experts: int,
+    transfers: IntArray,
+) -> None:
+    """Rename the ranks of `new` so that few experts are new to their rank, and leave those that stay in their slots.
+
+    Ranks of equal speed and slots (and of one node, unless `across_nodes`) may exchange their contents without any
+    change of balance; which takes whose is an assignment problem, solved exactly (Hungarian method) for up to 256 ranks
+    and greedily beyond.
+
+    Args:
+        old: `[L, P]`.
+        new: `[L, P]`, changed in place.
+        skip: Layers to leave alone `[L]`.
+        capacity: Live slots of each rank `[R]`.
+        rank_speed: `[R]`.
+        rank_to_node: `[R]`.
+        across_nodes: Contents may change nodes.
+        num_experts: E.
+        transfers: Written `[L]` for the layers that are not skipped.
+    """
+    layers = old.shape[0]
+    ranks = capacity.size
+    stride = old.shape[1] // ranks
+    row = np.zeros(old.shape[1], dtype=np.int64)
+    holds = np.zeros(num_experts, dtype=np.int64)
+    kept = np.zeros((ranks, ranks), dtype=np.int64)
+    group = np.zeros(ranks, dtype=np.int64)
+    taker = np.zeros(ranks, dtype=np.int64)
+    for layer in range(layers):
+        if skip[layer]:
+            continue
+        done = 0
+        for first in range(ranks):
+            # Ranks that may take each other's contents, in groups named by their first rank.
+            group[first] = first
+            for r in range(first):
+                if (
+                    group[r] == r
+                    and capacity[r] == capacity[first]
+                    and rank_speed[r] == rank_speed[first]
+                    and (across_nodes or rank_to_node[r] == rank_to_node[first])
+                ):
+                    group[first] = r
+                    break
+        for r in range(ranks):
+            _count_kept(old, new, layer, r, stride, holds, kept)
+        for first in range(ranks):
+            if group[first] == first:
+                _assign(first, group, kept, taker)
+        for r in range(ranks):
+            for s in range(stride):
+                row[taker[r] * stride + s] = new[layer, r * stride + s]
+        for r in range(ranks):
+            done += _settle(old, row, layer, r, stride, capacity[r], holds, new)
+        transfers[layer] = done
+
+
+@kernel
+def _count_kept(old: IntArray, new: IntArray, layer: int, r: int, stride: int, holds: IntArray, kept: IntArray) -> None:
+    """How many distinct experts would stay if the contents of new rank r went to each old rank?"""
+    holds[:] = 0
+    for s in range(stride):
+        e = new[layer, r * stride + s]
+        if e >= 0:
+            holds[e] = 1
+    ranks = kept.shape[0]
+    for q in range(ranks):
+        n = 0
+        for s in range(stride):
+            e = old[layer, q * stride + s]
+            if e >= 0 and holds[e] == 1:
+                n += 1
+                holds[e] = 2
+        for s in range(stride):
+            e = old[layer, q * stride + s]
+            if e >= 0 and holds[e] == 2:
+                holds[e] = 1
+        kept[r, q] = n
+
+
+@kernel
+def _assign(first: int, group: IntArray, kept: IntArray, taker: IntArray) -> None:
+    """Give the contents of each rank of one group to one rank of it, so that most is kept in all.
+
+    Shortest augmenting paths with potentials, O(n^3), integers only.
+    """
+    members = np.flatnonzero(group == first)
+    n = members.size
+    if n > _MOST_EXACT:
+        _assign_greedily(members, kept, taker)
+        return
+    big = np.int64(1) << 40
+    u = np.zeros(n + 1, dtype=np.int64)
+    v = np.zeros(n + 1, dtype=np.int64)
+    match = np.zeros(n + 1, dtype=np.int64)
+    way = np.zeros(n + 1, dtype=np.int64)
+    shortest = np.zeros(n + 1, dtype=np.int64)
+    used = np.zeros(n + 1, dtype=np.bool_)
+    for i in range(1, n + 1):
+        match[0] = i
+        j0 = 0
+        shortest[:] = big
+        used[:] = False
+        while True:
+            used[j0] = True
+            i0 = match[j0]
+            delta = big
+            j1 = 0
+            for j in range(1, n + 1):
+                if not used[j]:
+                    reduced = -kept[members[i0 - 1], members[j - 1]] - u[i0] - v[j]
+                    if reduced < shortest[j]:
+                        shortest[j] = reduced
+                        way[j] = j0
+                    if shortest[j] < delta:
+                        delta = shortest[j]
+                        j1 = j
+            for j in range(n + 1):
+                if used[j]:
+                    u[match[j]] += delta
+                    v[j] -= delta
+                else:
+                    shortest[j] -= delta
+            j0 = j1
+            if match[j0] == 0:
+                break
+        while j0 > 0:
+            match[j0] = match[way[j0]]
+            j0 = way[j0]
+    for j in range(1, n + 1):
+        taker[members[match[j] - 1]] = members[j - 1]
+
+
+@kernel
+def _assign_greedily(members: IntArray, kept: IntArray, taker: IntArray) -> None:
+    """The pairs that keep most first, then the lowest ranks."""
+    free_new = np.ones(members.size, dtype=np.bool_)
+    free_old = np.ones(members.size, dtype=np.bool_)
+    most = np.int64(0)
+    for r in members:
+        for q in members:
+            most = max(most, kept[r, q])
+    for n in range(most, -1, -1):
+        for i in range(members.size):
+            if free_new[i]:
+                for j in range(members.size):
+                    if free_old[j] and kept[members[i], members[j]] == n:
+                        taker[members[i]] = members[j]
+                        free_new[i] = free_old[j] = False
+                        break
+
+
+@kernel
+def _settle(
+    old: IntArray, row: IntArray, layer: int, r: int, stride: int, slots: int, holds: IntArray, new: IntArray
+) -> int:
+    """Write the contents `row` of rank r into its slots: what the rank holds stays where it is; returns transfers.
+
+    Local slots beyond `slots` stay empty. Repeats of an expert within the rank are placed one by one.
+    """
+    start = r * stride
+    holds[:] = 0
+    for s in range(stride):
+        if row[start + s] >= 0:
+            holds[row[start + s]] += 1
+    for s in range(stride):
+        e = old[layer, start + s]
+        keeps = s < slots and e >= 0 and holds[e] > 0
+        new[layer, start + s] = e if keeps else -1
+        if keeps:
+            holds[e] -= 1
+    received = 0
+    s = 0
+    for i in range(stride):
+        e = row[start + i]
+        if e < 0 or holds[e] == 0:
+            continue
+        while new[layer, start + s] >= 0:
+            s += 1
+        new[layer, start + s] = e
+        holds[e] -= 1
+        known = False
+        for k in range(stride):
+            known = known or old[layer, start + k] == e
+            known = known or (k < s and new[layer, start + k] == e)
+        received += not known
+    return received

@@ -1,0 +1,121 @@
+"""Rules of load, traces, files, replay and command line, each with a change that a test must notice."""
+
+MUTATIONS = [
+    # counting
+    ("eplb_core/load.py", "        ids = ids[:real]\n", "        ids = ids\n", "tests/test_load.py"),
+    ("eplb_core/load.py", "np.iinfo(source.dtype).max < experts - 1", "False", "tests/test_load.py"),
+    ("eplb_core/load.py", "ids.min() < -1 or ids.max() >= experts", "ids.max() >= experts", "tests/test_load.py"),
+    (
+        "eplb_core/load.py",
+        "        self._ended += 1\n",
+        "        self._ended = min(self._ended + 1, len(self._ring))\n",
+        "tests/test_load.py",
+    ),
+    ("eplb_core/load.py", "if (more > _TOP - self._open).any():", "if False:", "tests/test_load.py"),
+    ("eplb_core/load.py", "if (counts * (p2l < 0)).any():", "if False:", "tests/test_load.py"),
+    ("eplb_core/load.py", "(last == width) & ", "", "tests/test_load.py"),
+    # traces
+    (
+        "eplb_core/trace.py",
+        'check_counts(array, "load") if array.dtype.kind in "iu" else checked.copy()',
+        "checked.copy()",
+        "tests/test_trace.py",
+    ),
+    ("eplb_core/trace.py", "read_only(load))", "load)", "tests/test_trace.py"),
+    ("eplb_core/trace.py", "if given and len(given) != length:", "if False:", "tests/test_trace.py"),
+    # hostile files
+    ("eplb_core/_files.py", "    if declared > MAX_BYTES:\n", "    if False:\n", "tests/test_files.py"),
+    ("eplb_core/_files.py", "* itemsize > MAX_BYTES:", "* itemsize > MAX_BYTES * 10**30:", "tests/test_files.py"),
+    ("eplb_core/_files.py", "c if c.isprintable() else", "c if c else", "tests/test_files.py"),
+    ("eplb_core/_files.py", "        temporary.unlink(missing_ok=True)\n", "", "tests/test_files.py"),
+    ("eplb_core/_files.py", "Path(os.path.realpath(path))", "Path(path)", "tests/test_files.py"),
+    # layouts
+    ("eplb_core/layout_file.py", 'if read.layout.digest != found["digest"]:', "if False:", "tests/test_layout_file.py"),
+    (
+        "eplb_core/layout_file.py",
+        "if topology is not None and topology != own:",
+        "if False:",
+        "tests/test_layout_file.py",
+    ),
+    (
+        "eplb_core/layout_file.py",
+        "if num_experts is not None and num_experts != experts:",
+        "if False:",
+        "tests/test_layout_file.py",
+    ),
+    (
+        "eplb_core/layout_file.py",
+        "rank_to_node.max(initial=0) >= rank_to_node.size",
+        "False",
+        "tests/test_layout_file.py",
+    ),
+    # engines' files
+    (
+        "eplb_core/adapters/sglang_files.py",
+        "        rows = (starts[0] + np.arange(len(rows))) % total\n",
+        "",
+        "tests/adapters/test_sglang_files.py",
+    ),
+    (
+        "eplb_core/adapters/sglang_files.py",
+        "    passes = sorted(by_pass)\n",
+        "    passes = list(by_pass)\n",
+        "tests/adapters/test_sglang_files.py",
+    ),
+    (
+        "eplb_core/adapters/sglang_files.py",
+        "            if (number, rank) in seen:\n",
+        "            if False:\n",
+        "tests/adapters/test_sglang_files.py",
+    ),
+    ("eplb_core/adapters/sglang_files.py", "    if (p2l < 0).any():\n", "    if False:\n", "tests/adapters"),
+    (
+        "eplb_core/adapters/vllm_ascend.py",
+        'if short is not None and uneven == "reject":',
+        "if False:",
+        "tests/adapters/test_vllm_ascend.py",
+    ),
+    (
+        "eplb_core/adapters/vllm_ascend.py",
+        "        row[rank] = [",
+        "        row[len(seen) - 1] = [",
+        "tests/adapters/test_vllm_ascend.py",
+    ),
+    (
+        "eplb_core/adapters/vllm_ascend.py",
+        "    if len(twice):\n",
+        "    if False:\n",
+        "tests/adapters/test_vllm_ascend.py",
+    ),
+    (
+        "eplb_core/adapters/tensorrt_llm.py",
+        "            if len(row) != slots:\n",
+        "            if False:\n",
+        "tests/adapters/test_tensorrt_llm.py",
+    ),
+    ("eplb_core/adapters/tensorrt_llm.py", "if layer not in rows]", "if False]", "tests/adapters/test_tensorrt_llm.py"),
+    (
+        "eplb_core/adapters/tensorrt_llm.py",
+        "if len(counts.get(key, ())) != len(files):",
+        "if False:",
+        "tests/adapters/test_tensorrt_llm.py",
+    ),
+    # replay: what a layout was made from is not what it is scored on
+    (
+        "eplb_core/simulation.py",
+        "choose(load[max(0, start - seen) : start], live)",
+        "choose(load[start : start + every], live)",
+        "tests/test_simulation.py",
+    ),
+    (
+        "eplb_core/simulation.py",
+        "mean_balancedness=_mean(each[every:])",
+        "mean_balancedness=_mean(each)",
+        "tests/test_simulation.py",
+    ),
+    ("eplb_core/simulation.py", "(ranks / speed).max(axis=2)", "ranks.max(axis=2)", "tests/test_simulation.py"),
+    # command line
+    ("eplb_core/cli.py", "        return 130\n", "        return 0\n", "tests/test_cli.py"),
+    ("eplb_core/cli.py", "        return 141\n", "        raise\n", "tests/test_cli.py"),
+    ("eplb_core/_commands.py", 'return 1 if facts["faults"] else 0', "return 0", "tests/test_cli.py"),
+]

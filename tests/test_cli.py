@@ -1,0 +1,309 @@
+"""The command line as a user meets it: exit status, messages, tables, JSON. Real processes where the status counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb_core import ExpertLayout, Topology, load_layout, load_trace, save_layout, save_trace
+from eplb_core.cli import main
+from eplb_core.trace import Trace, demo_trace
+
+PLACE = ["--ranks", "4", "--nodes", "2", "--slots", "20"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A corner of the demo trace: 8 windows, 2 layers, 16 experts."""
+    path = tmp_path_factory.mktemp("cli") / "trace.npz"
+    save_trace(Trace(demo_trace().load[:8, :2, :16], top_k=8, layer_ids=(3, 4)), path)
+    return str(path)
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> str:
+    path = tmp_path / "layout.json"
+    save_layout(ExpertLayout.trivial(2, 16, num_slots=20, topology=Topology(4, 2)), path, layer_ids=[3, 4])
+    return str(path)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> str:
+    path = tmp_path / "pair.json"
+    save_layout(ExpertLayout([[0, 0, 1, 2, 3, 1]], 4, topology=Topology(2)), path)
+    return str(path)
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "eplb_core", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def fits_80_columns(text: str) -> bool:
+    return all(len(line) <= 80 and line == line.rstrip() for line in text.splitlines())
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_plan_writes_a_layout_and_shows_what_it_gains(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    assert main(["plan", trace, *PLACE, "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    planned = load_layout(out)
+    assert planned.topology == Topology(4, 2)
+    assert planned.digest[:16] in text
+    assert "trivial   planned     bound" in text
+    assert json.loads(out.read_text())["layer_ids"] == [3, 4]
+
+
+@pytest.mark.slow
+def test_plan_in_json_has_the_same_numbers(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", trace, *PLACE, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert 0 < facts["before"]["mean"] <= facts["after"]["mean"] <= facts["bound"]["mean"] + 1e-9 <= 1 + 1e-9
+    assert (facts["num_slots"], facts["num_ranks"], facts["trace"]["windows"]) == (20, 4, 8)
+
+
+@pytest.mark.slow
+def test_plan_from_a_current_layout_counts_its_transfers(
+    trace: str, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", trace, *PLACE, "--current", layout]) == 0
+    assert "current   planned" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_plan_writes_an_engines_format(trace: str, tmp_path: Path) -> None:
+    out = tmp_path / "moe.yaml"
+    assert main(["plan", trace, *PLACE, "--out", str(out), "--to", "tensorrt-llm"]) == 0
+    assert out.read_text().startswith("num_slots: 20\ninitial_global_assignments:\n  3: [")
+
+
+def test_more_experts_than_slots_is_a_usage_error(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", trace, "--ranks", "4", "--slots", "15"]) == 2
+    assert "`num_slots` (=15) must be at least `num_experts` (=16)" in capsys.readouterr().err
+
+
+# ---- simulate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_simulate_shows_policies_side_by_side(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", trace, *PLACE, "--interval", "4"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split() == ["none", "place", "deepseek"]
+    assert fits_80_columns(out)
+
+
+@pytest.mark.slow
+def test_simulate_leaves_deepseek_out_where_ranks_do_not_divide(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", trace, "--ranks", "3", "--slots", "20", "--interval", "4", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert [run["policy"] for run in json.loads(captured.out)] == ["none", "place"]
+    assert "3 ranks do not divide 20 slots" in captured.err
+
+
+def test_simulate_without_planning_needs_no_kernel(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", trace, *PLACE, "--policy", "none", "--interval", "3", "--windows", "1:8", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert [block["first_window"] for block in result["blocks"]] == [0, 3, 6]
+    assert result["total_transfers"] == 0
+
+
+def test_simulate_starts_from_a_current_layout(trace: str, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", trace, *PLACE, "--policy", "none", "--interval", "4", "--current", layout, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["digests"][0] == load_layout(layout).digest
+
+
+# ---- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_says_what_a_trace_holds(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", trace]) == 0
+    out = capsys.readouterr().out
+    assert fits_80_columns(out.replace(trace, "trace.npz"))
+    for part in ("a trace, format eplb-trace-1", "windows         8", "sigma of log", "none found"):
+        assert part in out
+
+
+def test_inspect_finds_a_recorders_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = np.ones((2, 3, 32), dtype=np.int64)
+    load[:, 1, 8:] = 0
+    load[1] = 0
+    save_trace(Trace(load), tmp_path / "bad.npz")
+    assert main(["inspect", str(tmp_path / "bad.npz")]) == 1
+    out = capsys.readouterr().out
+    assert "layers 1 put all load on the first 8 of 32 experts" in " ".join(out.split())
+    assert "1 of 2 windows have no load" in " ".join(out.split())
+
+
+def test_inspect_of_an_empty_load_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_trace(Trace(np.zeros((1, 2, 4))), tmp_path / "zero.npz")
+    assert main(["inspect", str(tmp_path / "zero.npz")]) == 1
+    assert "layers 0, 1 have no load" in capsys.readouterr().out
+
+
+def test_inspect_finds_an_expert_twice_on_a_rank(pair: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", pair, "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["pairs on a rank"], facts["digest"]) == (1, load_layout(pair).digest)
+    assert "expert 0 on rank 0 of layer 0" in facts["faults"][0]
+    assert main(["inspect", pair]) == 1
+    assert fits_80_columns(capsys.readouterr().out.replace(pair, "pair.json"))
+
+
+def test_inspect_of_a_sound_layout_is_well(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", layout]) == 0
+    assert "none found" in capsys.readouterr().out
+
+
+# ---- convert ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("l.npz", "eplb"),
+        ("l.pt", "sglang"),
+        ("l.json", "sglang"),
+        ("l.json", "vllm-ascend"),
+        ("l.yaml", "tensorrt-llm"),
+    ],
+)
+def test_convert_goes_to_every_format_and_back(layout: str, tmp_path: Path, name: str, to: str) -> None:
+    there, back = tmp_path / f"there-{name}", tmp_path / "back.json"
+    assert main(["convert", layout, str(there), "--to", to]) == 0
+    assert main(["convert", str(there), str(back), "--to", "eplb", "--ranks", "4", "--nodes", "2"]) == 0
+    assert load_layout(back) == load_layout(layout)
+
+
+def test_convert_of_a_trace(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", trace, str(tmp_path / "c.json"), "--to", "sglang", "--windows", ":2"]) == 0
+    assert load_trace(tmp_path / "c.json").load.shape == (2, 2, 16)
+    assert main(["convert", str(tmp_path / "c.json"), str(tmp_path / "t.npz"), "--to", "eplb", "--json"]) == 0
+    assert main(["convert", trace, str(tmp_path / "c.yaml"), "--to", "tensorrt-llm"]) == 2
+    assert "must be one of eplb, sglang for a trace" in capsys.readouterr().err
+
+
+def test_convert_refuses_what_a_format_cannot_say(
+    pair: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", pair, str(tmp_path / "m.json"), "--to", "vllm-ascend"]) == 2
+    assert "rank 0 must not hold expert 0 twice at layer 0" in capsys.readouterr().err
+
+
+# ---- status and messages ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "match"),
+    [
+        (["inspect", "/nowhere/x"], "/nowhere/x: No such file or directory"),
+        (["plan", "TRACE", "--slots", "20"], "give the ranks: --ranks R"),
+        (
+            ["plan", "TRACE", "--ranks", "4", "--nodes", "3", "--slots", "20"],
+            "`num_nodes` (=3) must divide `num_ranks` (=4)",
+        ),
+        (["plan", "TRACE", "--rank-to-node", "0,2", "--slots", "20"], "node 1 has no rank"),
+        (["plan", "TRACE", *PLACE, "--windows", "9:"], "--windows 9: takes none of the trace's 8 windows"),
+        (["simulate", "TRACE", *PLACE, "--interval", "8"], "`interval` (=8) must be below the 8 windows"),
+        (["simulate", "TRACE", *PLACE, "--current", "PAIR", "--policy", "none"], "PAIR"),
+        (["inspect", "TRACE", "--key", "nothing"], "an array `nothing`"),
+    ],
+)
+def test_bad_numbers_and_files_end_with_status_2(
+    argv: list[str], match: str, trace: str, pair: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"TRACE": trace, "PAIR": pair}
+    assert main([names.get(word, word) for word in argv]) == 2
+    error = capsys.readouterr().err
+    assert names.get(match, match) in error
+    assert error.splitlines()[-1].startswith("eplb: ")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["fly"],
+        ["plan", "t", "--ranks", "0", "--slots", "1"],
+        ["plan", "t", "--ranks", "1e3", "--slots", "1"],
+        ["plan", "t", "--ranks", "1", "--slots", "9" * 30],
+        ["plan", "t", "--ranks", "1"],
+        ["plan", "t", "--slots", "4", "--rank-speed", "a,b"],
+        ["plan", "t", "--slots", "4", "--rank-to-node", "0,x"],
+        ["plan", "t", "--slots", "4", "--windows", "3"],
+        ["simulate", "t", "--slots", "4", "--policy", "none,best"],
+        ["convert", "a", "b", "--to", "vllm"],
+    ],
+)
+def test_wrong_usage_ends_with_status_2_and_the_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage: eplb" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_processes_end_with_the_status_and_without_a_traceback(
+    trace: str, layout: str, pair: str, tmp_path: Path
+) -> None:
+    hostile = tmp_path / "hostile.npz"
+    hostile.write_bytes(b"PK\x03\x04" + os.urandom(300))
+    for status, argv in (
+        (0, ("inspect", layout)),
+        (1, ("inspect", pair)),
+        (2, ("inspect", str(hostile))),
+        (2, ("plan",)),
+    ):
+        done = run(*argv)
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr + done.stdout
+    assert run("--version").stdout.startswith("eplb_core ")
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_is_no_error(trace: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "eplb_core", "inspect", trace],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_interrupt_ends_with_130(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eplb_core._commands.load_trace", interrupt)
+    assert main(["inspect", trace]) == 130
+
+
+@pytest.mark.slow
+def test_the_demo_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert fits_80_columns(out)
+    for part in ("1. PLAN", "2. REPLAY", "The average rank works", "not seen, `place`", "eplb plan FILE"):
+        assert part in " ".join(out.split())
+    assert main(["demo", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    by_policy = {run["policy"]: run["total_balancedness"] for run in facts["simulate"]}
+    assert by_policy["place"] > by_policy["none"] + 0.1

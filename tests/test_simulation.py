@@ -1,0 +1,164 @@
+"""Replay of a trace: G14 (held-out windows), totals against plain Python, bad arguments."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from eplb_core import ExpertLayout, Topology, Trace, simulate
+from eplb_core._arrays import FloatArray, IntArray
+from eplb_core.simulation import Policy, table
+
+TWO = Topology(num_ranks=2)
+
+
+def by_load(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
+    """A policy for tests: the two busiest of four experts get the spare slots, one on each rank."""
+    rows = []
+    for load in windows.sum(axis=0):
+        a, b, c, d = np.argsort(-load, kind="stable").tolist()
+        rows.append([a, b, c, a, b, d])
+    return ExpertLayout(rows, 4, topology=live.topology)
+
+
+def test_no_window_is_scored_on_a_layout_that_was_made_from_it() -> None:
+    """G14: window A fits, window B evaluates; the policy never sees what it will be scored on."""
+    load = np.arange(7 * 1 * 4).reshape(7, 1, 4)
+    seen: list[list[int]] = []
+
+    def spy(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
+        seen.append(windows[:, 0, 0].tolist())
+        return live
+
+    result = simulate(load, topology=TWO, num_slots=6, policy=spy, interval=2)
+    assert result.rebalance_windows.tolist() == [2, 4, 6]
+    assert seen == [[0, 4], [8, 12], [16, 20]]
+    seen.clear()
+    simulate(load, topology=TWO, num_slots=6, policy=spy, interval=2, history=3)
+    assert seen == [[0, 4], [4, 8, 12], [12, 16, 20]]
+
+
+def test_changing_busiest_ranks_do_not_cancel_out() -> None:
+    """G14: the maximum of each window, then the sum; summed windows would look even."""
+    load = np.array([[[1, 1, 1, 1]], [[9, 1, 1, 1]], [[1, 1, 1, 9]]])
+    trivial = simulate(load, topology=TWO, num_slots=4, policy="none", interval=1)
+    assert trivial.balancedness[:, 0].tolist() == [1.0, 0.6, 0.6]
+    assert (trivial.mean_balancedness, trivial.total_balancedness) == (0.6, 0.6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    load=hnp.arrays(np.int64, (5, 2, 4), elements=st.integers(0, 50)),
+    interval=st.integers(1, 4),
+    speed=st.sampled_from([[1.0, 1.0], [1.0, 2.0]]),
+)
+def test_the_replay_agrees_with_plain_python(
+    load: np.ndarray[tuple[int, ...], np.dtype[np.int64]], interval: int, speed: list[float]
+) -> None:
+    topology = Topology(2, rank_speed=speed)
+    result = simulate(Trace(load), topology=topology, num_slots=6, policy=by_load, interval=interval)
+    live = ExpertLayout.trivial(2, 4, num_slots=6, topology=topology)
+    means, tops, each, moved = 0.0, 0.0, [], 0
+    for window in range(5):
+        if window and window % interval == 0:
+            new = by_load(load[window - interval : window], live)
+            for layer in range(2):
+                for rank in range(2):
+                    rows = [
+                        set(x.physical_to_logical_map[layer, rank * 3 : rank * 3 + 3].tolist()) for x in (live, new)
+                    ]
+                    moved += len(rows[1] - rows[0])
+            live = new
+        for layer in range(2):
+            p2l = live.physical_to_logical_map[layer].tolist()
+            slots = [load[window, layer, e] / p2l.count(e) for e in p2l]
+            ranks = [sum(slots[:3]), sum(slots[3:])]
+            mean, top = sum(ranks) / sum(speed), max(r / s for r, s in zip(ranks, speed, strict=True))
+            if window >= interval:
+                means, tops = means + mean, tops + top
+                each += [mean / top] if top else []
+    assert result.total_transfers == moved
+    assert result.digests[-1] == live.digest
+    assert len(result.digests) == len(result.rebalance_windows) + 1
+    assert result.layout == live
+    if each:
+        assert result.mean_balancedness == pytest.approx(sum(each) / len(each))
+        assert result.total_balancedness == pytest.approx(means / tops)
+    else:
+        assert np.isnan(result.mean_balancedness)
+        assert np.isnan(result.total_balancedness)
+
+
+def test_windows_and_layers_without_load_count_in_no_average() -> None:
+    load = np.zeros((4, 2, 4), dtype=np.int64)
+    load[2, 1] = [3, 1, 1, 1]
+    result = simulate(load, topology=TWO, num_slots=4, policy="none", interval=1)
+    assert np.isnan(result.window_balancedness).tolist() == [True, True, False, True]
+    assert result.mean_balancedness == 0.75
+    assert "-" in result.table()
+
+
+def test_shares_of_a_dispatch_function_are_used_per_window() -> None:
+    """Expert 0 is on both ranks: all of it sent to rank 1 evens windows in which rank 0 is busy with expert 1."""
+    layout = ExpertLayout([[0, 1, 0, 2]], 3, topology=TWO)
+    load = np.array([[[4, 4, 0]], [[4, 4, 0]], [[4, 0, 4]]])
+    sent = simulate(
+        load,
+        topology=TWO,
+        num_slots=4,
+        policy="none",
+        dispatch=lambda live, window: [[float(window[0, 1] == 0), 1.0, float(window[0, 1] > 0), 1.0]],
+        interval=1,
+        current=layout,
+    )
+    assert sent.balancedness[:, 0].tolist() == [1.0, 1.0, 1.0]
+    assert (
+        simulate(load, topology=TWO, num_slots=4, policy="none", interval=1, current=layout).total_balancedness == 4 / 6
+    )
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[int, int]] = []
+    simulate(
+        np.ones((4, 1, 4)),
+        topology=TWO,
+        num_slots=4,
+        policy="none",
+        interval=1,
+        progress=lambda *step: told.append(step),
+    )
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_the_table_shows_policies_side_by_side() -> None:
+    load = np.array([[[1, 1, 9, 1]]] * 4)
+    policies: tuple[str | Policy, ...] = ("none", by_load)
+    runs = [simulate(load, topology=TWO, num_slots=6, policy=policy, interval=2) for policy in policies]
+    lines = table(runs).splitlines()
+    assert lines[0].split() == ["none", "by_load"]
+    assert lines[2].split() == ["0-1", "0.600", "0", "0.600", "0", "unscored"]
+    assert lines[3].split() == ["2-3", "0.600", "0", "1.000", "1"]
+    assert all(len(line) <= 80 for line in lines)
+    assert runs[0].table().splitlines()[0].split() == ["none"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"interval": 4}, r"interval.*=4.*4 windows"),
+        ({"interval": 0}, r"interval.*=0.*at least 1"),
+        ({"policy": "best"}, r"'best'.*none, place, deepseek"),
+        ({"dispatch": "magic"}, "'magic'"),
+        ({"num_slots": 3}, r"=3.*=4"),
+        ({"history": 0}, "history"),
+        ({"current": ExpertLayout.trivial(2, 4, num_slots=4, topology=TWO)}, "1 layers and 4 experts"),
+        ({"policy": lambda windows, live: ExpertLayout.trivial(1, 4, num_slots=8, topology=TWO)}, "differ in slots"),
+    ],
+)
+def test_bad_arguments_raise_with_the_numbers(change: dict[str, object], match: str) -> None:
+    arguments: dict[str, object] = {"topology": TWO, "num_slots": 4, "policy": "none", "interval": 2, **change}
+    with pytest.raises(ValueError, match=match):
+        simulate(np.ones((4, 1, 4)), **arguments)  # type: ignore[arg-type]
