@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from eplb_core.metrics import rank_load as rank_load
     from eplb_core.metrics import total_balancedness as total_balancedness
     from eplb_core.metrics import transfers as transfers
-    from eplb_core.simulation import simulate as simulate
+    from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
     from eplb_core.placement.place import Placement as Placement
     from eplb_core.placement.place import place as place
-    from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
+    from eplb_core.simulation import simulate as simulate
     from eplb_core.topology import Topology as Topology
     from eplb_core.trace import Trace as Trace
     from eplb_core.trace import load_trace as load_trace
