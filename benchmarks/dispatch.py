@@ -93,7 +93,7 @@ def host_tables(sglang_file: Path, quick: bool) -> tuple[dict[str, Any], list[st
     if peer is None:
         print(f"absent: SGLang's tables: no file {sglang_file}")
     else:
-        l2p = torch.from_numpy(layout.logical_to_physical_map)
+        l2p = torch.tensor(layout.logical_to_physical_map)
         answer, times["SGLang static, one rank's row"] = measure.timed(
             lambda: peer(l2p, RANKS, SLOTS, 3), calls=2 if quick else 10, budget_s=5.0
         )
@@ -131,12 +131,12 @@ def sglang_table(file: Path, per_node: int, ranks: int, nodes: int) -> Callable[
     return function
 
 
-# ---- realized balance --------------------------------------------------------------------------------------------------
+# ---- realized balance ------------------------------------------------------------------------------------------------
 
 
 def realized_on_windows(quick: bool) -> dict[str, float]:
     """Mean balancedness over windows and layers: even split, shares, quotas, and the limit of any dispatch."""
-    load = drift_load()
+    load = traces.drift_load()
     every, slots, ranks = 32, load.shape[2] * 9 // 8, 16
     topology = eplb.Topology(ranks)
     sums: dict[str, list[float]] = {"even split": [], "weighted": [], "quota": [], "limit": []}
@@ -155,13 +155,6 @@ def realized_on_windows(quick: bool) -> dict[str, float]:
     print(f"\nrecorded drift, {load.shape[2]} experts on {slots} slots and {ranks} ranks:")
     print(measure.table(["dispatch", "balancedness"], [[name, f"{value:.4f}"] for name, value in result.items()]))
     return result
-
-
-def drift_load() -> npt.NDArray[np.int64]:
-    """Windows `[T, L, E]` of a served mixture of tenants that walks."""
-    with np.load(traces.DATA / "moe128_drift.npz") as data:
-        (name,) = [key for key in data.files if data[key].ndim == 3]
-        return np.asarray(data[name], dtype=np.int64)
 
 
 def balance(rank_load: npt.NDArray[np.float64]) -> list[float]:

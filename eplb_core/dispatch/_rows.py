@@ -93,32 +93,34 @@ def fill_candidates(
     starts: IntArray,
     by_expert: IntArray,
     packed: Int32Array,
-) -> None:
-    """Write numbers of candidates, candidates and thresholds of a row that `check_row` has passed."""
+) -> tuple[int, int, float]:
+    """Write numbers of candidates, candidates and thresholds of a row, or nothing: then what `check_row` says."""
     num_experts = starts.size - 1
-    group_slots(row, starts, by_expert)
+    fault = check_row(row, shares, num_experts, width, starts, by_expert)
+    if fault[0]:
+        return fault
     first_candidate, first_threshold = num_experts, num_experts + num_experts * width
     for expert in range(num_experts):
         first, count = starts[expert], starts[expert + 1] - starts[expert]
         before = packed[expert]
         packed[expert] = count
-        place = first_candidate + expert * width
-        for k in range(count):
-            packed[place + k] = slot_ids[by_expert[first + k]]
-        for k in range(count, before):
-            packed[place + k] = -1
+        place, part = first_candidate + expert * width, first_threshold + expert * width
+        packed[place] = slot_ids[by_expert[first]]
         if width == 1:
             continue
-        place = first_threshold + expert * width
+        packed[part] = 0
         cumulated = 0.0
-        for k in range(count):
+        for k in range(1, count):
+            packed[place + k] = slot_ids[by_expert[first + k]]
             if shares.size == 0:
-                packed[place + k] = (k * UNIT + count - 1) // count
+                packed[part + k] = (k * UNIT + count - 1) // count
             else:
-                packed[place + k] = min(UNIT, int(cumulated * UNIT + 0.5))
-                cumulated += shares[by_expert[first + k]]
+                cumulated += shares[by_expert[first + k - 1]]
+                packed[part + k] = min(UNIT, int(cumulated * UNIT + 0.5))
         for k in range(count, before):
-            packed[place + k] = UNIT
+            packed[place + k] = -1
+            packed[part + k] = UNIT
+    return fault
 
 
 @kernel

@@ -130,11 +130,11 @@ class DispatchTables:
         layers, experts = self.layout.num_layers, self._shape.num_experts
         ranks, size, device = self._shape.num_ranks, self._shape.size, self.device
         pinned = device.type == "cuda"
-        self._packed = torch.full((layers, size), -1, dtype=torch.int32, device=device)
         self._mirror = torch.full((layers, size), -1, dtype=torch.int32, pin_memory=pinned)
         self._host = self._mirror.numpy()
         self._host[:, :experts] = 0
         self._host[:, self._shape.thresholds : self._shape.shared] = _rows.UNIT
+        self._packed = self._mirror.to(device)  # on the CPU they are one
         self._copied = [_event() for _ in range(layers)] if pinned else []
         settings = [_settings(self._seed, layer, self.rank) for layer in range(layers)]
         self._settings = torch.tensor(settings, dtype=torch.int64).reshape(layers, 4).to(torch.int32).to(device)
@@ -279,54 +279,63 @@ class DispatchTables:
             O(rows) of host time, tens of microseconds a row; one copy to the device a row. No allocation on the device
             and no synchronization, unless a row is installed again before its last copy has run.
         """
-        if layout is not self.layout:
-            self.layout.check_same_frame(layout)
-        rows = np.arange(layout.num_layers) if layers is None else layer_rows(layers, layout.num_layers)
-        fractions = self._check(layout, rows, shares)
+        live = self.layout
+        if layout.topology is not live.topology or layout.num_experts != live.num_experts:
+            live.check_same_frame(layout)
         p2l = layout.physical_to_logical_map
+        if p2l.shape != live.physical_to_logical_map.shape:
+            live.check_same_frame(layout)
+        rows = np.arange(len(p2l)) if layers is None else layer_rows(layers, len(p2l))
+        fractions = self._check_shares(p2l, shares)
+        if len(rows) > 1 or self._filler is not None:  # else the fill itself looks before it writes
+            self._check(p2l, rows, fractions)
         for layer in rows.tolist():
             if self._copied:
                 self._copied[layer].synchronize()
             self._fill(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
-            self._packed[layer].copy_(self._mirror[layer], non_blocking=True)
             if self._copied:
+                self._packed[layer].copy_(self._mirror[layer], non_blocking=True)
                 self._copied[layer].record()
-        self.layout = layout if layers is None else self.layout.replace(layout, rows)
+        if layers is None:
+            self.layout = layout
+        elif layout is not live:
+            mixed = live.physical_to_logical_map.copy()
+            mixed[rows] = p2l[rows]
+            self.layout = ExpertLayout._of_valid(mixed, live.num_experts, live.topology)
 
-    def _check(self, layout: ExpertLayout, rows: IntArray, shares: ArrayLike | None) -> FloatArray:
-        """Raise before anything is written; the shares as float64, `[0]` for equal ones."""
+    def _check_shares(self, p2l: IntArray, shares: ArrayLike | None) -> FloatArray:
+        """The shares as float64 `[L, P]`; `[0]` for equal ones. Their values are looked at row by row."""
         if shares is None:
-            fractions = np.empty(0)
-        elif self.mode in STATIC_MODES:
+            return np.empty(0)
+        if self.mode in STATIC_MODES:
             raise ValueError(
                 f"`shares` cannot be kept by mode {self.mode!r}; use 'weighted', or `repeated_dispatch_table`"
             )
-        else:
-            fractions = np.ascontiguousarray(to_numpy(shares), dtype=np.float64)
-            if fractions.shape != layout.physical_to_logical_map.shape:
-                raise ValueError(
-                    f"`shares` (shape {list(fractions.shape)}) must be [{layout.num_layers}, {layout.num_slots}], "
-                    "a fraction a slot"
-                )
-        width = layout.num_slots if self.mode in STATIC_MODES else self._shape.width
-        most = min(width, self.max_replicas)
+        fractions = np.ascontiguousarray(to_numpy(shares), dtype=np.float64)
+        if fractions.shape != p2l.shape:
+            raise ValueError(f"`shares` (shape {list(fractions.shape)}) must be {list(p2l.shape)}, a fraction a slot")
+        return fractions
+
+    def _check(self, p2l: IntArray, rows: IntArray, fractions: FloatArray) -> None:
+        """Raise if any of the rows does not fit, before the first is written."""
         experts = self._shape.num_experts
         for layer in rows.tolist():
-            row = layout.physical_to_logical_map[layer]
             share = fractions[layer] if fractions.size else fractions
-            fault, where, value = _rows.check_row(row, share, experts, most, self._starts, self._by_expert)
-            if fault == 1:
-                raise LayoutError(
-                    f"expert {where} has {value:.0f} replicas, more than `max_replicas` (={most}) at layer {layer}; "
-                    "make tables for more",
-                    layer=layer,
-                    expert=int(where),
-                )
-            if fault == 2:
-                raise ValueError(f"`shares` (={value}) must be in [0, 1] at layer {layer}, slot {where}")
-            if fault == 3:
-                raise ValueError(f"`shares` of expert {where} (sum {value}) must sum to 1 at layer {layer}")
-        return fractions
+            found = _rows.check_row(p2l[layer], share, experts, self.max_replicas, self._starts, self._by_expert)
+            self._raise(layer, *found)
+
+    def _raise(self, layer: int, fault: int, where: int, value: float) -> None:
+        if fault == 1:
+            raise LayoutError(
+                f"expert {where} has {value:.0f} replicas, more than `max_replicas` (={self.max_replicas}) at layer "
+                f"{layer}; make tables for more",
+                layer=layer,
+                expert=int(where),
+            )
+        if fault == 2:
+            raise ValueError(f"`shares` (={value}) must be in [0, 1] at layer {layer}, slot {where}")
+        if fault == 3:
+            raise ValueError(f"`shares` of expert {where} (sum {value}) must sum to 1 at layer {layer}")
 
     def _fill(self, layer: int, row: IntArray, shares: FloatArray) -> None:
         shape, packed = self._shape, self._host[layer]
@@ -335,7 +344,9 @@ class DispatchTables:
             packed[shape.candidates : shape.thresholds] = self._slot_ids[self._filler(layer, row)[self.rank]]
             return
         starts, by_expert = self._starts, self._by_expert
-        _rows.fill_candidates(row, shares, self._slot_ids, shape.width, starts, by_expert, packed)
+        found = _rows.fill_candidates(row, shares, self._slot_ids, shape.width, starts, by_expert, packed)
+        if found[0]:
+            self._raise(layer, *found)
         if shape.num_shared:
             part = packed[shape.shared :]
             _rows.fill_solver(row, shape.width, shape.slots_per_rank, shape.num_shared, starts, by_expert, part)

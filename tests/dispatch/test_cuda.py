@@ -89,7 +89,7 @@ def test_nothing_waits_for_the_device() -> None:
     layout, new = random_layout(seed=1), random_layout(seed=2)
     load = LoadCounter(4, 32, windows=2, device="cuda")
     shares = replica_shares(new, np.ones((4, 32)))
-    all_tables = [DispatchTables(layout, mode=mode, load=load, device="cuda") for mode in MODES]  # type: ignore[arg-type]
+    all_tables = [DispatchTables(layout, mode=mode, load=load, device="cuda") for mode in MODES]
     ids = some_ids(100, 4, 32, 0).cuda()
     for tables in all_tables:
         tables.map(0, ids)
@@ -129,7 +129,7 @@ def test_new_numbers_of_tokens_compile_nothing() -> None:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     for mode in ("weighted", "random", "quota"):
-        tables = DispatchTables(random_layout(), mode=mode, device="cuda")  # type: ignore[arg-type]
+        tables = DispatchTables(random_layout(), mode=mode, device="cuda")
         tables.warm_up(num_columns=4)
         before = compiled()
         for rows in (1, 2, 3, 16, 17, 100, 2048, 2049, 5000, 20000):

@@ -131,7 +131,7 @@ def test_slots_have_the_names_that_the_all_to_all_uses() -> None:
     layout = ExpertLayout.trivial(1, 8, num_slots=8, topology=Topology(num_ranks=2))
     names = [rank * 6 + i for rank in range(2) for i in range(4)]
     for mode in MODES:
-        tables = DispatchTables(layout, mode=mode, slot_ids=names)  # type: ignore[arg-type]
+        tables = DispatchTables(layout, mode=mode, slot_ids=names)
         if mode != "fake":
             assert tables.map(0, torch.tensor([[5]])).tolist() == [[7]]
 
