@@ -12,10 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from eplb_core.dispatch.ops import SOLVED_MODES
+from eplb_core.dispatch.ops import NUM_BLOCKS, SOLVED_MODES
 from eplb_core.dispatch.quota import SCALE_BITS, SHORTEST_STEP, STEP_BITS, STEPS
 
-NUM_BLOCKS = 128
 SUB_BLOCK = 128
 """Elements whose places among each other are found by comparing all pairs."""
 
@@ -61,14 +60,14 @@ def _load_ids(
 
 
 @triton.jit
-def _add_counts(count, state, expert, valid, E: tl.constexpr, BINS: tl.constexpr, DIRECT: tl.constexpr):
+def _add_counts(
+    count, window, recording, expert, valid, E: tl.constexpr, BINS: tl.constexpr, DIRECT: tl.constexpr
+):  # fmt: skip
     """One add an element for few elements; else a histogram of the block first, then one add an expert."""
-    window = tl.load(state)
-    recording = tl.load(state + 1)
-    if recording != 0:
-        if DIRECT:
-            tl.atomic_add(count + window * E + expert, 1, mask=valid, sem="relaxed")
-        else:
+    if DIRECT:
+        tl.atomic_add(count + window * E + expert, 1, mask=valid & (recording != 0), sem="relaxed")
+    else:
+        if recording != 0:
             number = tl.histogram(expert, BINS, mask=valid)
             bins = tl.arange(0, BINS)
             tl.atomic_add(count + window * E + bins, number, mask=(bins < E) & (number > 0), sem="relaxed")
@@ -76,14 +75,25 @@ def _add_counts(count, state, expert, valid, E: tl.constexpr, BINS: tl.constexpr
 
 @triton.jit
 def _pick(starts, num_candidates, expert, u, valid, WIDTH: tl.constexpr, SEARCH: tl.constexpr):
-    """The last candidate whose start is at most u: a binary search that loads for experts with several only."""
+    """The last candidate whose start is at most u.
+
+    The first seven starts are compared at once, so that their loads do not wait for each other; only what is past them
+    is searched. Experts with one candidate load nothing.
+    """
     number = tl.load(num_candidates + expert, mask=valid, other=1)
     pick = tl.zeros_like(expert)
-    for bit in tl.static_range(SEARCH):
-        further = pick + (1 << (SEARCH - 1 - bit))
-        there = valid & (further < number)
-        start = tl.load(starts + expert * WIDTH + further, mask=there, other=2147483647)
-        pick = tl.where(there & (start <= u), further, pick)
+    for k in tl.static_range(1, 8):
+        if k < WIDTH:
+            there = valid & (k < number)
+            start = tl.load(starts + expert * WIDTH + k, mask=there, other=2147483647)
+            pick += (there & (start <= u)).to(tl.int32)
+    if WIDTH > 8:
+        deep = valid & (pick == 7)
+        for bit in tl.static_range(SEARCH):
+            further = pick + (1 << (SEARCH - 1 - bit))
+            there = deep & (further < number)
+            start = tl.load(starts + expert * WIDTH + further, mask=there, other=2147483647)
+            pick = tl.where(there & (start <= u), further, pick)
     return pick
 
 
@@ -95,6 +105,8 @@ def _map_kernel(
     BINS: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr, COUNTS: tl.constexpr, DIRECT: tl.constexpr,
     DEBUG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if COUNTS:  # asked for first, needed last
+        window, recording = tl.load(state), tl.load(state + 1)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, column, inside, real, value, valid = _load_ids(
         ids, num_tokens, errors, element, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED,
@@ -107,8 +119,6 @@ def _map_kernel(
         expert = ((place.to(tl.uint64) + (phase % E).to(tl.uint64)) % E).to(tl.int32)
     else:
         expert = tl.where(valid, value, 0).to(tl.int32)
-    if COUNTS:
-        _add_counts(count, state, expert, valid, E, BINS, DIRECT)
     if WIDTH == 1:
         pick = tl.zeros_like(expert)
     else:
@@ -131,6 +141,8 @@ def _map_kernel(
         passed = real & (column >= COLUMNS - SHARED)
         result = tl.where(passed, value.to(out.dtype.element_ty), result)
     tl.store(out + row.to(tl.int64) * out_row + column * out_column, result, mask=inside)
+    if COUNTS:
+        _add_counts(count, window, recording, expert, valid, E, BINS, DIRECT)
     if MODE == "random":
         # The last program to finish moves the counter on: all have read it by then.
         tl.debug_barrier()
@@ -151,7 +163,8 @@ def _count_kernel(
     number = tl.zeros((BINS,), dtype=tl.int32)
     start = 0
     while start < chunk:
-        element = block * chunk + start + tl.arange(0, BLOCK)
+        offset = start + tl.arange(0, BLOCK)
+        element = tl.where(offset < chunk, block * chunk + offset, rows * COLUMNS)  # past the end: nothing there
         row, column, inside, real, value, valid = _load_ids(
             ids, num_tokens, errors, element, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED, DEBUG
         )
@@ -184,7 +197,7 @@ def _solve_kernel(
     e = tl.arange(0, E2)
     if tl.program_id(0) == 1:
         # Counts of blocks become counts of what is before each block.
-        b = tl.arange(0, 8)
+        b = tl.arange(0, 16)
         before_block = tl.zeros((E2,), dtype=tl.int32)
         first = 0
         while first < num_blocks:
@@ -193,7 +206,7 @@ def _solve_kernel(
             number = tl.load(where, mask=inside, other=0)
             tl.store(where, before_block[None, :] + tl.cumsum(number, 0) - number, mask=inside)
             before_block += tl.sum(number, 0)
-            first += 8
+            first += 16
     else:
         total = tl.zeros((E2,), dtype=tl.int32)
         before = tl.zeros((E2,), dtype=tl.int32)
@@ -386,7 +399,7 @@ def count_batch(
         ids, batch, blocks, count, state, errors, num_tokens if num_tokens is not None else state,
         rows, ids_row, ids_column, chunk, rank,
         COLUMNS=columns, SHARED=num_shared, E=experts, BINS=_power(experts), MASKED=num_tokens is not None,
-        COUNTS=count.shape[0] > 0, DEBUG=debug, BLOCK=SUB_BLOCK, num_warps=4,
+        COUNTS=count.shape[0] > 0, DEBUG=debug, BLOCK=SUB_BLOCK if chunk == SUB_BLOCK else 512, num_warps=4,
     )  # fmt: skip
 
 

@@ -18,6 +18,9 @@ TAG = 1 << 30
 SOLVED_MODES = ("quota", "fewest")
 """Modes that solve each batch: they count first, and choose by a token's place among its expert's."""
 
+NUM_BLOCKS = 256
+"""Blocks of a batch whose counts are kept apart, so that places within an expert's tokens can be counted through."""
+
 DRAWS, ARRIVED = range(2)
 """Places in `LayerTables.draws`."""
 BASE_PHASE, RANK_PHASE, KEY, KEY2 = range(4)
@@ -260,9 +263,9 @@ def _map_torch(
         slot = candidates.view(-1)[expert * width + pick]
     if debug:
         slot = slot | TAG
-    result = torch.where(valid, slot, -1).to(out.dtype)
+    result = torch.where(valid, slot, -1)
     if num_shared:
-        shared = ids[:, routed:].to(out.dtype)
+        shared = ids[:, routed:]
         if num_tokens is not None:
             shared = torch.where(row < num_tokens.reshape(()), shared, -1)
         result = torch.cat([result, shared], dim=1)

@@ -15,6 +15,7 @@ from eplb_core.dispatch.ops import (
     GOLDEN,
     MAPPED_TWICE,
     MASK,
+    NUM_BLOCKS,
     OUT_OF_RANGE,
     SOLVED_MODES,
     TAG,
@@ -27,8 +28,6 @@ from eplb_core.layout import ExpertLayout, layer_rows
 Mode = Literal["static", "even", "random", "row", "weighted", "quota", "fewest", "fake"]
 STATIC_MODES: tuple[Mode, ...] = ("static", "even")
 MODES: tuple[Mode, ...] = (*STATIC_MODES, "random", "row", "weighted", "quota", "fewest", "fake")
-NUM_BLOCKS = 128
-"""Blocks of a batch whose counts are kept apart, so that places within an expert's tokens can be counted through."""
 
 
 class DispatchTables:
@@ -67,7 +66,7 @@ class DispatchTables:
 
     Cost:
         4 * L * E * (1 + 2 * max_replicas) bytes on the device and as much on the host; static modes 8 * L * E. `quota`
-        and `fewest` add 4 * E * (R + 128 + max_replicas) a layer. All of it is allocated here.
+        and `fewest` add 4 * E * (R + 256 + max_replicas) a layer. All of it is allocated here.
 
     Threads:
         One at a time. Calls for one layer must follow each other on the device.

@@ -117,6 +117,13 @@ def test_fewest_keeps_the_most_slots_used_on_a_rank_low() -> None:
     assert len(set(spread.flatten().tolist())) == 16
 
 
+def test_fewest_counts_experts_without_a_choice_first() -> None:
+    layout = ExpertLayout([[0, 1, 3, 3, 2, -1]], num_experts=4, topology=Topology(num_ranks=2))
+    tables = DispatchTables(layout, mode="fewest")
+    assert tables.map(0, torch.arange(4)[:, None]).flatten().tolist() == [0, 1, 4, 3]
+    assert tables.map(0, torch.tensor([[2], [3]])).flatten().tolist() == [4, 2]
+
+
 def test_quota_counts_once_and_leaves_no_trace_in_the_next_batch() -> None:
     layout = random_layout(layers=2)
     load = LoadCounter(2, 32)

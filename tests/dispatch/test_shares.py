@@ -108,6 +108,16 @@ def test_shares_from_many_windows_are_no_worse_than_even_on_windows_that_follow(
     assert one < even <= many
 
 
+def test_equal_windows_go_part_of_the_way_to_their_optimum() -> None:
+    layout = random_layout()
+    load = np.random.default_rng(0).integers(1, 50, (4, 32))
+    even, optimum = replica_shares(layout, np.zeros((4, 32))), replica_shares(layout, load)
+    for windows in (2, 16, 48):
+        shares = replica_shares(layout, np.repeat(load[None], windows, axis=0))
+        np.testing.assert_allclose(shares, even + (optimum - even) * windows / (windows + 16), atol=1e-9)
+    np.testing.assert_array_equal(replica_shares(layout, load[None]), optimum)
+
+
 def test_bad_loads_are_named() -> None:
     with pytest.raises(ValueError, match=r"`expert_load` \(shape \[1, 5\]\) must be \[1, 4\] or \[T, 1, 4\]"):
         replica_shares(PAIR, np.ones((1, 5)))

@@ -46,7 +46,9 @@ def test_installing_one_layer_equals_making_the_tables_anew(mode: str) -> None:
 @given(layouts(max_layers=2), st.sampled_from(MODES), st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_order_of_installs_ends_in_the_same_tables(layout: ExpertLayout, mode: str, data: st.DataObject) -> None:
-    rows = [data.draw(st.permutations(row.tolist())) for row in layout.physical_to_logical_map]
+    experts, free = layout.num_experts, layout.num_slots - layout.num_experts
+    extra = st.lists(st.integers(-1, experts - 1), min_size=free, max_size=free)
+    rows = [data.draw(st.permutations([*range(experts), *data.draw(extra)])) for _ in range(layout.num_layers)]
     other = ExpertLayout(rows, layout.num_experts, topology=layout.topology)
     tables = DispatchTables(layout, mode=mode)  # type: ignore[arg-type]
     for layer in data.draw(st.permutations(range(layout.num_layers))):
@@ -87,13 +89,13 @@ def test_more_replicas_than_there_is_room_for_are_refused_before_anything_is_wri
         before = tables._packed.clone()
         rows = layout.physical_to_logical_map.copy()
         rows[3] = np.r_[np.arange(32), np.full(16, 7)]
-        with pytest.raises(
-            LayoutError, match=f"expert 7 has 17 replicas.*`max_replicas` \\(={most}\\) at layer 3"
-        ) as error:
-            tables.install(ExpertLayout(rows, 32, topology=layout.topology))
-        assert (error.value.layer, error.value.expert) == (3, 7)
-        assert torch.equal(tables._packed, before)
-        assert tables.layout is layout
+        text = rf"expert 7 has 17 replicas.*`max_replicas` \(={most}\) at layer 3"
+        for layers in (None, [3], [0, 3]):
+            with pytest.raises(LayoutError, match=text) as error:
+                tables.install(ExpertLayout(rows, 32, topology=layout.topology), layers=layers)
+            assert (error.value.layer, error.value.expert) == (3, 7)
+            assert torch.equal(tables._packed, before)
+            assert tables.layout is layout
 
 
 def test_a_pair_on_one_rank_keeps_its_own_slot_numbers() -> None:

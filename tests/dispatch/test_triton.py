@@ -140,8 +140,17 @@ def test_kernels_agree_on_masks_shared_columns_and_types(mode: str) -> None:
 @needs_kernels
 @pytest.mark.parametrize("mode", MODES)
 def test_kernels_agree_where_blocks_are_large(mode: str) -> None:
-    """More than 8,192 elements go through histograms; more than 16,384 give a block several parts."""
-    compare(random_layout(layers=1), mode, 4200 if mode in SOLVED_MODES else 2100, calls=1)
+    """More than 8,192 elements go through histograms; more than 32,768 give a block several parts."""
+    compare(random_layout(layers=1), mode, 8300 if mode in SOLVED_MODES else 2100, calls=1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", ["row", "quota"])
+def test_kernels_agree_on_experts_with_many_replicas(mode: str) -> None:
+    """Past the eighth candidate the thresholds are searched."""
+    rows = [[0] * 21 + [1] * 9 + [2, 3, 4, 5, 6, 7]]
+    layout = ExpertLayout(rows, 8, topology=random_layout(ranks=4, experts=4, slots=4, nodes=1).topology)
+    compare(layout, mode, 200, columns=3)
 
 
 @needs_kernels
