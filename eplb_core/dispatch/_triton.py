@@ -266,9 +266,11 @@ def _solve_kernel(
                 step = tl.where(is_arm, tl.maximum(level[:, None] - others, 0), 0) - x
                 change = _by_rank(step, place, held, N2 * W2, R2, S2).to(tl.int64)
                 gain = tl.maximum(tl.sum(((1 << SCALE_BITS) // R - load).to(tl.int64) * change, 0), 0)
-                length = (gain << STEP_BITS) // tl.maximum(tl.sum(change * change, 0), 1)
-                length = tl.minimum(tl.maximum(length, SHORTEST_STEP), 1 << STEP_BITS)
-                moved = (step * length.to(tl.int32) + (1 << (STEP_BITS - 1))) >> STEP_BITS
+                squares = tl.maximum(tl.sum(change * change, 0), 1)
+                ratio = tl.div_rn(gain.to(tl.float32) * (1 << STEP_BITS), squares.to(tl.float32))
+                ratio = tl.minimum(tl.maximum(ratio, SHORTEST_STEP * 1.0), (1 << STEP_BITS) * 1.0)
+                length = ratio.to(tl.int32)
+                moved = (step * length + (1 << (STEP_BITS - 1))) >> STEP_BITS
                 x = tl.maximum(x + moved, 0)
                 load += ((change * length + (1 << (STEP_BITS - 1))) >> STEP_BITS).to(tl.int32)
             x = tl.where((tl.sum(x, 1) == 0)[:, None], is_arm.to(tl.int32), x)
@@ -416,7 +418,8 @@ def solve_batch(
         batch, bounds, blocks, num_candidates, shared, arm_rank, on_rank, num_blocks, rank,
         R=ranks, E=experts, N=num, W=width, S=per_rank, R2=_power(ranks), E2=_power(experts), N2=_power(num),
         W2=_power(width), S2=_power(per_rank), STEPS=STEPS, SCALE_BITS=SCALE_BITS, STEP_BITS=STEP_BITS,
-        SHORTEST_STEP=SHORTEST_STEP, FEWEST=mode == "fewest", num_warps=4,
+        SHORTEST_STEP=SHORTEST_STEP, FEWEST=mode == "fewest",
+        num_warps=8 if _power(num) * _power(width) >= 2048 and mode != "fewest" else 4,
     )  # fmt: skip
 
 

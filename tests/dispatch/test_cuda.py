@@ -85,6 +85,7 @@ def test_rolling_and_snapshots_run_on_the_device() -> None:
     np.testing.assert_array_equal(load.snapshot().numpy(), plain.snapshot().numpy())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device() -> None:
     layout, new = random_layout(seed=1), random_layout(seed=2)
     load = LoadCounter(4, 32, windows=2, device="cuda")

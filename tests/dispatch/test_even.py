@@ -110,6 +110,16 @@ def test_who_sends_how_much_decides() -> None:
     assert even_dispatch_table(layout, expert_load=sent)[3, 0, 0] == 3
 
 
+def test_a_node_does_not_keep_more_than_its_part() -> None:
+    """Both ranks of a node would send to its slot: 100 and 2 tokens where 51 and 51 are possible."""
+    layout = ExpertLayout([[0, 1, 2, 0]], num_experts=3, topology=Topology(num_ranks=4, num_nodes=2))
+    sent = np.zeros((4, 1, 3))
+    sent[:, 0, 0] = [50, 50, 1, 1]
+    picks = even_dispatch_table(layout, expert_load=sent)[:, 0, 0]
+    assert picks[0] == 0
+    assert np.bincount(picks, weights=sent[:, 0, 0]).max() <= 52
+
+
 @given(layouts())
 @settings(max_examples=40, deadline=None)
 def test_every_even_entry_is_a_slot_that_holds_the_expert(layout: ExpertLayout) -> None:
