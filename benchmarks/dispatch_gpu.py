@@ -221,7 +221,11 @@ def measure(tokens_of: tuple[int, ...], replays: int) -> dict[str, Any]:
         for name, table in tables.items():
             calls |= calls_of(table, name, load, ids, outs)
         for name, each in calls.items():
+            begin = time.perf_counter()
             result.setdefault(name, {})[tokens] = per_call_us(each, replays)
+            print(
+                f"{tokens:6} {name}: {result[name][tokens][0]:.2f} us ({time.perf_counter() - begin:.1f} s)", flush=True
+            )
     result["host"] = host_figures(layout, shares, tables)
     result["quality"] = quota_quality(layout, load)
     return result

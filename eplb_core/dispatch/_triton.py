@@ -414,12 +414,13 @@ def solve_batch(
     (num, width), per_rank = arm_rank.shape, on_rank.shape[1]
     rows, columns, _, _ = _strides(ids)
     num_blocks, _ = _blocks_of(rows * columns)
+    arms = _power(num) * _power(width)
+    warps = 4 if mode == "fewest" or arms < 2048 else (8 if arms < 8192 else 16)
     _solve_kernel[(2,)](
         batch, bounds, blocks, num_candidates, shared, arm_rank, on_rank, num_blocks, rank,
         R=ranks, E=experts, N=num, W=width, S=per_rank, R2=_power(ranks), E2=_power(experts), N2=_power(num),
         W2=_power(width), S2=_power(per_rank), STEPS=STEPS, SCALE_BITS=SCALE_BITS, STEP_BITS=STEP_BITS,
-        SHORTEST_STEP=SHORTEST_STEP, FEWEST=mode == "fewest",
-        num_warps=8 if _power(num) * _power(width) >= 2048 and mode != "fewest" else 4,
+        SHORTEST_STEP=SHORTEST_STEP, FEWEST=mode == "fewest", num_warps=warps,
     )  # fmt: skip
 
 

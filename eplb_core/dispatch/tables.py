@@ -30,6 +30,10 @@ STATIC_MODES: tuple[Mode, ...] = ("static", "even")
 MODES: tuple[Mode, ...] = (*STATIC_MODES, "random", "row", "weighted", "quota", "fewest", "fake")
 
 
+SOLVER_ARMS = 8192
+"""Most candidates (experts with several replicas, times `max_replicas`, in powers of two) that the solver can hold."""
+
+
 class DispatchTables:
     """Which slot each token goes to, on every layer, from one source rank; installed in place while serving.
 
@@ -50,7 +54,8 @@ class DispatchTables:
         rank: This rank, the source of the tokens.
         mode: As above.
         device: Where the buffers live.
-        max_replicas: Most replicas that an expert can ever have. Default: P - E + 1.
+        max_replicas: Most replicas that an expert can ever have. Default: P - E + 1; with `quota` and `fewest` at most
+            8192 over the number of redundant experts, and less makes them faster.
         slot_ids: What the all-to-all calls each slot, ints `[P]`, not negative. Default: 0 .. P - 1.
         shares: Fraction of its expert's tokens for each slot, `[L, P]`, as `replica_shares` gives.
         seed: Seed of `static`, `random` and of the phases of the others; equal on all ranks.
@@ -107,15 +112,22 @@ class DispatchTables:
                 f"`load` counts {load.num_layers} layers and {load.num_experts} experts, "
                 f"`layout` has {layout.num_layers} and {experts}"
             )
-        most = slots - experts + 1 if max_replicas is None else check_int(max_replicas, "max_replicas", 1)
+        solved = mode in SOLVED_MODES
+        num_shared = max(1, min(experts, slots - experts)) if solved else 0
+        room = SOLVER_ARMS // (1 << (num_shared - 1).bit_length()) if solved else slots
+        most = min(slots - experts + 1, room) if max_replicas is None else check_int(max_replicas, "max_replicas", 1)
+        if most > room:
+            raise ValueError(
+                f"`max_replicas` (={most}) must be at most {room} for mode {mode!r} with {slots - experts} redundant "
+                "experts: the solver of a batch has no room for more"
+            )
         self.layout, self.rank, self.mode, self.debug = layout, int(rank), mode, bool(debug)
         self.device = torch.device(device)
         self.max_replicas = most
-        solved = mode in SOLVED_MODES
         self._shape = _rows.RowShape(
             num_experts=experts,
             width=1 if mode in STATIC_MODES else most,
-            num_shared=max(1, min(experts, slots - experts)) if solved else 0,
+            num_shared=num_shared,
             num_ranks=ranks,
             slots_per_rank=layout.slots_per_rank,
         )

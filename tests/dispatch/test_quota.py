@@ -135,6 +135,17 @@ def test_quota_counts_once_and_leaves_no_trace_in_the_next_batch() -> None:
     assert load.count[1, 0].tolist() == [20] * 32
 
 
+def test_what_the_solver_cannot_hold_is_refused_when_the_tables_are_made() -> None:
+    """FAULTS C15: a shape that fits the check and fails at its launch is worse than one that is refused."""
+    layout = ExpertLayout.trivial(1, 256, num_slots=512, topology=Topology(num_ranks=64))
+    assert DispatchTables(layout, mode="quota").max_replicas == 32
+    with pytest.raises(
+        ValueError, match=r"`max_replicas` \(=33\) must be at most 32 for mode 'quota' with 256 redundant"
+    ):
+        DispatchTables(layout, mode="quota", max_replicas=33)
+    assert DispatchTables(layout, mode="weighted").max_replicas == 257
+
+
 def test_a_batch_without_tokens_is_solved_too() -> None:
     """An idle rank still takes part in the sum."""
     layout = random_layout(layers=1)
