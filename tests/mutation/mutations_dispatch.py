@@ -23,7 +23,7 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
     # static tables
     (STATIC, "if 0 < on_node[node[rank]] < slots.size:", "if 0 < on_node[node[rank]]:", GOLDEN),
     (STATIC, "            if narrowed:\n", "            if False:\n", GOLDEN),
-    (STATIC, "            below -= value < below", "            below -= value <= below", DRAWS),
+    (STATIC, "        limit += power\n", "", f"{T_STATIC}::test_many_replicas_take_the_rejecting_way_of_sampling"),
     (
         STATIC,
         "    limit, power = 21, 1",
