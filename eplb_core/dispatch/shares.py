@@ -38,7 +38,7 @@ def replica_shares(layout: ExpertLayout, expert_load: ArrayLike) -> FloatArray:
         ValueError: The load's shape does not fit the layout, or it is NaN, infinite or negative.
 
     Cost:
-        O(sweeps * T * replicated slots) a layer: about 10 ms at 58 x 256 -> 288 with one window. Any thread.
+        O(sweeps * T * replicated slots) a layer: some tens of ms at 58 x 256 -> 288 with one window. Any thread.
 
     Example:
         >>> from eplb_core import Topology
