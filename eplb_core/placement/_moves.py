@@ -2,9 +2,10 @@
 
 The search sees every window of load. It lowers the sum over windows and ranks of time^8, a smooth stand-in for the sum
 over windows of the largest time: where a rank is fullest in one window and light in another, it is the windows' sum
-that counts, and ranks close below the largest count too. Steps are an exchange of two replicas (two transfers) and a slot
-given to an expert of a full rank (one). A step that undoes an earlier one gives its transfers back. Of all steps whose
-gain is above the price of their transfers, the one with the most net gain per transfer is made, until there is none.
+that counts, and ranks close below the largest count too. Steps are an exchange of two replicas (two transfers) and a
+slot given to an expert of a full rank (one). A step that undoes an earlier one gives its transfers back. Of all steps
+whose gain is above the price of their transfers, the one with the most net gain per transfer is made, until there is
+none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 
 from eplb_core._arrays import BoolArray, FloatArray, IntArray
 from eplb_core._numba import inline_kernel, kernel
+from eplb_core.placement._score import price_fetches
 
 # Ranks whose replicas may leave in a step: those with the largest sums. More ranks cost time and gain little.
 _FULLEST = 3
@@ -77,20 +79,8 @@ def improve_layers(
             continue
         for t in range(num_windows):
             weight[t] /= known
-        _price_fetches(old[layer], stride, link_cost, fetch)
+        price_fetches(old[layer], stride, link_cost, fetch)
         spent[layer] = _improve(load, weight, fetch, capacity, pace, price, budget, most_steps, p2l[layer])
-
-
-@kernel
-def _price_fetches(old: IntArray, stride: int, link_cost: FloatArray, fetch: FloatArray) -> None:
-    """Cost for each rank to hold each expert `[R, E]`: 0 where it does, else that of the cheapest holder's link."""
-    fetch[:] = np.inf
-    for r in range(fetch.shape[0]):
-        for p in range(old.size):
-            e = old[p]
-            if e >= 0:
-                cost = 0.0 if p // stride == r else link_cost[p // stride, r]
-                fetch[r, e] = min(fetch[r, e], cost)
 
 
 @inline_kernel
@@ -117,7 +107,8 @@ def _improve(
     slots, ranks = row.size, capacity.size
     stride = slots // ranks
     count = np.zeros(experts, dtype=np.int64)
-    has = np.zeros((ranks, experts), dtype=np.bool_)
+    held = np.zeros((ranks, experts), dtype=np.int64)
+    filled = np.zeros(ranks, dtype=np.int64)
     share = np.zeros((num_windows, slots))
     time = np.zeros((num_windows, ranks))
     slot_time = np.zeros((num_windows, slots))
@@ -128,12 +119,19 @@ def _improve(
         slot_pace[p] = pace[p // stride]
         if row[p] >= 0:
             count[row[p]] += 1
-            has[p // stride, row[p]] = True
+            held[p // stride, row[p]] += 1
+            filled[p // stride] += 1
+    dearest = 0.0
+    for r in range(ranks):
+        for e in range(experts):
+            dearest = max(dearest, fetch[r, e])
     spent = 0.0
     for _ in range(most_steps):
         unit = _measure(load, weight, pace, count, row, share, time, slot_time, power)
         kind = -1
         best = 1e-9
+        # Steps back refund at most this; a step that gains less than half the best and no refund cannot win.
+        refund = 2.0 * price * dearest if spent > 0.0 else 0.0
         place = other = 0
         cost = 0.0
         tried = np.zeros(ranks, dtype=np.bool_)
@@ -149,36 +147,44 @@ def _improve(
                 if row[a] < 0:
                     continue
                 _powers_after_exchange(a, full, weight, share, time, slot_time, pace, slot_pace, after)
-                for p in range(slots):
-                    r = p // stride
-                    e, f = row[a], row[p]
-                    if r == full or f < 0 or capacity[r] == 0 or has[r, e] or has[full, f]:
+                e = row[a]
+                for r in range(ranks):
+                    if r == full or capacity[r] == 0 or held[r, e] > 0:
                         continue
-                    pays = fetch[r, e] + fetch[full, f] - fetch[full, e] - fetch[r, f]
-                    net = (power[full] + power[r] - after[p]) * unit - price * pays
-                    if net / max(pays, 0.5) > best and net > 1e-9 and spent + pays <= budget:
-                        best = net / max(pays, 0.5)
-                        kind, place, other, cost = 0, a, p, pays
-                if count[row[a]] >= ranks:
+                    for p in range(r * stride, r * stride + stride):
+                        gain = (power[full] + power[r] - after[p]) * unit
+                        if gain <= 0.5 * best - refund or row[p] < 0 or held[full, row[p]] > 0:
+                            continue
+                        pays = fetch[r, e] + fetch[full, row[p]] - fetch[full, e] - fetch[r, row[p]]
+                        net = gain - price * pays
+                        if net / max(pays, 0.5) > best and net > 1e-9 and spent + pays <= budget:
+                            best = net / max(pays, 0.5)
+                            kind, place, other, cost = 0, a, p, pays
+                if count[e] >= ranks:
                     continue
-                for p in range(slots):
-                    r = p // stride
-                    e, f = row[a], row[p]
-                    if has[r, e] or p - r * stride >= capacity[r] or (f >= 0 and count[f] < 2):
+                # What a gift can gain at most: the relief of those that hold the expert.
+                relief = _relief(e, load, weight, time, pace, count, held, power) * unit
+                if relief <= 0.5 * best - refund:
+                    continue
+                for r in range(ranks):
+                    if capacity[r] == 0 or held[r, e] > 0:
                         continue
-                    pays = fetch[r, e] - (fetch[r, f] if f >= 0 else 0.0)
-                    # Not worth working out if even all the load of the full rank would not pay.
-                    if power[full] * unit <= price * pays or spent + pays > budget:
-                        continue
-                    net = _gain_of_gift(e, p, load, weight, time, pace, count, has, power, row, stride) * unit
-                    net -= price * pays
-                    if net / max(pays, 0.5) > best and net > 1e-9:
-                        best = net / max(pays, 0.5)
-                        kind, place, other, cost = 1, a, p, pays
+                    for p in range(r * stride, r * stride + stride):
+                        f = row[p]
+                        if filled[r] >= capacity[r] if f < 0 else count[f] < 2:
+                            continue
+                        pays = fetch[r, e] - (fetch[r, f] if f >= 0 else 0.0)
+                        if (relief - price * pays) / max(pays, 0.5) <= best or spent + pays > budget:
+                            continue
+                        net = _gain_of_gift(e, p, load, weight, time, pace, count, held, power, row, stride) * unit
+                        net -= price * pays
+                        if net / max(pays, 0.5) > best and net > 1e-9:
+                            best = net / max(pays, 0.5)
+                            kind, place, other, cost = 1, a, p, pays
         if kind < 0:
             break
         spent += cost
-        _step(kind, place, other, stride, count, has, row)
+        _step(kind, place, other, stride, count, held, filled, row)
     return spent
 
 
@@ -252,6 +258,28 @@ def _powers_after_exchange(
 
 
 @kernel
+def _relief(
+    e: int,
+    load: FloatArray,
+    weight: FloatArray,
+    time: FloatArray,
+    pace: FloatArray,
+    count: IntArray,
+    held: IntArray,
+    power: FloatArray,
+) -> float:
+    """Power that goes from the holders of `e` if it gets one more replica somewhere."""
+    gain = 0.0
+    for r in range(pace.size):
+        if held[r, e] > 0:
+            less = held[r, e] / (count[e] + 1.0) - held[r, e] / count[e]
+            gain += power[r]
+            for t in range(load.shape[0]):
+                gain -= weight[t] * _eighth(time[t, r] + less * load[t, e] * pace[r])
+    return gain
+
+
+@kernel
 def _gain_of_gift(
     e: int,
     p: int,
@@ -260,7 +288,7 @@ def _gain_of_gift(
     time: FloatArray,
     pace: FloatArray,
     count: IntArray,
-    has: BoolArray,
+    held: IntArray,
     power: FloatArray,
     row: IntArray,
     stride: int,
@@ -269,37 +297,81 @@ def _gain_of_gift(
     num_windows = load.shape[0]
     taker = p // stride
     f = row[p]
-    more_replicas, fewer_replicas = count[e] + 1.0, count[f] - 1.0 if f >= 0 else 1.0
     gain = 0.0
     for r in range(pace.size):
-        if not (r == taker or has[r, e] or (f >= 0 and has[r, f])):
+        if r != taker and held[r, e] == 0 and (f < 0 or held[r, f] == 0):
             continue
+        # Fraction of each expert's tokens that the rank takes on.
+        here = r == taker
+        of_e = (held[r, e] + here) / (count[e] + 1.0) - held[r, e] / count[e]
+        of_f = (held[r, f] - here) / (count[f] - 1.0) - held[r, f] / count[f] if f >= 0 else 0.0
         gain += power[r]
         for t in range(num_windows):
-            change = 0.0
-            if has[r, e]:
-                change += load[t, e] / more_replicas - load[t, e] / count[e]
-            elif r == taker:
-                change += load[t, e] / more_replicas
-            if f >= 0 and has[r, f]:
-                change += (0.0 if r == taker else load[t, f] / fewer_replicas) - load[t, f] / count[f]
+            change = of_e * load[t, e] + (of_f * load[t, f] if f >= 0 else 0.0)
             gain -= weight[t] * _eighth(time[t, r] + change * pace[r])
     return gain
 
 
 @kernel
-def _step(kind: int, a: int, p: int, stride: int, count: IntArray, has: BoolArray, row: IntArray) -> None:
+def _step(
+    kind: int, a: int, p: int, stride: int, count: IntArray, held: IntArray, filled: IntArray, row: IntArray
+) -> None:
     """Exchange slots `a` and `p` (kind 0), or give slot `p` to the expert in `a` (kind 1)."""
     e, f = row[a], row[p]
-    if f >= 0:
-        has[p // stride, f] = False
-    has[p // stride, e] = True
+    full, r = a // stride, p // stride
     row[p] = e
+    held[r, e] += 1
+    if f >= 0:
+        held[r, f] -= 1
+    else:
+        filled[r] += 1
     if kind == 0:
         row[a] = f
-        has[a // stride, e] = False
-        has[a // stride, f] = True
+        held[full, e] -= 1
+        held[full, f] += 1
     else:
         count[e] += 1
         if f >= 0:
             count[f] -= 1
+
+
+@kernel
+def restore_lost(load: FloatArray, capacity: IntArray, p2l: IntArray) -> None:
+    """Give each expert without a slot one, where the least is lost: an empty slot, else the smallest share of another.
+
+    Args:
+        load: `[L, E]`.
+        capacity: Slots to fill of each rank `[R]`; their sum must be at least E.
+        p2l: `[L, P]`, changed in place; slots of ranks that are not active must be -1.
+    """
+    experts = load.shape[1]
+    stride = p2l.shape[1] // capacity.size
+    count = np.zeros(experts, dtype=np.int64)
+    filled = np.zeros(capacity.size, dtype=np.int64)
+    for layer in range(p2l.shape[0]):
+        row = p2l[layer]
+        count[:] = 0
+        filled[:] = 0
+        for p in range(row.size):
+            if row[p] >= 0:
+                count[row[p]] += 1
+                filled[p // stride] += 1
+        for e in range(experts):
+            if count[e] > 0:
+                continue
+            place = -1
+            least = np.inf
+            for p in range(row.size):
+                f = row[p]
+                if f < 0 and filled[p // stride] < capacity[p // stride] and least > -1.0:
+                    least = -1.0
+                    place = p
+                elif f >= 0 and count[f] > 1 and load[layer, f] / count[f] < least:
+                    least = load[layer, f] / count[f]
+                    place = p
+            if row[place] >= 0:
+                count[row[place]] -= 1
+            else:
+                filled[place // stride] += 1
+            row[place] = e
+            count[e] = 1
