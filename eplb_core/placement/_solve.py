@@ -170,7 +170,7 @@ def _solve_block(n: int, cap: IntArray, stride: int, effort: float, scratch: Scr
     else:
         pack_anywhere(n, cap, stride, scratch)
     work[0] = 0
-    work[1] = np.int64(effort * (96 + 2 * ranks))
+    work[1] = np.int64(effort * (96 + 2 * ranks + 4096 // (ranks * stride)))
     work[2] = 1
     # Coarse first where ranks have few slots: pairs to exchange are few then, and a wide target is met sooner. The way
     # there is the same for every effort; more effort only goes further.
