@@ -121,7 +121,8 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
         if at < 0:
             return full, time
         _exchange(full, place, queue[at], other, cap, stride, share, expert, load, node, home, home_count)
-        _requeue(at, last, queue, load, pace)
+        # The others are in order: first the one rank among them, then the other among all.
+        _requeue(at, last - 1, queue, load, pace)
         _requeue(last, last, queue, load, pace)
 
 
