@@ -227,11 +227,15 @@ def _add_windows(windows: FloatArray, window_weights: ArrayLike | None) -> Float
             raise ValueError(
                 f"`window_weights` (={weights[window]}) must be finite and not negative at window {window}"
             )
+    most = float(windows.max(initial=0.0))
+    # Not even a rank that held every expert may overflow.
+    if not most * windows.shape[2] * max(1.0, count * float(weights.max())) < np.inf:
+        raise ValueError(f"`expert_load` (up to {most:g}) is too large to be added up in float64; scale it down")
+    if count == 1 and weights[0] > 0.0:
+        return windows[0].copy()  # the weight of one window says nothing, and the bound is in the window's unit
     load: FloatArray = windows[0] * weights[0]
     for window in range(1, count):
         load += windows[window] * weights[window]
-    if load.size and not load.max() < np.inf:
-        raise ValueError("`expert_load` is too large to be added up in float64; scale it down")
     return load
 
 
