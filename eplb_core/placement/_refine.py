@@ -21,6 +21,7 @@ from eplb_core.placement._kernels import (
     HOME_COUNT,
     LOAD,
     NODE,
+    ORDER,
     PACE,
     QUEUE,
     REPLICAS,
@@ -312,6 +313,7 @@ def _take_slot(
     share, expert, load, pace = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.reals[PACE]
     weight, count, work = scratch.reals[WEIGHT], scratch.ints[REPLICAS], scratch.ints[WORK]
     node, home, home_count = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT]
+    order = scratch.ints[ORDER]
     best = time * _LESS
     gainer = best_place = -1
     for i in range(full * stride, full * stride + cap[full]):
@@ -326,7 +328,8 @@ def _take_slot(
                 others = (load[r] + extra) * pace[r]
         if others >= best:
             continue
-        for g in range(num_experts):
+        for k in range(num_experts):  # of equally good ones the heaviest
+            g = order[k]
             if count[g] >= most or holds(expert, full, stride, g):
                 continue
             reached = max(others, (load[full] - share[i] + weight[g] / (count[g] + 1)) * pace[full])
@@ -415,7 +418,7 @@ def _kick(num_experts: int, cap: IntArray, stride: int, most: int, scratch: Scra
     for _ in range(_draw(4, work)):
         r = _draw(ranks, work)
         place = r * stride + _draw(cap[r], work)
-        g = _draw(num_experts, work)
+        g = scratch.ints[ORDER, _draw(num_experts, work)]
         f = expert[place]
         if (
             count[f] > 1
