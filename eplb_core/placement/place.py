@@ -232,7 +232,7 @@ def _add_windows(windows: FloatArray, window_weights: ArrayLike | None) -> Float
     if not most * windows.shape[2] * max(1.0, count * float(weights.max())) < np.inf:
         raise ValueError(f"`expert_load` (up to {most:g}) is too large to be added up in float64; scale it down")
     if count == 1 and weights[0] > 0.0:
-        return windows[0].copy()  # the weight of one window says nothing, and the bound is in the window's unit
+        weights = np.ones(1)  # the weight of the only window says nothing, and the bound is in the window's unit
     load: FloatArray = windows[0] * weights[0]
     for window in range(1, count):
         load += windows[window] * weights[window]
@@ -246,6 +246,7 @@ def _solve(problem: _Problem, load: FloatArray, skip: BoolArray, effort: float) 
     scratch = new_scratch(experts, ranks, problem.stride)
     p2l = np.full((layers, ranks * problem.stride), -1, dtype=np.int64)
     limit = np.zeros(layers)
+    idle = skip
     if skip.any():
         if problem.pin:
             # The trivial spread knows no groups: place these layers as if all experts were equally loaded.
@@ -268,6 +269,7 @@ def _solve(problem: _Problem, load: FloatArray, skip: BoolArray, effort: float) 
         p2l,
         limit,
     )
+    limit[idle] = 0.0  # proven for a load that is not theirs
     return _Solution(p2l, limit, scratch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +49,8 @@ def random_load(rng: np.random.Generator, kind: str, layers: int, experts: int) 
         load = rng.integers(0, 3, shape).astype(np.float64)
         load[:, rng.integers(experts)] = 1e6
         return load
-    return rng.integers(1, 1000, shape) * rng.integers(0, 2, (layers, 1)).astype(np.float64)  # some layers without any
+    some = rng.integers(0, 2, (layers, 1)).astype(np.float64)  # layers without any
+    return np.asarray(some * rng.integers(1, 1000, shape), dtype=np.float64)
 
 
 @st.composite
@@ -103,7 +105,7 @@ def candidates(problem: Problem, rows: list[list[int]], rank: int) -> set[int]:
     return {e for e in experts if node in nodes_of(problem, rows, e)}
 
 
-@settings(max_examples=2 * EXAMPLES, deadline=None)
+@settings(max_examples=2 * EXAMPLES)
 @given(problems())
 def test_a_layout_covers_all_experts_without_pairs_and_fills_the_slots_it_should(problem: Problem) -> None:
     placement = problem.solve()
@@ -127,7 +129,7 @@ def test_a_layout_covers_all_experts_without_pairs_and_fills_the_slots_it_should
             assert rows[rank] == row + [-1] * (len(rows[rank]) - len(row))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(problems())
 def test_groups_are_where_the_locality_says(problem: Problem) -> None:
     placement = problem.solve()
@@ -142,13 +144,13 @@ def test_groups_are_where_the_locality_says(problem: Problem) -> None:
                 assert set.intersection(*nodes)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(problems())
 def test_balancedness_is_what_the_metrics_say_and_never_above_the_bound(problem: Problem) -> None:
     placement = problem.solve()
     speed = problem.topology.rank_speed
     loads = eplb.rank_load(placement.layout, problem.load)
-    live = np.array(problem.capacity) > 0
+    live = np.flatnonzero(problem.capacity)
     for layer, load in enumerate(problem.load):
         if not load.any():
             assert np.isnan(placement.balancedness[layer])
@@ -157,19 +159,19 @@ def test_balancedness_is_what_the_metrics_say_and_never_above_the_bound(problem:
         expected = load.sum() / speed[live].sum() / (loads[layer] / speed).max()
         assert np.isclose(placement.balancedness[layer], expected, rtol=1e-12)
         assert placement.balancedness[layer] <= placement.bound[layer] <= 1.0
-        if live.all() and (speed == speed[0]).all():
+        if len(live) == len(speed) and (speed == speed[0]).all():
             assert np.isclose(placement.balancedness[layer], eplb.balancedness(loads[layer]), rtol=1e-12)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(problems())
 def test_more_effort_is_never_worse(problem: Problem) -> None:
     reached = [problem.solve(effort=effort).balancedness for effort in (0.25, 1.0, 3.0, 4.0)]
-    for less, more in zip(reached, reached[1:], strict=False):
-        assert (np.isnan(less) | (more >= less)).all()
+    for less, more in pairwise(reached):
+        assert (np.isnan(less) | (more >= less * (1 - 1e-12))).all()  # equal times may round apart
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(problems(), st.integers(0, 10**6))
 def test_relabelled_experts_relabel_the_answer(problem: Problem, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -182,7 +184,7 @@ def test_relabelled_experts_relabel_the_answer(problem: Problem, seed: int) -> N
     assert np.array_equal(np.where(before >= 0, new_name[before], -1), after)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(problems(), st.integers(-60, 60))
 def test_scaling_the_load_by_a_power_of_two_changes_nothing(problem: Problem, power: int) -> None:
     one, other = problem.solve(), problem.solve(load=problem.load * 2.0**power)
@@ -191,7 +193,7 @@ def test_scaling_the_load_by_a_power_of_two_changes_nothing(problem: Problem, po
     assert np.array_equal(one.bound, other.bound, equal_nan=True)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(problems(), st.lists(st.integers(0, 3), min_size=1, max_size=3))
 def test_windows_add_up_and_the_bound_holds_for_their_mean(problem: Problem, weights: list[int]) -> None:
     rng = np.random.default_rng(len(weights))
@@ -204,7 +206,7 @@ def test_windows_add_up_and_the_bound_holds_for_their_mean(problem: Problem, wei
     assert (placement.balancedness[known] <= placement.bound[known]).all()
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(problems(plain=True), st.integers(0, 10**6), st.sampled_from([0.0, 0.01, 0.2]), st.sampled_from([None, 0, 2]))
 def test_rows_change_only_for_a_gain_and_within_the_limit(
     problem: Problem, seed: int, min_gain: float, max_transfers: int | None
@@ -224,7 +226,7 @@ def test_rows_change_only_for_a_gain_and_within_the_limit(
             assert placement.balancedness[layer] - before[layer] >= min_gain - 1e-12
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(problems(plain=True), st.integers(0, 10**6))
 def test_what_stays_on_a_rank_stays_in_its_slot(problem: Problem, seed: int) -> None:
     other = random_load(np.random.default_rng(seed), "lognormal", *problem.load.shape)
