@@ -21,6 +21,7 @@ from eplb_core.placement._kernels import (
     HOME_COUNT,
     LOAD,
     NODE,
+    ORDER,
     PACE,
     QUEUE,
     QUEUE_TIME,
@@ -33,6 +34,9 @@ from eplb_core.placement._kernels import (
     holds,
     put,
 )
+
+# A step must lower the time by more than rounding can: exchanges that mirror two loads would go on for ever.
+_LESS = 1.0 - 2.0**-40
 
 
 @kernel
@@ -54,9 +58,9 @@ def refine(num_experts: int, cap: IntArray, stride: int, target: float, most: in
     best = reached
     _keep(num_experts, cap, stride, scratch)
     while work[0] < work[1]:
-        _kick(cap, stride, scratch)
+        _kick(num_experts, cap, stride, most, scratch)
         reached = _descend(num_experts, cap, stride, target, most, scratch)
-        if reached < best:
+        if reached <= best:
             best = reached
             if best <= target:
                 return best
@@ -73,7 +77,10 @@ def _descend(num_experts: int, cap: IntArray, stride: int, target: float, most: 
         full, time = _exchange_while_better(cap, stride, target, scratch)
         if time <= target or scratch.ints[WORK, 0] >= scratch.ints[WORK, 1]:
             return time
-        if not _give_slot(num_experts, full, time, cap, stride, most, scratch):
+        if not (
+            _give_slot(num_experts, full, time, cap, stride, most, scratch)
+            or _take_slot(num_experts, full, time, cap, stride, most, scratch)
+        ):
             return time
 
 
@@ -100,7 +107,7 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
         if time <= target or work[0] >= work[1]:
             return full, time
         enough = target + 0.25 * (time - target)
-        best = time
+        best = time * _LESS
         at = place = other = -1
         for k in range(last):
             r = queue[k]
@@ -134,7 +141,8 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
             return full, time
         r = queue[at]
         _exchange(full, place, r, other, cap, stride, share, expert, load, node, home, home_count)
-        _requeue(at, last, load[r] * pace[r], queue, queue_time)
+        # The others are in order: first the one rank among them, then the other among all.
+        _requeue(at, last - 1, load[r] * pace[r], queue, queue_time)
         _requeue(last, last, load[full] * pace[full], queue, queue_time)
 
 
@@ -273,7 +281,7 @@ def _give_slot(
     share, expert, load, pace = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.reals[PACE]
     weight, count, work = scratch.reals[WEIGHT], scratch.ints[REPLICAS], scratch.ints[WORK]
     node, home, home_count = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT]
-    best = time
+    best = time * _LESS
     gainer = best_rank = best_place = -1
     for i in range(full * stride, full * stride + cap[full]):
         g = expert[i]
@@ -313,21 +321,74 @@ def _give_slot(
                     gainer, best_rank, best_place = g, r, j
     if gainer < 0:
         return False
-    loser = expert[best_place]
-    if home[loser] == node[best_rank]:
+    _hand_over(best_rank, best_place, gainer, cap, stride, scratch)
+    return True
+
+
+@kernel
+def _take_slot(
+    num_experts: int, full: int, time: float, cap: IntArray, stride: int, most: int, scratch: Scratch
+) -> bool:
+    """Give a slot of the fullest rank to an expert that weighs less there, if that lowers the largest time.
+
+    The expert that had it keeps its other replicas, whose shares grow.
+    """
+    share, expert, load, pace = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.reals[PACE]
+    weight, count, work = scratch.reals[WEIGHT], scratch.ints[REPLICAS], scratch.ints[WORK]
+    node, home, home_count = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT]
+    order = scratch.ints[ORDER]
+    best = time * _LESS
+    gainer = best_place = -1
+    for i in range(full * stride, full * stride + cap[full]):
+        f = expert[i]
+        if count[f] < 2 or (home[f] == node[full] and home_count[f] < 2):
+            continue
+        work[0] += 1
+        extra = weight[f] / (count[f] - 1) - share[i]
+        others: float = 0.0
+        for r in range(cap.size):
+            if r != full and (load[r] + extra) * pace[r] > others and holds(expert, r, stride, f):
+                others = (load[r] + extra) * pace[r]
+        if others >= best:
+            continue
+        for k in range(num_experts):  # of equally good ones the heaviest
+            g = order[k]
+            if count[g] >= most or holds(expert, full, stride, g):
+                continue
+            reached = max(others, (load[full] - share[i] + weight[g] / (count[g] + 1)) * pace[full])
+            if reached < best:
+                best = reached
+                gainer, best_place = g, i
+    if gainer < 0:
+        return False
+    _hand_over(full, best_place, gainer, cap, stride, scratch)
+    return True
+
+
+@kernel
+def _hand_over(rank: int, place: int, gainer: int, cap: IntArray, stride: int, scratch: Scratch) -> None:
+    """Put `gainer` into the place of another expert and write the new shares of both on every rank."""
+    share, expert, load, weight = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.reals[WEIGHT]
+    count, node, home, home_count = (
+        scratch.ints[REPLICAS],
+        scratch.ints[NODE],
+        scratch.ints[HOME],
+        scratch.ints[HOME_COUNT],
+    )
+    loser = expert[place]
+    if home[loser] == node[rank]:
         home_count[loser] -= 1
-    if home[gainer] == node[best_rank]:
+    if home[gainer] == node[rank]:
         home_count[gainer] += 1
     count[gainer] += 1
     count[loser] -= 1
-    put(best_rank, best_place, weight[gainer] / count[gainer], gainer, cap, stride, share, expert, load)
+    put(rank, place, weight[gainer] / count[gainer], gainer, cap, stride, share, expert, load)
     for r in range(cap.size):
         for e in (gainer, loser):
             for i in range(r * stride, r * stride + cap[r]):
                 if expert[i] == e and share[i] != weight[e] / count[e]:
                     put(r, i, weight[e] / count[e], e, cap, stride, share, expert, load)
                     break
-    return True
 
 
 @kernel
@@ -358,7 +419,8 @@ def _time_after(
                     change -= relief
                 elif expert[i] == f:
                     change += extra
-        if change != 0.0:
+        # On the fullest rank the two may cancel: then nothing was gained there.
+        if change != 0.0 or s == full:
             worst = max(worst, (load[s] + change) * pace[s])
             if worst >= limit:
                 return worst
@@ -366,8 +428,8 @@ def _time_after(
 
 
 @kernel
-def _kick(cap: IntArray, stride: int, scratch: Scratch) -> None:
-    """Make three random exchanges, one of them with the fullest rank."""
+def _kick(num_experts: int, cap: IntArray, stride: int, most: int, scratch: Scratch) -> None:
+    """Give one random slot to another expert, and make three random exchanges, one of them with the fullest rank."""
     share, expert, load, count = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.ints[REPLICAS]
     node, home, home_count, work = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT], scratch.ints[WORK]
     pace = scratch.reals[PACE]
@@ -377,7 +439,19 @@ def _kick(cap: IntArray, stride: int, scratch: Scratch) -> None:
     for r in range(1, ranks):
         if load[r] * pace[r] > load[a] * pace[a]:
             a = r
-    for _ in range(3):
+    for _ in range(_draw(4, work)):
+        r = _draw(ranks, work)
+        place = r * stride + _draw(cap[r], work)
+        g = scratch.ints[ORDER, _draw(num_experts, work)]
+        f = expert[place]
+        if (
+            count[f] > 1
+            and count[g] < most
+            and not (home[f] == node[r] and home_count[f] < 2)
+            and not holds(expert, r, stride, g)
+        ):
+            _hand_over(r, place, g, cap, stride, scratch)
+    for _ in range(_draw(4, work)):
         work[0] += 1
         b = _draw(ranks, work)
         i = a * stride + _draw(cap[a], work)

@@ -8,6 +8,9 @@ from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import kernel
 from eplb_core.placement._kernels import ITEM_SHARE, WEIGHT, Scratch, count_replicas, sort_by_load, sort_by_share
 
+# A limit is lowered by more than rounding can have raised it, so that what is said to be proven is.
+_SURE = 1.0 - 2.0**-40
+
 
 @kernel
 def score_layers(
@@ -154,7 +157,7 @@ def bound_layers(
             mean = whole / speed
             known += weights[t]
             if one_window:
-                total += weights[t] * min(1.0, mean / max(limit[layer], mean))
+                total += weights[t] * min(1.0, mean / max(limit[layer] * _SURE, mean))
                 continue
             for e in range(experts):
                 weight[e] = load[t, layer, e]
@@ -163,7 +166,7 @@ def bound_layers(
             else:
                 sort_by_load(experts, scratch)
                 sort_by_share(experts, count_replicas(experts, slots, live, scratch), scratch)
-                total += weights[t] * min(1.0, mean / max(mean, scratch.reals[ITEM_SHARE, 0] / fastest))
+                total += weights[t] * min(1.0, mean / max(mean, scratch.reals[ITEM_SHARE, 0] / fastest * _SURE))
         out[layer] = total / known if known > 0.0 else np.nan
 
 

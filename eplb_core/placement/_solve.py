@@ -171,15 +171,15 @@ def _solve_block(n: int, cap: IntArray, stride: int, effort: float, scratch: Scr
     else:
         pack_anywhere(n, cap, stride, scratch)
     work[0] = 0
-    work[1] = np.int64(effort * (96 + 2 * ranks))
+    work[1] = np.int64(effort * (96 + 2 * ranks + 4096 // (ranks * stride)))
     work[2] = 1
     work[3] = pinned
-    # Coarse first where ranks have few slots: pairs to exchange are few then, and a wide target is met sooner. The way
-    # there is the same for every effort; more effort only goes further.
+    # Coarse first where ranks have few slots: pairs to exchange are few then, and a wide target is met sooner. The
+    # targets on the way are the same for every effort; more effort only goes further.
     tolerance = TOLERANCE / max(effort, 1.0)
     aim = TOLERANCE * max(1, 16 // stride)
     while refine(n, cap, stride, lower * (1.0 + aim), ranks, scratch) <= lower * (1.0 + aim) and aim > tolerance:
-        aim = max(0.5 * aim, tolerance)
+        aim = max(0.5 * aim, TOLERANCE) if aim > TOLERANCE else 0.5 * aim
     return lower
 
 

@@ -251,6 +251,8 @@ def _check_weights(window_weights: ArrayLike | None, count: int) -> FloatArray:
     if not good.all():
         window = int(np.argmin(good))
         raise ValueError(f"`window_weights` (={weights[window]}) must be finite and not negative at window {window}")
+    if count == 1 and weights[0] > 0.0:
+        weights[0] = 1.0  # the weight of the only window says nothing, and the bound is in the window's unit
     return weights
 
 
@@ -272,11 +274,13 @@ def _check_cost(transfer_cost: ArrayLike | None, ranks: int) -> FloatArray:
 
 def _add_windows(windows: FloatArray, weights: FloatArray) -> FloatArray:
     """Load of all windows `[L, E]`, added in order of time."""
+    most = float(windows.max(initial=0.0))
+    # Not even a rank that held every expert may overflow.
+    if not most * windows.shape[2] * max(1.0, len(windows) * float(weights.max())) < np.inf:
+        raise ValueError(f"`expert_load` (up to {most:g}) is too large to be added up in float64; scale it down")
     load: FloatArray = windows[0] * weights[0]
     for window in range(1, len(windows)):
         load += windows[window] * weights[window]
-    if load.size and not load.max() < np.inf:
-        raise ValueError("`expert_load` is too large to be added up in float64; scale it down")
     return load
 
 
@@ -287,6 +291,7 @@ def _solve(problem: _Problem, load: FloatArray, skip: BoolArray, effort: float) 
     scratch = new_scratch(experts, ranks, problem.stride)
     p2l = np.full((layers, ranks * problem.stride), -1, dtype=np.int64)
     limit = np.zeros(layers)
+    idle = skip
     if skip.any():
         if problem.pin:
             # The trivial spread knows no groups: place these layers as if all experts were equally loaded.
@@ -309,6 +314,7 @@ def _solve(problem: _Problem, load: FloatArray, skip: BoolArray, effort: float) 
         p2l,
         limit,
     )
+    limit[idle] = 0.0  # proven for a load that is not theirs
     return _Solution(p2l, limit, scratch)
 
 

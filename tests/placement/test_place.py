@@ -1,0 +1,367 @@
+"""`place` on inputs that others' placement gets wrong (FAULTS A and H), and everything that it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import eplb_core as eplb
+from eplb_core import ExpertLayout, InfeasiblePlacementError, Placement, Topology, place
+
+README_LOADS = [
+    [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+    [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+]
+
+
+def by_rank(placement: Placement, layer: int = 0) -> list[list[int]]:
+    """Experts of each rank, empty slots left out."""
+    ranks = placement.layout.topology.num_ranks
+    rows = placement.layout.physical_to_logical_map[layer].reshape(ranks, -1).tolist()
+    return [[expert for expert in row if expert >= 0] for row in rows]
+
+
+def top_load(placement: Placement, load: Any) -> float:
+    return float(eplb.rank_load(placement.layout, [load]).max())
+
+
+# ---- replicas ------------------------------------------------------------------------------------------------------
+
+
+def test_two_replicas_never_share_a_rank_and_the_ranks_are_even() -> None:
+    """A1: others hold [6, 6, 0] on rank 3 and reach 1.0556."""
+    placement = place([[1, 2, 3, 4, 5, 6, 7, 8]], Topology(4), num_slots=12)
+    assert all(len(set(rank)) == 3 for rank in by_rank(placement))
+    assert top_load(placement, [1, 2, 3, 4, 5, 6, 7, 8]) == 9.0
+    assert placement.balancedness.tolist() == placement.bound.tolist() == [1.0]
+
+
+def test_an_expert_gets_no_more_replicas_than_there_are_ranks() -> None:
+    """A2: others give 9 replicas of the hot expert to 4 ranks."""
+    for hot in (1000, 10**6):
+        placement = place([[hot, 1, 1, 1, 1, 1, 1, 1]], Topology(4), num_slots=16)
+        assert [rank.count(0) for rank in by_rank(placement)] == [1, 1, 1, 1]
+        assert all(len(set(rank)) == 4 for rank in by_rank(placement))
+    assert top_load(place([[1000] + [0] * 7], Topology(4), num_slots=16), [1000] + [0] * 7) == 250.0
+
+
+def test_repeats_that_counting_forces_are_made_alike_on_every_rank() -> None:
+    """A2: 6 slots a rank and 4 experts."""
+    placement = place([[1000, 1, 1, 1]], Topology(2), num_slots=12)
+    assert top_load(placement, [1000, 1, 1, 1]) == 501.5
+    assert all(len(rank) == 6 and set(rank) == {0, 1, 2, 3} for rank in by_rank(placement))
+
+
+def test_ties_have_one_answer_without_a_pair() -> None:
+    """A3: half of expert 8 ties with expert 9; others' answers hang on the library version and hold [8, 8]."""
+    placement = place(README_LOADS, Topology(8), num_slots=16)
+    for layer in (0, 1):
+        assert all(len(set(rank)) == 2 for rank in by_rank(placement, layer))
+    assert str(placement.layout) == str(place(README_LOADS, Topology(8), num_slots=16).layout)
+    # The first of equal experts gets the spare slot, and the first of equal ranks the first expert.
+    assert str(place([[5, 5, 5, 5]], Topology(2), num_slots=4).layout) == "layer 0: 0 2 | 1 3"
+
+
+def test_replicas_are_packed_and_not_only_made() -> None:
+    """A8: a policy without packing reaches 19."""
+    assert top_load(place([[10, 9, 2, 1]], Topology(2), num_slots=4), [10, 9, 2, 1]) == 11.0
+
+
+def test_without_locality_no_expert_is_held_back_by_its_node() -> None:
+    """A9: DeepSeek's hierarchical answer is 1.2422 here and its global one 1.1903."""
+    load = README_LOADS[1:]
+    free = place(load, Topology(8, 2), num_slots=16)
+    strict = place(load, Topology(8, 2), num_slots=16, locality="group", num_groups=4)
+    first = place(load, Topology(8, 2), num_slots=16, locality="first_copy", num_groups=4)
+    assert free.balancedness[0] >= first.balancedness[0] >= strict.balancedness[0]
+    assert 1 / free.balancedness[0] <= 1.1904
+    assert 1 / strict.balancedness[0] <= 1.2423
+
+
+def test_shares_of_the_replicas_add_up_to_the_load_of_the_expert() -> None:
+    """A12: any number of redundant slots, also more than there are ranks."""
+    load = [[5, 1, 1, 1], [1, 5, 1, 1]]
+    for redundant in range(9):
+        placement = place(load, Topology(2), num_slots=4 + redundant)
+        assert eplb.rank_load(placement.layout, load).sum(axis=1).tolist() == [8.0, 8.0]
+        for layer in (0, 1):
+            assert all(len(set(rank)) == min(4, len(rank)) for rank in by_rank(placement, layer))
+
+
+def test_every_layer_replicates_its_own_hot_expert() -> None:
+    """A19: one map for all layers serves neither."""
+    placement = place([[8, 1, 1, 1], [1, 1, 1, 8]], Topology(2), num_slots=6)
+    assert placement.layout.replica_count[0, 0] == placement.layout.replica_count[1, 3] == 2
+    assert placement.balancedness.tolist() == pytest.approx([1.0, 1.0], abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "experts", "slots", "ranks"), [(58, 256, 288, 32), (61, 384, 512, 64)])
+def test_large_shapes_are_within_a_thousandth_of_the_bound(layers: int, experts: int, slots: int, ranks: int) -> None:
+    """A20: how long it takes is the benchmark's matter."""
+    load = np.random.default_rng(0).lognormal(5, 1, (layers, experts)).astype(np.int64)
+    placement = place(load, Topology(ranks), num_slots=slots)
+    assert (placement.bound - placement.balancedness).max() <= 0.002
+    assert all(len(set(rank)) == slots // ranks for layer in range(layers) for rank in by_rank(placement, layer))
+
+
+# ---- numbers that do not divide ------------------------------------------------------------------------------------
+
+
+def test_ranks_that_do_not_divide_over_nodes_are_named_one_by_one() -> None:
+    """A4: 3 GPUs on 2 nodes is a bare assertion elsewhere."""
+    uneven = Topology(rank_to_node=[0, 0, 1])
+    placement = place([[8, 7, 6, 5, 4, 3, 2, 1]], uneven, num_slots=12, locality="group", num_groups=2)
+    nodes = [uneven.rank_to_node[rank] for rank in range(3) for _ in range(4)]
+    for group in ({0, 1, 2, 3}, {4, 5, 6, 7}):
+        row = placement.layout.physical_to_logical_map[0].tolist()
+        assert len({node for node, e in zip(nodes, row, strict=True) if e in group}) == 1
+
+
+@pytest.mark.parametrize(("experts", "ranks", "stride", "short"), [(30, 8, 4, 2), (128, 6, 22, 4), (256, 3, 86, 2)])
+def test_slots_that_ranks_do_not_divide_leave_one_empty_at_the_end(
+    experts: int, ranks: int, stride: int, short: int
+) -> None:
+    """A5: refused elsewhere, or all of the remainder put on one rank."""
+    load = np.random.default_rng(0).integers(1, 100, (2, experts))
+    layout = place(load, Topology(ranks), num_slots=experts).layout
+    empty = layout.physical_to_logical_map.reshape(2, ranks, stride) < 0
+    assert not empty[:, :, :-1].any()
+    assert empty[:, :, -1].tolist() == [[False] * (ranks - short) + [True] * short] * 2
+
+
+@pytest.mark.parametrize(("experts", "redundant"), [(10, 5), (11, 4)])
+def test_experts_need_not_divide_by_the_slots_of_a_rank(experts: int, redundant: int) -> None:
+    """A7: 15 slots on 3 ranks, 5 a rank."""
+    placement = place(np.arange(1, experts + 1)[None], Topology(3), num_slots=experts + redundant)
+    assert placement.layout.slots_per_rank == 5
+    assert all(len(set(rank)) == 5 for rank in by_rank(placement))
+
+
+def test_nodes_are_as_told_and_of_any_size() -> None:
+    """A18: 8 GPUs a node is no law: 12 ranks as 4 + 4 + 4, and 4 ranks as 1 + 3."""
+    load = np.random.default_rng(1).integers(1, 50, (1, 24))
+    for topology in (Topology(12, 3), Topology(rank_to_node=[0, 1, 1, 1])):
+        placement = place(load, topology, num_slots=36, locality="first_copy", num_groups=4)
+        assert placement.layout.topology == topology
+        assert 0.8 < placement.balancedness[0] <= 1.0
+
+
+def test_degenerate_shapes_have_the_one_answer_that_there_is() -> None:
+    """A21: no layers, one expert, as many slots as experts, one slot a rank."""
+    empty = place(np.zeros((0, 8)), Topology(2), num_slots=8)
+    assert (empty.layout.num_layers, empty.balancedness.shape, empty.transfers.shape) == (0, (0,), (0,))
+    assert place([[7]], Topology(4), num_slots=4).layout.physical_to_logical_map.tolist() == [[0, 0, 0, 0]]
+    permutation = place([[3, 1, 4, 1]], Topology(2), num_slots=4).layout.physical_to_logical_map[0]
+    assert sorted(permutation.tolist()) == [0, 1, 2, 3]
+    one_each = place([[100, 1, 1, 1]], Topology(8), num_slots=8)
+    assert 1 / one_each.balancedness[0] == pytest.approx(1.5534, abs=1e-4)
+    assert one_each.bound[0] == pytest.approx(one_each.balancedness[0])
+
+
+def test_one_rank_holds_everything() -> None:
+    """K4: nothing to balance is no error."""
+    placement = place([[1, 2, 3]], Topology(1), num_slots=3)
+    assert (by_rank(placement), placement.balancedness.tolist()) == ([[2, 1, 0]], [1.0])
+
+
+# ---- no information ------------------------------------------------------------------------------------------------
+
+
+def test_layers_without_load_get_the_trivial_spread_and_no_balancedness() -> None:
+    """A13: others fill rank 3 with expert 0 three times."""
+    placement = place([[0] * 8, [1] * 8], Topology(4), num_slots=12)
+    assert placement.layout.physical_to_logical_map[0].tolist() == [*range(8), 0, 1, 2, 3]
+    assert np.isnan(placement.balancedness).tolist() == np.isnan(placement.bound).tolist() == [True, False]
+    assert "balancedness=1.0" in repr(placement)  # the mean skips what is not known
+
+
+def test_layers_without_load_keep_their_row() -> None:
+    """A13: zero information, zero transfers."""
+    current = ExpertLayout([[3, 2, 1, 0, 0, 1]] * 2, 4, topology=Topology(2))
+    placement = place([[0, 0, 0, 0], [9, 1, 1, 1]], Topology(2), num_slots=6, current=current)
+    assert placement.layout.physical_to_logical_map[0].tolist() == [3, 2, 1, 0, 0, 1]
+    assert placement.transfers[0] == 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0])
+def test_load_that_is_no_count_raises_and_says_where(bad: float) -> None:
+    """A14: elsewhere a NaN takes all spare slots."""
+    load = np.ones((2, 8))
+    load[1, 3] = bad
+    with pytest.raises(ValueError, match=rf"`expert_load` \(={bad}\).* at layer 1, expert 3"):
+        place(load, Topology(4), num_slots=12)
+    with pytest.raises(ValueError, match=r"window 1, layer 1, expert 3"):
+        place(np.stack([np.ones((2, 8)), load]), Topology(4), num_slots=12)
+
+
+# ---- a current layout ----------------------------------------------------------------------------------------------
+
+
+def test_an_answer_has_one_shape_and_type_with_and_without_a_current_layout() -> None:
+    """A11: one policy crashed without an old map, another returned an int for a tensor."""
+    load = [[90, 20, 30, 40, 50, 60, 70, 80]] * 2
+    first = place(load, Topology(4), num_slots=12)
+    second = place(load[::-1], Topology(4), num_slots=12, current=first.layout)
+    for placement in (first, second):
+        assert isinstance(placement.layout, ExpertLayout)
+        assert placement.layout.physical_to_logical_map.dtype == placement.transfers.dtype == np.int64
+        assert placement.balancedness.dtype == placement.bound.dtype == np.float64
+        assert placement.balancedness.shape == placement.bound.shape == placement.transfers.shape == (2,)
+        for array in (placement.balancedness, placement.bound, placement.transfers):
+            assert not array.flags.writeable
+
+
+def test_a_perfect_layout_stays() -> None:
+    """A10: others answer with the ranks exchanged and move every expert."""
+    current = ExpertLayout([[2, 0, 3, 1]], 4, topology=Topology(2))
+    placement = place([[1, 1, 5, 5]], Topology(2), num_slots=4, current=current)
+    assert (placement.layout, placement.transfers.tolist()) == (current, [0])
+
+
+def test_experts_of_a_dead_rank_are_placed_on_the_others() -> None:
+    """H1: experts 2 and 3 take one of the two slots of 0 and of 1."""
+    current = ExpertLayout([[0, 1, 2, 3, 0, 1]], 4, topology=Topology(3))
+    placement = place([[4, 3, 2, 1]], Topology(3), num_slots=6, current=current, active_ranks=[True, False, True])
+    row = placement.layout.physical_to_logical_map[0].tolist()
+    assert row[2:4] == [-1, -1]
+    assert sorted(row[:2] + row[4:]) == [0, 1, 2, 3]
+    assert placement.transfers.tolist() == [2]
+
+
+def test_too_few_live_slots_raise_with_the_numbers() -> None:
+    """H2: a bare assertion elsewhere."""
+    with pytest.raises(
+        InfeasiblePlacementError, match=r"2 active ranks have 4 slots, fewer than the 6 experts"
+    ) as raised:
+        place(np.ones((1, 6)), Topology(4), num_slots=8, active_ranks=[True, True, False, False])
+    assert (raised.value.num_live_slots, raised.value.num_experts) == (4, 6)
+
+
+# ---- windows, speeds -------------------------------------------------------------------------------------------------
+
+
+def test_windows_are_judged_one_by_one() -> None:
+    """Even in sum is not even in time: balancedness is the mean over the windows."""
+    windows = [[[4, 0]], [[0, 4]], [[0, 0]]]
+    placement = place(windows, Topology(2), num_slots=2)
+    assert placement.balancedness.tolist() == [0.5]
+    assert placement.bound.tolist() == pytest.approx([0.5])
+
+
+@pytest.mark.parametrize("weight", [0.25, 3.0, 1000.0])
+def test_the_weight_of_the_only_window_changes_nothing(weight: float) -> None:
+    plain = place([[[7, 1, 1, 1]]], Topology(4), num_slots=4)
+    weighed = place([[[7, 1, 1, 1]]], Topology(4), num_slots=4, window_weights=[weight])
+    assert plain.bound.tolist() == weighed.bound.tolist() == pytest.approx([10 / 4 / 7])
+    assert plain.layout == weighed.layout
+
+
+def test_a_window_of_weight_zero_does_not_decide() -> None:
+    load = [[[9, 1, 1, 1]], [[1, 1, 1, 9]]]
+    for weights, hot in (([1, 0], 0), ([0, 1], 3)):
+        placement = place(load, Topology(2), num_slots=6, window_weights=weights)
+        assert placement.layout.replica_count[0, hot] == 2
+
+
+def test_a_faster_rank_takes_more() -> None:
+    placement = place([[3, 3, 3, 3]], Topology(2, rank_speed=[1, 3]), num_slots=4, effort=4)
+    times = eplb.rank_load(placement.layout, [[3, 3, 3, 3]])[0] / [1, 3]
+    assert placement.balancedness[0] == pytest.approx(12 / 4 / times.max())
+    unequal = place([[9, 9, 9, 3, 3, 3]], Topology(2, rank_speed=[1, 3]), num_slots=6)
+    assert eplb.rank_load(unequal.layout, [[9, 9, 9, 3, 3, 3]])[0].tolist() == [9.0, 27.0]
+
+
+# ---- what comes in ---------------------------------------------------------------------------------------------------
+
+
+def test_lists_numpy_and_torch_give_the_same_bytes_and_stay_as_they_are() -> None:
+    load = np.random.default_rng(3).integers(0, 1000, (2, 16))
+    answers = []
+    for given in (
+        load.tolist(),
+        load,
+        load.astype(np.int32),
+        load.astype(np.float32),
+        load.astype(np.float64),
+        np.asfortranarray(load),
+        torch.from_numpy(load),
+        torch.from_numpy(load).to(torch.float64),
+        load[None],
+    ):
+        before = given.copy() if isinstance(given, (list, np.ndarray)) else given.clone()
+        answers.append(place(given, Topology(4), num_slots=20).layout.physical_to_logical_map.tobytes())
+        assert np.array_equal(np.asarray(before), np.asarray(given))
+    assert len(set(answers)) == 1
+
+
+def test_read_only_load_is_accepted() -> None:
+    load = np.ones((1, 4))
+    load.flags.writeable = False
+    assert place(load, Topology(2), num_slots=4).balancedness.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("scale", [5e-324, 1e-300, 1e-30, 1e30, 1e300])
+def test_load_of_any_size_is_placed_well(scale: float) -> None:
+    placement = place(np.array([[4.0, 3, 2, 1, 1, 1]]) * scale, Topology(2), num_slots=6)
+    assert placement.balancedness.tolist() == [1.0]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+LAYOUT = ExpertLayout.trivial(1, 8, num_slots=12, topology=Topology(4))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"expert_load": [1, 2]}, ValueError, r"`expert_load` \(shape \[2\]\) must be \[L, E\] or \[T, L, E\]"),
+        ({"expert_load": np.ones((0, 1, 8))}, ValueError, r"\(shape \[0, 1, 8\]\) must have one window"),
+        ({"expert_load": np.ones((1, 0))}, ValueError, r"\(shape \[1, 1, 0\]\) must have one window and one expert"),
+        ({"expert_load": [["a"]]}, TypeError, r"`expert_load` \(dtype <U1\) must be integers or floats"),
+        ({"expert_load": np.full((1, 8), 1e308)}, ValueError, r"`expert_load` \(up to 1e\+308\) is too large"),
+        ({"topology": 4}, TypeError, r"`topology` \(=4\) must be a Topology"),
+        ({"num_slots": 7}, ValueError, r"`num_slots` \(=7\) must be at least `num_experts` \(=8\)"),
+        ({"num_slots": 12.0}, TypeError, r"`num_slots` \(=12.0\) must be an integer"),
+        ({"effort": 0}, ValueError, r"`effort` \(=0.0\) must be above 0"),
+        ({"effort": float("nan")}, ValueError, r"`effort` \(=nan\) must be finite"),
+        ({"effort": "1"}, TypeError, r"`effort` \(='1'\) must be a number"),
+        ({"min_gain": -0.5}, ValueError, r"`min_gain` \(=-0.5\) must be at least 0"),
+        ({"max_transfers": -1}, ValueError, r"`max_transfers` \(=-1\) must be at least 0"),
+        ({"window_weights": [1, 1]}, ValueError, r"`window_weights` \(shape \[2\]\) must be \[1\], one a window"),
+        (
+            {"window_weights": [-1.0]},
+            ValueError,
+            r"`window_weights` \(=-1.0\) must be finite and not negative at window 0",
+        ),
+        (
+            {"active_ranks": [1, 1, 1, 0]},
+            ValueError,
+            r"`active_ranks` \(dtype int64, shape \[4\]\) must be bools \[4\]",
+        ),
+        ({"active_ranks": [True]}, ValueError, r"shape \[1\]\) must be bools \[4\]"),
+        ({"locality": "node"}, ValueError, r"`locality` \(='node'\) must be one of 'none', 'first_copy', 'group'"),
+        ({"locality": "group"}, ValueError, r'`locality` \(="group"\) needs `num_groups`'),
+        ({"locality": "group", "num_groups": 3}, ValueError, r"`num_groups` \(=3\) must divide the 8 experts"),
+        ({"locality": "group", "num_groups": 0}, ValueError, r"`num_groups` \(=0\) must be at least 1"),
+        (
+            {"locality": "first_copy", "num_groups": 1},
+            ValueError,
+            r"`num_groups` \(=1\) groups of 8 experts do not fit: the nodes' slots \[6, 6\] take \[0, 0\] whole groups",
+        ),
+        ({"current": [[0]]}, TypeError, r"`current` \(=list\) must be an ExpertLayout"),
+        ({"current": LAYOUT, "num_slots": 16}, ValueError, r"`current` has 12 slots, the placement 16"),
+        (
+            {"current": LAYOUT, "expert_load": np.ones((2, 8))},
+            ValueError,
+            r"`current` has 1 layers, the placement 2; bring the layout .* by `resized`",
+        ),
+    ],
+)
+def test_bad_arguments_raise_with_their_values(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"expert_load": np.ones((1, 8)), "topology": Topology(4, 2), "num_slots": 12, **change}
+    with pytest.raises(error, match=message):
+        place(given.pop("expert_load"), given.pop("topology"), **given)
