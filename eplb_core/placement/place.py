@@ -22,7 +22,7 @@ from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.layout import ExpertLayout, check_num_slots, count_replicas, rank_capacity
 from eplb_core.placement._kernels import Scratch, new_scratch
 from eplb_core.placement._moves import improve_layers, restore_lost
-from eplb_core.placement._relabel import keep_in_place
+from eplb_core.placement._relabel import keep_in_place, settle
 from eplb_core.placement._score import bound_layers, cost_of_transfers, score_layers
 from eplb_core.placement._solve import solve_layers
 from eplb_core.topology import Topology
@@ -131,6 +131,12 @@ def place(
         raise ValueError(f"`expert_load` (shape {list(windows.shape)}) must have one window and one expert or more")
     effort = check_real(effort, "effort", above=0.0)
     problem = _state_problem(windows, topology, num_slots, locality, num_groups, active_ranks)
+    price = _Price(
+        0.001 if transfer_price is None else check_real(transfer_price, "transfer_price", at_least=0.0),
+        _check_cost(transfer_cost, topology.num_ranks),
+        np.inf if max_transfers is None else float(check_int(max_transfers, "max_transfers", 0)),
+        check_real(min_gain, "min_gain", at_least=0.0),
+    )
     weights = _check_weights(window_weights, len(windows))
     load = _add_windows(windows, weights)
     has_load = load.max(axis=1, initial=0.0) > 0.0
@@ -141,12 +147,6 @@ def place(
         transfers = np.zeros(windows.shape[1], dtype=np.int64)
     else:
         _check_current(current, problem, windows.shape[1])
-        price = _Price(
-            0.001 if transfer_price is None else check_real(transfer_price, "transfer_price", at_least=0.0),
-            _check_cost(transfer_cost, topology.num_ranks),
-            np.inf if max_transfers is None else float(check_int(max_transfers, "max_transfers", 0)),
-            check_real(min_gain, "min_gain", at_least=0.0),
-        )
         transfers = _start_from(current, problem, windows, weights, load, solution, price)
     layout = ExpertLayout._of_valid(solution.p2l, problem.num_experts, topology)
     reached, bound = _judge(problem, windows, weights, solution)
@@ -381,7 +381,9 @@ def _start_from(
 
     _keep_in_place(was, solution.p2l, problem)
     moved = solution.p2l.copy()
-    if problem.pin == 0:
+    if problem.pin:
+        moved[stays] = present[stays]
+    else:
         moved[fits] = present[fits]
         restore_lost(load, capacity, moved)
         spent = np.zeros(layers)
@@ -399,6 +401,7 @@ def _start_from(
             moved,
             spent,
         )
+        settle(was, moved, ranks, problem.num_experts)
 
     def judged(p2l: IntArray) -> tuple[FloatArray, FloatArray, IntArray]:
         balance, cost, received = np.zeros(layers), np.zeros(layers), np.zeros(layers, dtype=np.int64)

@@ -28,7 +28,7 @@ def block(rows: list[list[int]], load: list[float], nodes: list[int] | None = No
 
 
 def allow(scratch: Scratch, work: int) -> None:
-    scratch.ints[k.WORK, :3] = [0, work, 1]
+    scratch.ints[k.WORK, :4] = [0, work, 1, True]
 
 
 def rows_of(scratch: Scratch, ranks: int, stride: int) -> list[list[int]]:
@@ -100,7 +100,6 @@ def test_exchanges_that_mirror_two_ranks_end() -> None:
 @given(st.lists(st.floats(0.1, 100), min_size=2, max_size=12), st.data())
 def test_the_queue_is_in_order_after_every_exchange(load: list[float], data: st.DataObject) -> None:
     """Two ranks change: each goes to its place among the others, so the last is the fullest."""
-    pace = np.ones(len(load))
     queue = np.array(sorted(range(len(load)), key=lambda r: load[r]))
     times = np.array(load)
     last = len(load) - 1
@@ -108,9 +107,11 @@ def test_the_queue_is_in_order_after_every_exchange(load: list[float], data: st.
     mean = (times[queue[at]] + times[queue[last]]) / 2
     off = data.draw(st.floats(-0.4, 0.4)) * (times[queue[last]] - times[queue[at]])
     times[queue[at]], times[queue[last]] = mean + off, mean - off
-    _refine._requeue(at, last - 1, queue, times, pace)
-    _refine._requeue(last, last, queue, times, pace)
-    assert times[queue].tolist() == sorted(times.tolist())
+    moved, full = queue[at], queue[last]
+    queue_times = np.array(sorted(load))
+    _refine._requeue(at, last - 1, times[moved], queue, queue_times)
+    _refine._requeue(last, last, times[full], queue, queue_times)
+    assert times[queue].tolist() == sorted(times.tolist()) == queue_times.tolist()
 
 
 def test_the_time_that_a_search_reports_is_that_of_the_fullest_rank() -> None:

@@ -17,7 +17,7 @@ def score(load: list[list[float]], row: list[int], capacity: list[int], speed: l
     """Windows `[T, E]` of one layer."""
     out = np.zeros(1)
     windows = np.array(load, dtype=np.float64)[:, None, :]
-    score_layers(windows, np.array([row]), np.array(capacity), np.array(speed), out)
+    score_layers(windows, np.ones(len(load)), np.array([row]), np.array(capacity), np.array(speed), out)
     return float(out[0])
 
 
@@ -43,7 +43,7 @@ def bound(load: list[list[float]], capacity: list[int], speed: list[float], limi
     experts = len(load[0])
     scratch = new_scratch(experts, len(capacity), max(capacity))
     windows = np.array(load, dtype=np.float64)[:, None, :]
-    bound_layers(windows, np.array(capacity), np.array(speed), np.array([limit]), one, scratch, out)
+    bound_layers(windows, np.ones(len(load)), np.array(capacity), np.array(speed), np.array([limit]), one, scratch, out)
     return float(out[0])
 
 
