@@ -156,7 +156,7 @@ def test_inspect_of_an_empty_load_says_so(tmp_path: Path, capsys: pytest.Capture
 def test_inspect_finds_an_expert_twice_on_a_rank(pair: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", pair, "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["pairs on a rank"], facts["digest"]) == (1, load_layout(pair).digest)
+    assert (facts["pairs_on_a_rank"], facts["digest"]) == (1, load_layout(pair).digest)
     assert "expert 0 on rank 0 of layer 0" in facts["faults"][0]
     assert main(["inspect", pair]) == 1
     assert fits_80_columns(capsys.readouterr().out.replace(pair, "pair.json"))
@@ -292,7 +292,7 @@ def test_an_interrupt_ends_with_130(trace: str, monkeypatch: pytest.MonkeyPatch)
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eplb_core._commands.load_trace", interrupt)
+    monkeypatch.setattr("eplb_core._inputs.load_trace", interrupt)
     assert main(["inspect", trace]) == 130
 
 
