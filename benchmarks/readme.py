@@ -68,11 +68,13 @@ def placement(record: dict[str, Any]) -> str:
             ]
         table.append(cells)
     head = ["policy", *(word for number in ranks for word in (f"{number} ranks: ms", "balance", "pairs"))]
-    loads = len({row["load"] for row in rows})
+    loads = {row["load"] for row in rows}
+    generated = sum(name.startswith("generated") for name in loads)
     said = (
-        f"The worst of {loads} loads of 58 layers x 256 experts in {SLOTS} slots: slowest median, lowest total "
-        "balancedness (sum of means over sum of maxima), most slots that hold an expert which their rank has already. "
-        f"{_machine(record)}."
+        f"The worst of {len(loads) - generated} recorded loads of DeepSeek-R1 (published with sgl-project/sglang issue "
+        f"6017) and {generated} generated ones as uneven, 58 layers x 256 experts in {SLOTS} slots: slowest median, "
+        "lowest total balancedness (sum of means over sum of maxima), most slots that hold an expert which their rank has "
+        f"already. {_machine(record)}."
     )
     return f"{measure.table(head, table)}\n\n{_filled(said)}"
 
@@ -81,11 +83,11 @@ def startup(record: dict[str, Any]) -> str:
     """What importing and the first call cost."""
     compiled, cached = record["place"]["compiled"], record["place"]["cached"]
     return _filled(
-        f"`import eplb_core` takes {record['import']['import_s']:.2f} s and brings neither torch nor the compiler. "
-        f"The first `place` after an installation compiles for {compiled['first_s']:.0f} s. In later processes it loads "
-        f"what was compiled: {cached['modules_s']:.1f} s of imports, then {cached['first_s']:.2f} s for the first call and "
-        f"{cached['second_s'] * 1e3:.1f} ms for the next. `eplb_core.warm_up()` does the first call's work ahead "
-        f"of time. {_machine(record)}."
+        f"`import eplb_core` takes {record['import']['import_s']:.2f} s and brings neither torch nor the compiler. The "
+        f"first `place` after an installation compiles for {compiled['first_s']:.0f} s. In later processes it loads "
+        f"what was compiled: {cached['modules_s']:.1f} s of imports, {cached['first_s']:.2f} s for the first call, "
+        f"{cached['second_s'] * 1e3:.1f} ms for the next. `eplb_core.warm_up()` does the first call's work ahead of "
+        f"time. {_machine(record)}."
     )
 
 
