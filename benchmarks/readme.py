@@ -73,8 +73,8 @@ def placement(record: dict[str, Any]) -> str:
     said = (
         f"The worst of {len(loads) - generated} recorded loads of DeepSeek-R1 (published with sgl-project/sglang issue "
         f"6017) and {generated} generated ones as uneven, 58 layers x 256 experts in {SLOTS} slots: slowest median, "
-        "lowest total balancedness (sum of means over sum of maxima), most slots that hold an expert which their rank has "
-        f"already. {_machine(record)}."
+        "lowest total balancedness (sum of means over sum of maxima), most slots that hold an expert which their rank "
+        f"has already. {_machine(record)}."
     )
     return f"{measure.table(head, table)}\n\n{_filled(said)}"
 
