@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import numpy as np
 
 from eplb_core.topology import Topology
@@ -12,7 +14,8 @@ def warm_up() -> None:
 
     A kernel is compiled when it is first called after an installation, and loaded from numba's disk cache when it is
     first called in a later process. Call this once at start-up, before serving, so that neither happens in a call that
-    somebody waits for. Kernels of the GPU are not touched: constructors compile those.
+    somebody waits for. Kernels of the GPU are not touched: constructors compile those. Where torch is not installed only
+    `place` can be called, and only its kernels are warmed.
 
     Cost:
         See `python -m benchmarks.startup`: tens of seconds on one core after an installation, less than a second
@@ -24,19 +27,27 @@ def warm_up() -> None:
     Example:
         >>> warm_up()
     """
-    _warm_placement()
-    _warm_loading()
+    _warm_place()
+    if importlib.util.find_spec("torch") is not None:
+        _warm_deepseek()
+        _warm_loading()
 
 
-def _warm_placement() -> None:
-    from eplb_core.placement.deepseek import rebalance_experts
+_LOAD = np.array([[3, 1, 2, 1]])
+
+
+def _warm_place() -> None:
     from eplb_core.placement.place import place
 
     topology = Topology(num_ranks=2, num_nodes=2)
-    load = np.array([[3, 1, 2, 1]])
-    live = place(load, topology, num_slots=6).layout
-    place(load, topology, num_slots=6, current=live)
-    rebalance_experts(load, 6, 2, 2, 2)
+    live = place(_LOAD, topology, num_slots=6).layout
+    place(_LOAD, topology, num_slots=6, current=live)
+
+
+def _warm_deepseek() -> None:
+    from eplb_core.placement.deepseek import rebalance_experts
+
+    rebalance_experts(_LOAD, 6, 2, 2, 2)
 
 
 def _warm_loading() -> None:
