@@ -14,8 +14,8 @@ def warm_up() -> None:
 
     A kernel is compiled when it is first called after an installation, and loaded from numba's disk cache when it is
     first called in a later process. Call this once at start-up, before serving, so that neither happens in a call that
-    somebody waits for. Kernels of the GPU are not touched: constructors compile those. Where torch is not installed only
-    `place` can be called, and only its kernels are warmed.
+    somebody waits for. Kernels of the GPU are not touched: constructors compile those. Where torch is not installed,
+    only `place` can be called, and only its kernels are warmed.
 
     Cost:
         See `python -m benchmarks.startup`: tens of seconds on one core after an installation, less than a second
