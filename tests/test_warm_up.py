@@ -28,8 +28,8 @@ counts = rng.integers(1, 100, (3, 2, 16))
 fixed = counts.astype(np.float64)
 fixed.flags.writeable = False
 shifted = np.frombuffer(b"x" + fixed.tobytes(), dtype=np.float64, offset=1).reshape(fixed.shape)
-loads = [counts, fixed, shifted, counts.astype(np.float32), np.asfortranarray(fixed), fixed[:, :, ::-1], fixed[0],
-         torch.tensor(counts), counts.tolist()]
+loads = [counts, fixed, shifted, counts.astype(np.float32), np.asfortranarray(fixed),
+         fixed[:, :, ::-1], fixed[0], fixed[:, :1], torch.tensor(counts), counts.tolist()]
 with event.install_recorder("numba:compile") as compiled:
     for load in loads:
         live = eplb.place(load, topology, num_slots=20).layout
@@ -40,7 +40,19 @@ with event.install_recorder("numba:compile") as compiled:
         rows = load if np.ndim(load) == 2 else np.asarray(load)[0]
         eplb.rebalance_experts(rows, 20, 4, 2, 4)
         eplb.rebalance_experts(torch.tensor(np.array(rows)), 16, 1, 1, 16)
+        eplb.replica_shares(live, load)
+        eplb.even_dispatch_table(live, expert_load=rows)
     eplb.place(fixed, topology, num_slots=20, window_weights=[1, 0.5, 2])
+    eplb.even_dispatch_table(live, expert_load=np.ones((4, 2, 16)))
+    for candidates in ("all", "narrowed"):
+        eplb.static_dispatch_table(live, seed=7, candidates=candidates)
+    shares = eplb.replica_shares(live, fixed)
+    shares.flags.writeable = False
+    eplb.repeated_dispatch_table(live, shares=shares, rank=1)
+    for mode in ("static", "even", "random", "row", "weighted", "quota", "fewest", "fake"):
+        tables = eplb.DispatchTables(live, mode=mode, rank=1)
+        tables.install(live, layers=[1], shares=None if mode in ("static", "even") else shares)
+        tables.map(1, torch.arange(16, dtype=torch.int32)[:, None])
     for dtype, width in ((torch.float32, 5), (torch.uint8, 3), (torch.bfloat16, 4)):
         eplb.fingerprints([eplb.ExpertStore({"w": torch.ones(2, width, dtype=dtype)})], sample=2)
     print(len(compiled.buffer), [name for name, count in loaded().items() if count != before.get(name)])
