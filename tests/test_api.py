@@ -1,0 +1,52 @@
+"""The package's own face: one table of names, imported when first used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import eplb_core
+
+SOURCE = Path(eplb_core.__file__)
+NEED_TORCH = {
+    *("CheckpointError", "ExpertStore", "fingerprints", "load_checkpoint", "rebalance_experts"),
+    *("DispatchTables", "LayerTables", "LoadCounter", "topk_to_slots"),
+}
+
+
+def test_table_and_imports_for_type_checkers_have_the_same_names() -> None:
+    (block,) = (node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.If))
+    typed = {
+        alias.name: node.module.removeprefix("eplb_core.")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+        if alias.name == alias.asname
+    }
+    assert typed == eplb_core._HOME_OF
+
+
+@pytest.mark.parametrize("name", eplb_core.__all__)
+def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
+    if name in NEED_TORCH:
+        pytest.importorskip("torch", reason="its module works on tensors")
+    value = getattr(eplb_core, name)
+    assert value.__name__ == name
+    assert len(value.__doc__) > 20
+    assert name in dir(eplb_core)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'eplb_core' has no attribute 'balance'"):
+        eplb_core.balance  # noqa: B018
+
+
+@pytest.mark.slow
+def test_importing_brings_neither_torch_nor_the_compiler() -> None:
+    code = "import sys, eplb_core; print(sorted({'torch', 'numba', 'numpy', 'scipy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
