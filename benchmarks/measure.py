@@ -105,6 +105,9 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
+    """Of this checkout; a copy without history names its own in COMMIT."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
     where = Path(__file__).parent
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=True)

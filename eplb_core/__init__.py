@@ -22,6 +22,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eplb_core.dispatch.counter import LoadCounter as LoadCounter
+    from eplb_core.dispatch.even import even_dispatch_table as even_dispatch_table
+    from eplb_core.dispatch.even import repeated_dispatch_table as repeated_dispatch_table
+    from eplb_core.dispatch.ops import LayerTables as LayerTables
+    from eplb_core.dispatch.ops import topk_to_slots as topk_to_slots
+    from eplb_core.dispatch.shares import replica_shares as replica_shares
+    from eplb_core.dispatch.static import static_dispatch_table as static_dispatch_table
+    from eplb_core.dispatch.tables import DispatchTables as DispatchTables
     from eplb_core.errors import EplbError as EplbError
     from eplb_core.errors import FileFormatError as FileFormatError
     from eplb_core.errors import InfeasiblePlacementError as InfeasiblePlacementError
@@ -62,6 +70,12 @@ _HOMES = {
     "loading.store": "ExpertStore",
     "loading.verify": "verify_weights",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
+    "dispatch.static": "static_dispatch_table",
+    "dispatch.even": "even_dispatch_table repeated_dispatch_table",
+    "dispatch.shares": "replica_shares",
+    "dispatch.tables": "DispatchTables",
+    "dispatch.ops": "LayerTables topk_to_slots",
+    "dispatch.counter": "LoadCounter",
     "simulation": "simulate",
     "trace": "Trace load_trace save_trace",
     "placement.deepseek": "rebalance_experts",

@@ -32,7 +32,8 @@ PACE = 5  # 1 / speed: time for one token
 SHARE = 6  # share of the replica in each place
 BEST_SHARE = 7  # the best assignment so far, while another is tried
 BEST_LOAD = 8
-NUM_REALS = 9
+QUEUE_TIME = 9  # load / speed of the ranks in QUEUE
+NUM_REALS = 10
 
 # Rows of `Scratch.ints`.
 ORDER = 0  # experts by descending load
@@ -52,7 +53,7 @@ HOME_COUNT = 13  # replicas of the expert in its home
 QUEUE = 14  # ranks by ascending time, while a search runs
 BEST_EXPERT = 15
 BEST_REPLICAS = 16
-WORK = 17  # rank pairs looked at so far, how many may be looked at, state of the generator of kicks
+WORK = 17  # rank pairs looked at so far, how many may be, state of the generator of kicks, any expert has a home
 NUM_INTS = 18
 
 

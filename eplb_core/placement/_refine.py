@@ -24,6 +24,7 @@ from eplb_core.placement._kernels import (
     ORDER,
     PACE,
     QUEUE,
+    QUEUE_TIME,
     REPLICAS,
     SHARE,
     SPEED,
@@ -94,13 +95,15 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
     share, expert, load, count = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.ints[REPLICAS]
     node, home, home_count, work = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT], scratch.ints[WORK]
     speed, pace, queue = scratch.reals[SPEED], scratch.reals[PACE], scratch.ints[QUEUE]
+    queue_time = scratch.reals[QUEUE_TIME]
+    pinned = work[3] != 0
     last = cap.size - 1
     for k in range(cap.size):
         queue[k] = k
-        _requeue(k, k, queue, load, pace)
+        _requeue(k, k, load[k] * pace[k], queue, queue_time)
     while True:
         full = queue[last]
-        time = load[full] * pace[full]
+        time = queue_time[last]
         if time <= target or work[0] >= work[1]:
             return full, time
         enough = target + 0.25 * (time - target)
@@ -112,7 +115,22 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
                 continue
             work[0] += 1
             reached, i, j = _best_pair(
-                full, r, best, target, cap, stride, share, expert, load, count, speed, pace, node, home, home_count
+                full,
+                r,
+                best,
+                target,
+                cap,
+                stride,
+                share,
+                expert,
+                load,
+                count,
+                speed,
+                pace,
+                node,
+                home,
+                home_count,
+                pinned,
             )
             if i >= 0:
                 best = reached
@@ -121,24 +139,27 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
                     break
         if at < 0:
             return full, time
-        _exchange(full, place, queue[at], other, cap, stride, share, expert, load, node, home, home_count)
+        r = queue[at]
+        _exchange(full, place, r, other, cap, stride, share, expert, load, node, home, home_count)
         # The others are in order: first the one rank among them, then the other among all.
-        _requeue(at, last - 1, queue, load, pace)
-        _requeue(last, last, queue, load, pace)
+        _requeue(at, last - 1, load[r] * pace[r], queue, queue_time)
+        _requeue(last, last, load[full] * pace[full], queue, queue_time)
 
 
 @inline_kernel
-def _requeue(k: int, last: int, queue: IntArray, load: FloatArray, pace: FloatArray) -> None:
-    """Move the rank at place `k` of the queue to where its time fits, among the places up to `last`."""
+def _requeue(k: int, last: int, time: float, queue: IntArray, queue_time: FloatArray) -> None:
+    """Move the rank at place `k` of the queue to where its new `time` fits, among the places up to `last`."""
     r = queue[k]
-    time = load[r] * pace[r]
-    while k > 0 and load[queue[k - 1]] * pace[queue[k - 1]] > time:
+    while k > 0 and queue_time[k - 1] > time:
         queue[k] = queue[k - 1]
+        queue_time[k] = queue_time[k - 1]
         k -= 1
-    while k < last and load[queue[k + 1]] * pace[queue[k + 1]] < time:
+    while k < last and queue_time[k + 1] < time:
         queue[k] = queue[k + 1]
+        queue_time[k] = queue_time[k + 1]
         k += 1
     queue[k] = r
+    queue_time[k] = time
 
 
 @inline_kernel
@@ -158,6 +179,7 @@ def _best_pair(
     node: IntArray,
     home: IntArray,
     home_count: IntArray,
+    pinned: bool,
 ) -> tuple[float, int, int]:
     """Which exchange between ranks `full` and `r` leaves the larger of their times smallest, below `limit`?
 
@@ -182,8 +204,8 @@ def _best_pair(
             k < end
             and (wanted - share[k]) * late_r < margin
             and share[k] < share[i]
-            and may_move(i, full, r, stride, expert, count, node, home, home_count)
-            and may_move(k, r, full, stride, expert, count, node, home, home_count)
+            and may_move(i, full, r, stride, expert, count, node, home, home_count, pinned)
+            and may_move(k, r, full, stride, expert, count, node, home, home_count, pinned)
         ):
             margin = (wanted - share[k]) * late_r
             place, other = i, k
@@ -193,8 +215,8 @@ def _best_pair(
             k > start
             and (share[k - 1] - wanted) * late_full < margin
             and share[k - 1] < share[i]
-            and may_move(i, full, r, stride, expert, count, node, home, home_count)
-            and may_move(k - 1, r, full, stride, expert, count, node, home, home_count)
+            and may_move(i, full, r, stride, expert, count, node, home, home_count, pinned)
+            and may_move(k - 1, r, full, stride, expert, count, node, home, home_count, pinned)
         ):
             margin = (share[k - 1] - wanted) * late_full
             place, other = i, k - 1
@@ -214,10 +236,11 @@ def may_move(
     node: IntArray,
     home: IntArray,
     home_count: IntArray,
+    pinned: bool,
 ) -> bool:
     """May this replica go from rank `source` to rank `to`? Not onto a second one, and not the last one at home."""
     e = expert[place]
-    if home[e] == node[source] and node[to] != node[source] and home_count[e] < 2:
+    if pinned and home[e] == node[source] and node[to] != node[source] and home_count[e] < 2:
         return False
     return count[e] == 1 or not holds(expert, to, stride, e)
 
@@ -410,6 +433,7 @@ def _kick(num_experts: int, cap: IntArray, stride: int, most: int, scratch: Scra
     share, expert, load, count = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.ints[REPLICAS]
     node, home, home_count, work = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT], scratch.ints[WORK]
     pace = scratch.reals[PACE]
+    pinned = work[3] != 0
     ranks = cap.size
     a = 0
     for r in range(1, ranks):
@@ -435,8 +459,8 @@ def _kick(num_experts: int, cap: IntArray, stride: int, most: int, scratch: Scra
         if (
             a != b
             and expert[i] != expert[j]
-            and may_move(i, a, b, stride, expert, count, node, home, home_count)
-            and may_move(j, b, a, stride, expert, count, node, home, home_count)
+            and may_move(i, a, b, stride, expert, count, node, home, home_count, pinned)
+            and may_move(j, b, a, stride, expert, count, node, home, home_count, pinned)
         ):
             _exchange(a, i, b, j, cap, stride, share, expert, load, node, home, home_count)
         a = _draw(ranks, work)

@@ -13,11 +13,14 @@ _SURE = 1.0 - 2.0**-40
 
 
 @kernel
-def score_layers(load: FloatArray, p2l: IntArray, capacity: IntArray, rank_speed: FloatArray, out: FloatArray) -> None:
-    """Balancedness of each layer, mean over the windows with load; NaN where there are none.
+def score_layers(
+    load: FloatArray, weights: FloatArray, p2l: IntArray, capacity: IntArray, rank_speed: FloatArray, out: FloatArray
+) -> None:
+    """Balancedness of each layer, weighted mean over the windows with load; NaN where there are none.
 
     Args:
         load: `[T, L, E]`.
+        weights: `[T]`.
         p2l: `[L, R * S]`; replicas on active ranks share equally, those on other ranks take nothing.
         capacity: Live slots of each rank `[R]`; 0 = not active.
         rank_speed: `[R]`.
@@ -38,8 +41,7 @@ def score_layers(load: FloatArray, p2l: IntArray, capacity: IntArray, rank_speed
             for p in range(r * stride, r * stride + stride):
                 if capacity[r] > 0 and p2l[layer, p] >= 0:
                     count[p2l[layer, p]] += 1
-        total = 0.0
-        known = 0
+        total = known = 0.0
         lost = False
         for t in range(windows):
             whole = worst = 0.0
@@ -47,7 +49,7 @@ def score_layers(load: FloatArray, p2l: IntArray, capacity: IntArray, rank_speed
                 whole += load[t, layer, e]
                 share[e] = load[t, layer, e] / max(count[e], 1)
                 lost = lost or (count[e] == 0 and load[t, layer, e] > 0.0)
-            if whole <= 0.0:
+            if whole <= 0.0 or weights[t] <= 0.0:
                 continue
             for r in range(ranks):
                 mine = 0.0
@@ -56,14 +58,63 @@ def score_layers(load: FloatArray, p2l: IntArray, capacity: IntArray, rank_speed
                         mine += share[p2l[layer, p]]
                 worst = max(worst, mine / rank_speed[r])
             # Rounding may leave the largest time a hair below the mean.
-            total += min(1.0, whole / speed / worst) if worst > 0.0 else 0.0
-            known += 1
-        out[layer] = total / known if known > 0 and not lost else np.nan
+            total += weights[t] * min(1.0, whole / speed / worst) if worst > 0.0 else 0.0
+            known += weights[t]
+        out[layer] = total / known if known > 0.0 and not lost else np.nan
+
+
+@kernel
+def cost_of_transfers(
+    old: IntArray, new: IntArray, link_cost: FloatArray, num_experts: int, cost: FloatArray, received: IntArray
+) -> None:
+    """What each layer must bring over links to go from `old` to `new`: cost by the cheapest holders, and experts.
+
+    Args:
+        old: `[L, P]`.
+        new: `[L, P]`.
+        link_cost: Cost of a transfer from rank to rank `[R, R]`.
+        num_experts: E.
+        cost: Written `[L]`; infinite where an expert has no holder in `old`.
+        received: Written `[L]`: distinct experts that a rank holds in `new` and not in `old`.
+    """
+    layers, slots = old.shape
+    ranks = link_cost.shape[0]
+    stride = slots // ranks
+    cheapest = np.zeros((ranks, num_experts))
+    for layer in range(layers):
+        cost[layer] = 0.0
+        received[layer] = 0
+        price_fetches(old[layer], stride, link_cost, cheapest)
+        for p in range(slots):
+            e = new[layer, p]
+            if e < 0:
+                continue
+            r = p // stride
+            first = True
+            for q in range(r * stride, r * stride + stride):
+                if old[layer, q] == e or (q < p and new[layer, q] == e):
+                    first = False
+            if first:
+                received[layer] += 1
+                cost[layer] += cheapest[r, e]
+
+
+@kernel
+def price_fetches(old: IntArray, stride: int, link_cost: FloatArray, cheapest: FloatArray) -> None:
+    """Cost for each rank to hold each expert `[R, E]`: 0 where it does, else that of the cheapest holder's link."""
+    cheapest[:] = np.inf
+    for p in range(old.size):
+        e = old[p]
+        if e >= 0:
+            for r in range(cheapest.shape[0]):
+                cost = 0.0 if p // stride == r else link_cost[p // stride, r]
+                cheapest[r, e] = min(cheapest[r, e], cost)
 
 
 @kernel
 def bound_layers(
     load: FloatArray,
+    weights: FloatArray,
     capacity: IntArray,
     rank_speed: FloatArray,
     limit: FloatArray,
@@ -78,6 +129,7 @@ def bound_layers(
 
     Args:
         load: `[T, L, E]`.
+        weights: `[T]`.
         capacity: Live slots of each rank `[R]`.
         rank_speed: `[R]`.
         limit: Lower limit of the largest time that the search proved `[L]`; used where it is for the one window.
@@ -95,28 +147,27 @@ def bound_layers(
     live = int(np.count_nonzero(capacity))
     slots = min(int(capacity.sum()), experts * live)
     for layer in range(layers):
-        total = 0.0
-        known = 0
+        total = known = 0.0
         for t in range(windows):
             whole = 0.0
             for e in range(experts):
                 whole += load[t, layer, e]
-            if whole <= 0.0:
+            if whole <= 0.0 or weights[t] <= 0.0:
                 continue
             mean = whole / speed
-            known += 1
+            known += weights[t]
             if one_window:
-                total += min(1.0, mean / max(limit[layer] * _SURE, mean))
+                total += weights[t] * min(1.0, mean / max(limit[layer] * _SURE, mean))
                 continue
             for e in range(experts):
                 weight[e] = load[t, layer, e]
             if _shares_fit(mean * fastest, experts, live, slots, weight):
-                total += 1.0
+                total += weights[t]
             else:
                 sort_by_load(experts, scratch)
                 sort_by_share(experts, count_replicas(experts, slots, live, scratch), scratch)
-                total += min(1.0, mean / max(mean, scratch.reals[ITEM_SHARE, 0] / fastest * _SURE))
-        out[layer] = total / known if known > 0 else np.nan
+                total += weights[t] * min(1.0, mean / max(mean, scratch.reals[ITEM_SHARE, 0] / fastest * _SURE))
+        out[layer] = total / known if known > 0.0 else np.nan
 
 
 @kernel

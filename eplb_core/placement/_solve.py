@@ -152,12 +152,13 @@ def _solve_block(n: int, cap: IntArray, stride: int, effort: float, scratch: Scr
     ranks = cap.size
     slots = cap.sum()
     least = cap[0]
-    plain = True
+    equal = True
     for r in range(ranks):
         least = min(least, cap[r])
-        plain = plain and speed[r] == speed[0]
+        equal = equal and speed[r] == speed[0]
+    pinned = False
     for e in range(n):
-        plain = plain and home[e] < 0
+        pinned = pinned or home[e] >= 0
     sort_by_load(n, scratch)
     if least >= n:
         _fill_every_rank(n, cap, least, stride, scratch)
@@ -165,13 +166,14 @@ def _solve_block(n: int, cap: IntArray, stride: int, effort: float, scratch: Scr
     replicated = count_replicas(n, slots, ranks, scratch)
     sort_by_share(n, replicated, scratch)
     lower = _lower_limit(n, slots, cap, scratch)
-    if plain:
+    if equal and not pinned:
         pack(n, cap, stride, scratch)
     else:
         pack_anywhere(n, cap, stride, scratch)
     work[0] = 0
     work[1] = np.int64(effort * (96 + 2 * ranks + 4096 // (ranks * stride)))
     work[2] = 1
+    work[3] = pinned
     # Coarse first where ranks have few slots: pairs to exchange are few then, and a wide target is met sooner. The
     # targets on the way are the same for every effort; more effort only goes further.
     tolerance = TOLERANCE / max(effort, 1.0)

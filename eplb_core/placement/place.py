@@ -21,11 +21,16 @@ from eplb_core._arrays import (
 from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.layout import ExpertLayout, check_num_slots, count_replicas, rank_capacity
 from eplb_core.placement._kernels import Scratch, new_scratch
+from eplb_core.placement._moves import improve_layers, restore_lost
 from eplb_core.placement._relabel import keep_in_place
-from eplb_core.placement._score import bound_layers, score_layers
+from eplb_core.placement._score import bound_layers, cost_of_transfers, score_layers
 from eplb_core.placement._solve import solve_layers
 from eplb_core.topology import Topology
 
+# Steps of a layer that is placed from nothing for several windows, at effort 1.
+_FREE_STEPS = 16
+# A row never changes for less: rounding is no gain.
+_SOME_GAIN = 1e-9
 _PIN = {"none": 0, "first_copy": 1, "group": 2}
 
 
@@ -59,6 +64,8 @@ def place(
     current: ExpertLayout | None = None,
     max_transfers: int | None = None,
     min_gain: float = 0.01,
+    transfer_price: float | None = None,
+    transfer_cost: ArrayLike | None = None,
     window_weights: ArrayLike | None = None,
     locality: str = "none",
     num_groups: int | None = None,
@@ -72,14 +79,19 @@ def place(
 
     Args:
         expert_load: Tokens routed to each expert, `[L, E]`, or windows of it, `[T, L, E]`: numpy, lists or torch (a
-            CUDA tensor costs one copy). Finite, not negative. Windows are added up.
+            CUDA tensor costs one copy). Finite, not negative. Windows are balanced one by one, not for their sum.
         topology: Ranks, nodes and speeds.
         num_slots: Slots to fill, at least E. S = ceil(num_slots / R); where R does not divide it the last ranks end
             with an empty slot.
-        current: Layout to start from, `R * S` slots on as many ranks. A layer that would gain less than `min_gain`, or
-            would need more than `max_transfers`, keeps its row; what stays on a rank stays in its slot.
-        max_transfers: Most experts that may change ranks on one layer.
+        current: Layout to start from, `R * S` slots on as many ranks. The search goes on from it a transfer at a time,
+            as long as that pays; a layer that would gain less than `min_gain` keeps its row; what stays on a rank
+            stays in its slot.
+        max_transfers: Most experts that ranks may receive on one layer, as cost where `transfer_cost` is given. More
+            only for experts that have lost their last slot with a rank.
         min_gain: Least rise of the predicted balancedness for which a layer of `current` changes, 0 or more.
+        transfer_price: Gain in predicted balancedness that each transfer must bring, 0 or more. Default 0.001.
+        transfer_cost: Floats `[R, R]`, not negative: relative cost of a transfer from rank to rank, which multiplies
+            the price. Default 1.
         window_weights: Weight of each window, floats `[T]`, not negative. Default: all equal.
         locality: "none": any expert anywhere. "group": all replicas of a group of experts in one node, as DeepSeek's
             hierarchical placement. "first_copy": one replica of each expert in its group's node, the others anywhere.
@@ -118,21 +130,36 @@ def place(
     if windows.shape[0] == 0 or windows.shape[2] == 0:
         raise ValueError(f"`expert_load` (shape {list(windows.shape)}) must have one window and one expert or more")
     effort = check_real(effort, "effort", above=0.0)
-    min_gain = check_real(min_gain, "min_gain", at_least=0.0)
-    if max_transfers is not None:
-        check_int(max_transfers, "max_transfers", 0)
     problem = _state_problem(windows, topology, num_slots, locality, num_groups, active_ranks)
-    load = _add_windows(windows, window_weights)
+    weights = _check_weights(window_weights, len(windows))
+    load = _add_windows(windows, weights)
     has_load = load.max(axis=1, initial=0.0) > 0.0
     solution = _solve(problem, load, ~has_load, effort)
-    if current is not None:
-        _check_current(current, problem, windows.shape[1])
-        transfers = _start_from(current, problem, windows, solution, has_load, min_gain, max_transfers)
-    else:
+    if current is None:
+        if problem.pin == 0 and len(windows) > 1:
+            _balance_windows(problem, windows, weights, solution, ~has_load, effort)
         transfers = np.zeros(windows.shape[1], dtype=np.int64)
+    else:
+        _check_current(current, problem, windows.shape[1])
+        price = _Price(
+            0.001 if transfer_price is None else check_real(transfer_price, "transfer_price", at_least=0.0),
+            _check_cost(transfer_cost, topology.num_ranks),
+            np.inf if max_transfers is None else float(check_int(max_transfers, "max_transfers", 0)),
+            check_real(min_gain, "min_gain", at_least=0.0),
+        )
+        transfers = _start_from(current, problem, windows, weights, load, solution, price)
     layout = ExpertLayout._of_valid(solution.p2l, problem.num_experts, topology)
-    reached, bound = _judge(problem, windows, solution)
+    reached, bound = _judge(problem, windows, weights, solution)
     return Placement(layout, read_only(reached), read_only(bound), read_only(transfers))
+
+
+class _Price(NamedTuple):
+    """What transfers cost and may cost."""
+
+    each: float
+    link: FloatArray
+    budget: float
+    min_gain: float
 
 
 class _Problem(NamedTuple):
@@ -213,28 +240,46 @@ def check_groups(num_groups: int | None, experts: int, capacity: IntArray, topol
     return groups
 
 
-def _add_windows(windows: FloatArray, window_weights: ArrayLike | None) -> FloatArray:
-    """Load of all windows `[L, E]`, added in order of time."""
-    count = windows.shape[0]
+def _check_weights(window_weights: ArrayLike | None, count: int) -> FloatArray:
+    """Weights `[T]`."""
     if window_weights is None:
-        weights = np.ones(count)
-    else:
-        weights = np.asarray(to_numpy(window_weights), dtype=np.float64)
-        if weights.shape != (count,):
-            raise ValueError(f"`window_weights` (shape {list(weights.shape)}) must be [{count}], one a window")
-        if not ((weights >= 0) & (weights < np.inf)).all():
-            window = int(np.argmin((weights >= 0) & (weights < np.inf)))
-            raise ValueError(
-                f"`window_weights` (={weights[window]}) must be finite and not negative at window {window}"
-            )
+        return np.ones(count)
+    weights = np.array(to_numpy(window_weights), dtype=np.float64)
+    if weights.shape != (count,):
+        raise ValueError(f"`window_weights` (shape {list(weights.shape)}) must be [{count}], one a window")
+    good = (weights >= 0) & (weights < np.inf)
+    if not good.all():
+        window = int(np.argmin(good))
+        raise ValueError(f"`window_weights` (={weights[window]}) must be finite and not negative at window {window}")
+    if count == 1 and weights[0] > 0.0:
+        weights[0] = 1.0  # the weight of the only window says nothing, and the bound is in the window's unit
+    return weights
+
+
+def _check_cost(transfer_cost: ArrayLike | None, ranks: int) -> FloatArray:
+    """Costs `[R, R]`."""
+    if transfer_cost is None:
+        return np.ones((ranks, ranks))
+    cost = np.array(to_numpy(transfer_cost), dtype=np.float64)
+    if cost.shape != (ranks, ranks):
+        raise ValueError(f"`transfer_cost` (shape {list(cost.shape)}) must be [{ranks}, {ranks}], from rank to rank")
+    good = (cost >= 0) & (cost < np.inf)
+    if not good.all():
+        source, to = (int(i) for i in np.argwhere(~good)[0])
+        raise ValueError(
+            f"`transfer_cost` (={cost[source, to]}) must be finite and not negative from rank {source} to rank {to}"
+        )
+    return cost
+
+
+def _add_windows(windows: FloatArray, weights: FloatArray) -> FloatArray:
+    """Load of all windows `[L, E]`, added in order of time."""
     most = float(windows.max(initial=0.0))
     # Not even a rank that held every expert may overflow.
-    if not most * windows.shape[2] * max(1.0, count * float(weights.max())) < np.inf:
+    if not most * windows.shape[2] * max(1.0, len(windows) * float(weights.max())) < np.inf:
         raise ValueError(f"`expert_load` (up to {most:g}) is too large to be added up in float64; scale it down")
-    if count == 1 and weights[0] > 0.0:
-        weights = np.ones(1)  # the weight of the only window says nothing, and the bound is in the window's unit
     load: FloatArray = windows[0] * weights[0]
-    for window in range(1, count):
+    for window in range(1, len(windows)):
         load += windows[window] * weights[window]
     return load
 
@@ -286,51 +331,107 @@ def _check_current(current: ExpertLayout, problem: _Problem, layers: int) -> Non
             )
 
 
+def _balance_windows(
+    problem: _Problem,
+    windows: FloatArray,
+    weights: FloatArray,
+    solution: _Solution,
+    skip: BoolArray,
+    effort: float,
+) -> None:
+    """Go on from a placement of the sum until each window is balanced; nothing is in place, so all is free."""
+    ranks = problem.topology.num_ranks
+    spent = np.zeros(windows.shape[1])
+    improve_layers(
+        windows,
+        weights,
+        solution.p2l.copy(),
+        skip,
+        problem.capacity,
+        1.0 / problem.topology.rank_speed,
+        np.zeros((ranks, ranks)),
+        0.0,
+        np.inf,
+        max(1, int(_FREE_STEPS * effort)),
+        solution.p2l,
+        spent,
+    )
+
+
 def _start_from(
     current: ExpertLayout,
     problem: _Problem,
     windows: FloatArray,
+    weights: FloatArray,
+    load: FloatArray,
     solution: _Solution,
-    has_load: BoolArray,
-    min_gain: float,
-    max_transfers: int | None,
+    price: _Price,
 ) -> IntArray:
-    """Name the solution's ranks as in `current` and take back rows that gain too little; returns transfers."""
-    topology, capacity, p2l = problem.topology, problem.capacity, solution.p2l
+    """Choose each layer's row: the present one, a few transfers from it, or the new solution; returns transfers.
+
+    The new solution stands in `solution.p2l`, where the rows chosen replace it.
+    """
+    topology, capacity = problem.topology, problem.capacity
     layers, ranks = current.num_layers, topology.num_ranks
-    old = current.physical_to_logical_map.copy()
-    old.reshape(layers, ranks, -1)[:, capacity == 0] = -1
-    filled = (old.reshape(layers, ranks, -1) >= 0).sum(axis=2)
-    # A row can stay where its live slots are as many as wanted and hold every expert.
-    stays = (filled <= capacity).all(axis=1) & (count_replicas(old, problem.num_experts) > 0).all(axis=1)
-    transfers = np.zeros(layers, dtype=np.int64)
-    keep_in_place(
-        current.physical_to_logical_map,
-        p2l,
-        np.zeros(layers, dtype=np.bool_),
-        capacity,
-        topology.rank_speed,
-        topology.rank_to_node,
-        problem.pin == 0,
-        problem.num_experts,
-        transfers,
-    )
-    before, after = np.zeros(layers), np.zeros(layers)
-    score_layers(windows, old, capacity, topology.rank_speed, before)
-    score_layers(windows, p2l, capacity, topology.rank_speed, after)
-    keep = stays & (~has_load | ~(after - before >= min_gain))
-    if max_transfers is not None:
-        keep |= stays & (transfers > max_transfers)
-    p2l[keep] = old[keep]
-    transfers[keep] = 0
-    return transfers
+    was = current.physical_to_logical_map
+    present = was.copy()
+    present.reshape(layers, ranks, -1)[:, capacity == 0] = -1
+    fits = ((present.reshape(layers, ranks, -1) >= 0).sum(axis=2) <= capacity).all(axis=1)
+    stays = fits & (count_replicas(present, problem.num_experts) > 0).all(axis=1)
+
+    _keep_in_place(was, solution.p2l, problem)
+    moved = solution.p2l.copy()
+    if problem.pin == 0:
+        moved[fits] = present[fits]
+        restore_lost(load, capacity, moved)
+        spent = np.zeros(layers)
+        improve_layers(
+            windows,
+            weights,
+            was,
+            ~fits | (load.max(axis=1, initial=0.0) <= 0.0),
+            capacity,
+            1.0 / topology.rank_speed,
+            price.link,
+            price.each,
+            price.budget,
+            current.num_slots,
+            moved,
+            spent,
+        )
+
+    def judged(p2l: IntArray) -> tuple[FloatArray, FloatArray, IntArray]:
+        balance, cost, received = np.zeros(layers), np.zeros(layers), np.zeros(layers, dtype=np.int64)
+        score_layers(windows, weights, p2l, capacity, topology.rank_speed, balance)
+        cost_of_transfers(was, p2l, price.link, problem.num_experts, cost, received)
+        return np.where(np.isnan(balance), 0.0, balance), cost, received
+
+    before, _, _ = judged(present)
+    (new, new_cost, new_received), (near, near_cost, near_received) = judged(solution.p2l), judged(moved)
+    anew = (new_cost <= price.budget) & (new - price.each * new_cost > near - price.each * near_cost)
+    chosen = np.where(anew, new, near)
+    keep = stays & ~(chosen - before >= max(price.min_gain, _SOME_GAIN))
+    np.copyto(solution.p2l, moved, where=~anew[:, None])
+    np.copyto(solution.p2l, present, where=keep[:, None])
+    return np.where(keep, 0, np.where(anew, new_received, near_received))
 
 
-def _judge(problem: _Problem, windows: FloatArray, solution: _Solution) -> tuple[FloatArray, FloatArray]:
+def _keep_in_place(was: IntArray, p2l: IntArray, problem: _Problem) -> None:
+    topology = problem.topology
+    transfers = np.zeros(len(was), dtype=np.int64)
+    skip = np.zeros(len(was), dtype=np.bool_)
+    across = problem.pin == 0
+    speed, node = topology.rank_speed, topology.rank_to_node
+    keep_in_place(was, p2l, skip, problem.capacity, speed, node, across, problem.num_experts, transfers)
+
+
+def _judge(
+    problem: _Problem, windows: FloatArray, weights: FloatArray, solution: _Solution
+) -> tuple[FloatArray, FloatArray]:
     """Balancedness and bound of each layer."""
     layers = windows.shape[1]
     reached, bound = np.zeros(layers), np.zeros(layers)
     speed = problem.topology.rank_speed
-    score_layers(windows, solution.p2l, problem.capacity, speed, reached)
-    bound_layers(windows, problem.capacity, speed, solution.limit, len(windows) == 1, solution.scratch, bound)
+    score_layers(windows, weights, solution.p2l, problem.capacity, speed, reached)
+    bound_layers(windows, weights, problem.capacity, speed, solution.limit, len(windows) == 1, solution.scratch, bound)
     return reached, bound

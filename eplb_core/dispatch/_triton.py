@@ -1,0 +1,431 @@
+"""The Triton kernels: what `ops` and `quota` do in torch, bit for bit, in one launch each.
+
+No argument is specialized on its value or alignment, so that a new number of tokens compiles nothing while serving.
+"""
+
+# The kernels' language is not quite Python: no types, and names that a kernel does not use cost nothing.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# ruff: noqa: RUF059, SIM102
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from eplb_core.dispatch.ops import NUM_BLOCKS, SOLVED_MODES
+from eplb_core.dispatch.quota import SCALE_BITS, SHORTEST_STEP, STEP_BITS, STEPS
+
+SUB_BLOCK = 128
+"""Elements whose places among each other are found by comparing all pairs."""
+
+_NO_VALUES = ["rows", "ids_row", "ids_column", "out_row", "out_column"]
+_NO_ALIGNMENT = ["ids", "out", "candidates", "num_candidates", "thresholds", "settings", "draws", "count", "state"]
+_NO_ALIGNMENT += ["errors", "num_tokens", "batch", "bounds", "blocks", "shared", "arm_rank", "on_rank"]
+
+
+@triton.jit
+def _mix(x):
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _load_ids(
+    ids, num_tokens, errors, element, rows, ids_row, ids_column,
+    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr, DEBUG: tl.constexpr,
+):  # fmt: skip
+    """(row, column, whether the row is real, the raw id, whether it is a routed expert)."""
+    row = element // COLUMNS
+    column = element % COLUMNS
+    inside = row < rows
+    value = tl.load(ids + row.to(tl.int64) * ids_row + column * ids_column, mask=inside, other=-1)
+    real = inside
+    if MASKED:
+        real = real & (row < tl.load(num_tokens))
+    routed = real & (column < COLUMNS - SHARED)
+    valid = routed & (value >= 0) & (value < E)
+    if DEBUG:
+        bad = routed & ((value < -1) | (value >= E))
+        twice = bad & (value >= 1073741824)
+        num_twice = tl.sum(twice.to(tl.int32), 0)
+        num_bad = tl.sum(bad.to(tl.int32), 0) - num_twice
+        if num_twice > 0:
+            tl.atomic_add(errors + 1, num_twice, sem="relaxed")
+        if num_bad > 0:
+            tl.atomic_add(errors, num_bad, sem="relaxed")
+    return row, column, inside, real, value, valid
+
+
+@triton.jit
+def _add_counts(
+    count, window, recording, expert, valid, E: tl.constexpr, BINS: tl.constexpr, DIRECT: tl.constexpr
+):  # fmt: skip
+    """One add an element for few elements; else a histogram of the block first, then one add an expert."""
+    if DIRECT:
+        tl.atomic_add(count + window * E + expert, 1, mask=valid & (recording != 0), sem="relaxed")
+    else:
+        if recording != 0:
+            number = tl.histogram(expert, BINS, mask=valid)
+            bins = tl.arange(0, BINS)
+            tl.atomic_add(count + window * E + bins, number, mask=(bins < E) & (number > 0), sem="relaxed")
+
+
+@triton.jit
+def _pick(starts, num_candidates, expert, u, valid, WIDTH: tl.constexpr, SEARCH: tl.constexpr):
+    """The last candidate whose start is at most u.
+
+    The first seven starts are compared at once, so that their loads do not wait for each other; only what is past them
+    is searched. Experts with one candidate load nothing.
+    """
+    number = tl.load(num_candidates + expert, mask=valid, other=1)
+    pick = tl.zeros_like(expert)
+    for k in tl.static_range(1, 8):
+        if k < WIDTH:
+            there = valid & (k < number)
+            start = tl.load(starts + expert * WIDTH + k, mask=there, other=2147483647)
+            pick += (there & (start <= u)).to(tl.int32)
+    if WIDTH > 8:
+        deep = valid & (pick == 7)
+        for bit in tl.static_range(SEARCH):
+            further = pick + (1 << (SEARCH - 1 - bit))
+            there = deep & (further < number)
+            start = tl.load(starts + expert * WIDTH + further, mask=there, other=2147483647)
+            pick = tl.where(there & (start <= u), further, pick)
+    return pick
+
+
+@triton.jit(do_not_specialize=_NO_VALUES, do_not_specialize_on_alignment=_NO_ALIGNMENT)
+def _map_kernel(
+    ids, out, candidates, num_candidates, thresholds, settings, draws, count, state, errors, num_tokens,
+    rows, ids_row, ids_column, out_row, out_column,
+    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, SEARCH: tl.constexpr,
+    BINS: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr, COUNTS: tl.constexpr, DIRECT: tl.constexpr,
+    DEBUG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if COUNTS:  # asked for first, needed last
+        window, recording = tl.load(state), tl.load(state + 1)
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, column, inside, real, value, valid = _load_ids(
+        ids, num_tokens, errors, element, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED,
+        DEBUG and MODE != "fake",
+    )  # fmt: skip
+    place = (row * (COLUMNS - SHARED) + column).to(tl.uint32)
+    if MODE == "fake":
+        valid = real & (column < COLUMNS - SHARED) & (value >= 0)
+        phase = tl.load(settings).to(tl.uint32, bitcast=True)
+        expert = ((place.to(tl.uint64) + (phase % E).to(tl.uint64)) % E).to(tl.int32)
+    else:
+        expert = tl.where(valid, value, 0).to(tl.int32)
+    if WIDTH == 1:
+        pick = tl.zeros_like(expert)
+    else:
+        if MODE == "random":
+            draw = tl.load(draws).to(tl.uint32, bitcast=True)
+            first = _mix(tl.load(settings + 2).to(tl.uint32, bitcast=True) + draw * 0x9E3779B9)
+            second = _mix(tl.load(settings + 3).to(tl.uint32, bitcast=True) ^ draw)
+            u = _mix(first ^ _mix(place + second))
+        else:
+            phase = tl.load(settings).to(tl.uint32, bitcast=True)
+            u = row.to(tl.uint32) * 0x9E3779B9 + _mix(phase + expert.to(tl.uint32))
+            if MODE == "weighted":
+                u = u + tl.load(settings + 1).to(tl.uint32, bitcast=True)
+        pick = _pick(thresholds, num_candidates, expert, (u >> 2).to(tl.int32), valid, WIDTH, SEARCH)
+    slot = tl.load(candidates + expert * WIDTH + pick, mask=valid, other=-1)
+    if DEBUG:
+        slot = tl.where(valid, slot | 1073741824, slot)
+    result = slot.to(out.dtype.element_ty)
+    if SHARED > 0:
+        passed = real & (column >= COLUMNS - SHARED)
+        result = tl.where(passed, value.to(out.dtype.element_ty), result)
+    tl.store(out + row.to(tl.int64) * out_row + column * out_column, result, mask=inside)
+    if COUNTS:
+        _add_counts(count, window, recording, expert, valid, E, BINS, DIRECT)
+    if MODE == "random":
+        # The last program to finish moves the counter on: all have read it by then.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(draws + 1, 1, sem="acq_rel")
+        if arrived == tl.num_programs(0) - 1:
+            tl.store(draws + 1, 0)
+            tl.store(draws, tl.load(draws) + 1)
+
+
+@triton.jit(do_not_specialize=[*_NO_VALUES, "chunk", "rank"], do_not_specialize_on_alignment=_NO_ALIGNMENT)
+def _count_kernel(
+    ids, batch, blocks, count, state, errors, num_tokens,
+    rows, ids_row, ids_column, chunk, rank,
+    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, MASKED: tl.constexpr,
+    COUNTS: tl.constexpr, DEBUG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    number = tl.zeros((BINS,), dtype=tl.int32)
+    start = 0
+    while start < chunk:
+        offset = start + tl.arange(0, BLOCK)
+        element = tl.where(offset < chunk, block * chunk + offset, rows * COLUMNS)  # past the end: nothing there
+        row, column, inside, real, value, valid = _load_ids(
+            ids, num_tokens, errors, element, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED, DEBUG
+        )
+        number += tl.histogram(tl.where(valid, value, 0).to(tl.int32), BINS, mask=valid)
+        start += BLOCK
+    bins = tl.arange(0, BINS)
+    tl.store(blocks + block * E + bins, number, mask=bins < E)
+    some = (bins < E) & (number > 0)
+    tl.atomic_add(batch + rank * E + bins, number, mask=some, sem="relaxed")
+    if COUNTS:
+        if tl.load(state + 1) != 0:
+            tl.atomic_add(count + tl.load(state) * E + bins, number, mask=some, sem="relaxed")
+
+
+@triton.jit
+def _by_rank(x, place, held, ARMS: tl.constexpr, R2: tl.constexpr, S2: tl.constexpr):
+    """Sum `[N2, W2]` over the slots of each rank."""
+    flat = tl.gather(tl.reshape(x, [ARMS]), place, 0)
+    return tl.sum(tl.where(held, tl.reshape(flat, [R2, S2]), 0), 1)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "rank"], do_not_specialize_on_alignment=_NO_ALIGNMENT)
+def _solve_kernel(
+    batch, bounds, blocks, num_candidates, shared, arm_rank, on_rank, num_blocks, rank,
+    R: tl.constexpr, E: tl.constexpr, N: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
+    R2: tl.constexpr, E2: tl.constexpr, N2: tl.constexpr, W2: tl.constexpr, S2: tl.constexpr,
+    STEPS: tl.constexpr, SCALE_BITS: tl.constexpr, STEP_BITS: tl.constexpr, SHORTEST_STEP: tl.constexpr,
+    FEWEST: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, E2)
+    if tl.program_id(0) == 1:
+        # Counts of blocks become counts of what is before each block.
+        b = tl.arange(0, 16)
+        before_block = tl.zeros((E2,), dtype=tl.int32)
+        first = 0
+        while first < num_blocks:
+            where = blocks + (first + b)[:, None] * E + e[None, :]
+            inside = ((first + b) < num_blocks)[:, None] & (e < E)[None, :]
+            number = tl.load(where, mask=inside, other=0)
+            tl.store(where, before_block[None, :] + tl.cumsum(number, 0) - number, mask=inside)
+            before_block += tl.sum(number, 0)
+            first += 16
+    else:
+        total = tl.zeros((E2,), dtype=tl.int32)
+        before = tl.zeros((E2,), dtype=tl.int32)
+        for first in range(0, R, 8):
+            r8 = first + tl.arange(0, 8)
+            where = batch + r8[:, None] * E + e[None, :]
+            inside = (r8 < R)[:, None] & (e < E)[None, :]
+            number = tl.load(where, mask=inside, other=0)
+            total += tl.sum(number, 0)
+            before += tl.sum(tl.where((r8 < rank)[:, None], number, 0), 0)
+            tl.store(where, tl.zeros_like(number), mask=inside)
+        r = tl.arange(0, R2)
+        s = tl.arange(0, S2)
+        k = tl.arange(0, W2)
+        what = tl.load(on_rank + r[:, None] * S + s[None, :], mask=(r < R)[:, None] & (s < S)[None, :], other=-1)
+        alone = tl.reshape(tl.maximum(-2 - what, 0), [R2 * S2])
+        if FEWEST:
+            used = (total > 0).to(tl.int32)
+            load = tl.sum(tl.where(what <= -2, tl.reshape(tl.gather(used, alone, 0), [R2, S2]), 0), 1)
+            for n in range(0, N):
+                expert = tl.load(shared + n)
+                if expert >= 0:
+                    wanted = tl.sum(tl.where(e == expert, used, 0), 0)
+                    number = tl.load(num_candidates + expert)
+                    rank_of = tl.load(arm_rank + n * W + k, mask=k < W, other=0)
+                    there = tl.where(k < number, tl.gather(load, rank_of, 0), 2147483647)
+                    best = tl.min(tl.where(there == tl.min(there, 0), k, W2), 0)
+                    best_rank = tl.sum(tl.where(k == best, rank_of, 0), 0)
+                    load += tl.where(r == best_rank, wanted, 0)
+                    tl.store(bounds + expert * W + k, tl.where(k <= best, 0, 2147483647), mask=k < W)
+        else:
+            all_tokens = tl.sum(total.to(tl.int64), 0)
+            scaled = ((total.to(tl.int64) << SCALE_BITS) // (all_tokens + 1)).to(tl.int32)
+            n = tl.arange(0, N2)
+            expert = tl.load(shared + n, mask=n < N, other=-1)
+            known = expert >= 0
+            expert = tl.maximum(expert, 0)
+            number = tl.load(num_candidates + expert, mask=known, other=0)
+            is_arm = k[None, :] < number[:, None]
+            rank_of = tl.load(arm_rank + n[:, None] * W + k[None, :], mask=(n < N)[:, None] & (k < W)[None, :], other=0)
+            rank_of = tl.reshape(rank_of, [N2 * W2])
+            held = what >= 0
+            place = tl.maximum(what, 0)
+            place = tl.reshape((place // W) * W2 + place % W, [R2 * S2])
+            wanted = tl.where(known, tl.gather(scaled, expert, 0), 0)
+            x = tl.where(is_arm, (wanted // tl.maximum(number, 1))[:, None], 0)
+            load = tl.sum(tl.where(what <= -2, tl.reshape(tl.gather(scaled, alone, 0), [R2, S2]), 0), 1)
+            load += _by_rank(x, place, held, N2 * W2, R2, S2)
+            level = tl.full((N2,), 1 << (SCALE_BITS + 1), dtype=tl.int32)
+            for _ in range(STEPS):
+                others = tl.reshape(tl.gather(load, rank_of, 0), [N2, W2]) - x
+                filled = is_arm & (others < level[:, None])
+                num_filled = tl.sum(filled.to(tl.int32), 1)
+                filled = tl.where((num_filled == 0)[:, None], is_arm, filled)
+                num_filled = tl.maximum(tl.where(num_filled == 0, number, num_filled), 1)
+                level = (wanted + tl.sum(tl.where(filled, others, 0), 1)) // num_filled
+                step = tl.where(is_arm, tl.maximum(level[:, None] - others, 0), 0) - x
+                change = _by_rank(step, place, held, N2 * W2, R2, S2).to(tl.int64)
+                gain = tl.maximum(tl.sum(((1 << SCALE_BITS) // R - load).to(tl.int64) * change, 0), 0)
+                squares = tl.maximum(tl.sum(change * change, 0), 1)
+                ratio = tl.div_rn(gain.to(tl.float32) * (1 << STEP_BITS), squares.to(tl.float32))
+                ratio = tl.minimum(tl.maximum(ratio, SHORTEST_STEP * 1.0), (1 << STEP_BITS) * 1.0)
+                length = ratio.to(tl.int32)
+                moved = (step * length + (1 << (STEP_BITS - 1))) >> STEP_BITS
+                x = tl.maximum(x + moved, 0)
+                load += ((change * length + (1 << (STEP_BITS - 1))) >> STEP_BITS).to(tl.int32)
+            x = tl.where((tl.sum(x, 1) == 0)[:, None], is_arm.to(tl.int32), x)
+            until = tl.cumsum(x, 1)
+            whole = tl.maximum(tl.sum(x, 1), 1).to(tl.int64)
+            tokens = tl.gather(total, expert, 0).to(tl.int64)
+            start = (tokens[:, None] * (until - x).to(tl.int64) + (whole // 2)[:, None]) // whole[:, None]
+            start = start.to(tl.int32) - tl.gather(before, expert, 0)[:, None]
+            tl.store(bounds + expert[:, None] * W + k[None, :], start, mask=known[:, None] & (k < W)[None, :])
+
+
+@triton.jit(do_not_specialize=[*_NO_VALUES, "chunk"], do_not_specialize_on_alignment=_NO_ALIGNMENT)
+def _map_solved_kernel(
+    ids, out, candidates, num_candidates, bounds, blocks, errors, num_tokens,
+    rows, ids_row, ids_column, out_row, out_column, chunk,
+    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, SEARCH: tl.constexpr,
+    BINS: tl.constexpr, MASKED: tl.constexpr, DEBUG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    before = tl.load(blocks + block * E + bins, mask=bins < E, other=0)
+    index = tl.arange(0, BLOCK)
+    first = 0
+    while first < chunk:
+        element = block * chunk + first + index
+        row, column, inside, real, value, valid = _load_ids(
+            ids, num_tokens, errors, element, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED, False
+        )
+        expert = tl.where(valid, value, 0).to(tl.int32)
+        label = tl.where(valid, expert, -1)
+        earlier = (label[:, None] == label[None, :]) & (index[None, :] < index[:, None])
+        place = tl.gather(before, expert, 0) + tl.sum(earlier.to(tl.int32), 1)
+        before += tl.histogram(expert, BINS, mask=valid)
+        if WIDTH == 1:
+            pick = tl.zeros_like(expert)
+        else:
+            pick = _pick(bounds, num_candidates, expert, place, valid, WIDTH, SEARCH)
+        slot = tl.load(candidates + expert * WIDTH + pick, mask=valid, other=-1)
+        if DEBUG:
+            slot = tl.where(valid, slot | 1073741824, slot)
+        result = slot.to(out.dtype.element_ty)
+        if SHARED > 0:
+            passed = real & (column >= COLUMNS - SHARED)
+            result = tl.where(passed, value.to(out.dtype.element_ty), result)
+        tl.store(out + row.to(tl.int64) * out_row + column * out_column, result, mask=inside)
+        first += BLOCK
+
+
+@triton.jit(do_not_specialize=["windows"], do_not_specialize_on_alignment=_NO_ALIGNMENT)
+def _roll_kernel(count, state, windows, E: tl.constexpr, BINS: tl.constexpr):
+    window = (tl.load(state) + 1) % windows
+    bins = tl.arange(0, BINS)
+    row = tl.program_id(0).to(tl.int64) * windows + window
+    tl.store(count + row * E + bins, tl.zeros((BINS,), dtype=tl.int32), mask=bins < E)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(state + 3, 1, sem="acq_rel")
+    if arrived == tl.num_programs(0) - 1:
+        tl.store(state + 3, 0)
+        tl.store(state + 2, tl.load(state + 2) + 1)
+        tl.store(state, window)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Rows, columns and their strides; a vector is one column."""
+    if x.ndim == 1:
+        return x.shape[0], 1, x.stride(0), 1
+    return x.shape[0], x.shape[1], x.stride(0), x.stride(1)
+
+
+def _power(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _blocks_of(elements: int) -> tuple[int, int]:
+    """Into how many blocks a batch is cut where places are counted through, and how many elements each has."""
+    chunk = SUB_BLOCK * max(1, -(-elements // (NUM_BLOCKS * SUB_BLOCK)))
+    return -(-elements // chunk), chunk
+
+
+def map(
+    ids: torch.Tensor, out: torch.Tensor, candidates: torch.Tensor, num_candidates: torch.Tensor,
+    thresholds: torch.Tensor, settings: torch.Tensor, draws: torch.Tensor, count: torch.Tensor, state: torch.Tensor,
+    errors: torch.Tensor, bounds: torch.Tensor, blocks: torch.Tensor, num_tokens: torch.Tensor | None,
+    num_shared: int, mode: str, debug: bool,
+) -> None:  # fmt: skip
+    rows, columns, ids_row, ids_column = _strides(ids)
+    _, _, out_row, out_column = _strides(out)
+    elements = rows * columns
+    if elements == 0:
+        return
+    experts, width = candidates.shape
+    masked = num_tokens is not None
+    limit = num_tokens if num_tokens is not None else state
+    search, bins = (width - 1).bit_length(), _power(experts)
+    if mode in SOLVED_MODES:
+        num_blocks, chunk = _blocks_of(elements)
+        _map_solved_kernel[(num_blocks,)](
+            ids, out, candidates, num_candidates, bounds, blocks, errors, limit,
+            rows, ids_row, ids_column, out_row, out_column, chunk,
+            COLUMNS=columns, SHARED=num_shared, E=experts, WIDTH=width, SEARCH=search, BINS=bins, MASKED=masked,
+            DEBUG=debug, BLOCK=SUB_BLOCK, num_warps=4,
+        )  # fmt: skip
+        return
+    # About one block for each multiprocessor; few elements are added one by one.
+    block = 128 if elements <= 8192 else (256 if elements <= 65536 else 1024)
+    _map_kernel[(-(-elements // block),)](
+        ids, out, candidates, num_candidates, thresholds, settings, draws, count, state, errors, limit,
+        rows, ids_row, ids_column, out_row, out_column,
+        COLUMNS=columns, SHARED=num_shared, E=experts, WIDTH=width, SEARCH=search, BINS=bins, MODE=mode,
+        MASKED=masked, COUNTS=count.shape[0] > 0, DIRECT=block == 128, DEBUG=debug, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def count_batch(
+    ids: torch.Tensor, batch: torch.Tensor, blocks: torch.Tensor, count: torch.Tensor, state: torch.Tensor,
+    errors: torch.Tensor, num_tokens: torch.Tensor | None, num_shared: int, rank: int, debug: bool,
+) -> None:  # fmt: skip
+    rows, columns, ids_row, ids_column = _strides(ids)
+    if rows * columns == 0:
+        return
+    num_blocks, chunk = _blocks_of(rows * columns)
+    experts = batch.shape[1]
+    _count_kernel[(num_blocks,)](
+        ids, batch, blocks, count, state, errors, num_tokens if num_tokens is not None else state,
+        rows, ids_row, ids_column, chunk, rank,
+        COLUMNS=columns, SHARED=num_shared, E=experts, BINS=_power(experts), MASKED=num_tokens is not None,
+        COUNTS=count.shape[0] > 0, DEBUG=debug, BLOCK=SUB_BLOCK if chunk == SUB_BLOCK else 512, num_warps=4,
+    )  # fmt: skip
+
+
+def solve_batch(
+    batch: torch.Tensor, bounds: torch.Tensor, blocks: torch.Tensor, num_candidates: torch.Tensor,
+    shared: torch.Tensor, arm_rank: torch.Tensor, on_rank: torch.Tensor, ids: torch.Tensor, num_shared: int, rank: int,
+    mode: str,
+) -> None:  # fmt: skip
+    ranks, experts = batch.shape
+    (num, width), per_rank = arm_rank.shape, on_rank.shape[1]
+    rows, columns, _, _ = _strides(ids)
+    num_blocks, _ = _blocks_of(rows * columns)
+    arms = _power(num) * _power(width)
+    warps = 4 if mode == "fewest" or arms < 2048 else (8 if arms < 8192 else 16)
+    _solve_kernel[(2,)](
+        batch, bounds, blocks, num_candidates, shared, arm_rank, on_rank, num_blocks, rank,
+        R=ranks, E=experts, N=num, W=width, S=per_rank, R2=_power(ranks), E2=_power(experts), N2=_power(num),
+        W2=_power(width), S2=_power(per_rank), STEPS=STEPS, SCALE_BITS=SCALE_BITS, STEP_BITS=STEP_BITS,
+        SHORTEST_STEP=SHORTEST_STEP, FEWEST=mode == "fewest", num_warps=warps,
+    )  # fmt: skip
+
+
+def roll(count: torch.Tensor, state: torch.Tensor) -> None:
+    """`LoadCounter.roll` in one launch."""
+    layers, windows, experts = count.shape
+    if layers:
+        _roll_kernel[(layers,)](count, state, windows, E=experts, BINS=_power(experts), num_warps=4)

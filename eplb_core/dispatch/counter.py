@@ -1,0 +1,208 @@
+"""Tokens per expert, counted on the device in windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from eplb_core._arrays import ArrayLike, IntArray, check_int
+from eplb_core.errors import EplbError
+from eplb_core.layout import layer_rows
+
+if TYPE_CHECKING:
+    from eplb_core.layout import ExpertLayout
+
+WINDOW, RECORDING, FINISHED, ARRIVED = range(4)
+"""Places in `LoadCounter.state`."""
+
+
+class LoadCounter:
+    """A ring of windows of counts on the device; the dispatch kernel adds to the current one at a device-side cursor.
+
+    Counts are (token, expert) pairs of the calls that this object was given to: each token once for each of its
+    experts, however many ranks hold those. Where every rank dispatches its own tokens, add the ranks up
+    (`snapshot(all_reduce=)`); where all ranks dispatch the same tokens, each rank's counts are already those of all.
+
+    Args:
+        num_layers: Layers L.
+        num_experts: Logical experts E.
+        windows: Finished windows T that are kept; one more is being filled.
+        device: Where the counts live.
+
+    Raises:
+        ValueError: A number is too small.
+
+    Cost:
+        4 * L * (T + 1) * E bytes, and 12 * L * T * E for snapshots; all allocated here. A window may hold up to 2^31 -
+        1 tokens an expert; snapshots are int64.
+
+    Threads:
+        All methods from the thread that runs the passes, on its current stream; `Snapshot.numpy` from any.
+
+    Example:
+        >>> load = LoadCounter(1, 4, windows=2, device="cpu")
+        >>> from eplb_core import ExpertLayout, Topology
+        >>> layout = ExpertLayout([[0, 1, 2, 3, 3, 0]], num_experts=4, topology=Topology(num_ranks=2))
+        >>> load.add_slots(torch.tensor([[3, 1, 4, 1, 5, 9]]), layout)
+        >>> load.roll()
+        >>> load.snapshot().numpy().tolist()
+        [[[12, 1, 4, 6]]]
+    """
+
+    def __init__(
+        self, num_layers: int, num_experts: int, *, windows: int = 1, device: torch.device | str = "cpu"
+    ) -> None:
+        self.num_layers = check_int(num_layers, "num_layers", 0)
+        self.num_experts = check_int(num_experts, "num_experts", 1)
+        self.windows = check_int(windows, "windows", 1)
+        self.device = torch.device(device)
+        shape = (self.num_layers, self.windows + 1, self.num_experts)
+        # Layer first: the views of single layers do not overlap, so a compiler need not think that they alias.
+        self.count = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        """int32 `[L, T + 1, E]`; a kernel adds to `count[layer, state[0]]` where `state[1]` is not 0."""
+        self.state = torch.tensor([0, 1, 0, 0], dtype=torch.int32, device=self.device)
+        """int32 `[4]`: current window, whether calls count, windows finished, and scratch."""
+        self._order = torch.arange(1, self.windows + 1, dtype=torch.int64, device=self.device)
+        self._index = torch.empty_like(self._order)
+        self._picked = torch.empty(
+            (self.num_layers, self.windows, self.num_experts), dtype=torch.int32, device=self.device
+        )
+        self._layout: ExpertLayout | None = None
+        self._map = self._order
+        self._free = [_Buffers(self) for _ in range(2)]
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """Counts of one layer, int32 `[T + 1, E]`: a view, fixed for life."""
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"`layer` (={layer}) must be in [0, {self.num_layers})")
+        return self.count[layer]
+
+    def roll(self) -> None:
+        """End the current window and begin an empty one in place of the oldest. No host synchronization."""
+        if self.device.type == "cuda" and _has_triton():
+            from eplb_core.dispatch import _triton
+
+            _triton.roll(self.count, self.state)
+            return
+        state = self.state
+        state[WINDOW] = (state[WINDOW] + 1) % (self.windows + 1)
+        state[FINISHED] += 1
+        self.count.index_fill_(1, state[WINDOW : WINDOW + 1].long(), 0)
+
+    def recording(self, on: bool) -> None:
+        """Whether calls from now on count: off for dummy passes, warm-up and capture. One launch, no wait."""
+        self.state[RECORDING : RECORDING + 1].fill_(int(on))
+
+    def add_slots(self, counts: torch.Tensor, layout: ExpertLayout, *, layers: ArrayLike | None = None) -> None:
+        """Add counts by slot, read with the layout under which they were counted.
+
+        Where a layer is installed within a window, add what was counted until then with the old layout, and begin
+        again.
+
+        Args:
+            counts: Ints `[L, P]`, or `[n, P]` for `layers`, on this counter's device; what is counted at empty slots is
+                left out.
+            layout: Layout of those counts; another than in the call before costs a copy of its map to the device.
+            layers: Rows that `counts` is for. Default: all.
+
+        Raises:
+            ValueError: Shapes do not fit.
+        """
+        if (layout.num_layers, layout.num_experts) != (self.num_layers, self.num_experts):
+            raise ValueError(
+                f"`layout` has {layout.num_layers} layers and {layout.num_experts} experts, "
+                f"this counter {self.num_layers} and {self.num_experts}"
+            )
+        rows = np.arange(self.num_layers) if layers is None else layer_rows(layers, self.num_layers)
+        if tuple(counts.shape) != (len(rows), layout.num_slots):
+            raise ValueError(f"`counts` (shape {list(counts.shape)}) must be [{len(rows)}, {layout.num_slots}]")
+        if layout is not self._layout:
+            self._layout, self._map = layout, torch.tensor(layout.physical_to_logical_map, device=self.device)
+        layer = torch.from_numpy(rows).to(self.device)
+        expert = self._map if layers is None else self._map[layer]
+        layer = layer[:, None]
+        place = (layer * (self.windows + 1) + self.state[WINDOW]) * self.num_experts + expert.clamp(min=0)
+        amount = torch.where(expert >= 0, counts.to(torch.int32), 0) * self.state[RECORDING]
+        self.count.view(-1).index_add_(0, place.reshape(-1), amount.reshape(-1))
+
+    def snapshot(self, *, all_reduce: Callable[[torch.Tensor], object] | None = None) -> Snapshot:
+        """Copy the finished windows out, without waiting for anything.
+
+        Args:
+            all_reduce: Called once with the int64 device tensor `[T, L, E]`, oldest window first, to sum it over ranks
+                in place on the current stream. Ranks must roll in the same passes. Windows not finished yet are 0.
+
+        Returns:
+            A snapshot whose `numpy()` waits; two may be unread at a time.
+
+        Raises:
+            EplbError: Two snapshots are unread.
+        """
+        if not self._free:
+            raise EplbError("two snapshots are unread; call numpy() on one, or drop it, before the next")
+        buffers = self._free.pop()
+        torch.add(self._order, self.state[WINDOW], out=self._index)
+        self._index.remainder_(self.windows + 1)
+        torch.index_select(self.count, 1, self._index, out=self._picked)
+        buffers.device.copy_(self._picked.transpose(0, 1))
+        if all_reduce is not None:
+            all_reduce(buffers.device)
+        buffers.host.copy_(buffers.device, non_blocking=True)
+        buffers.host_state.copy_(self.state, non_blocking=True)
+        if buffers.event is not None:
+            buffers.event.record()
+        return Snapshot(self, buffers)
+
+
+class Snapshot:
+    """Counts on their way to the host."""
+
+    def __init__(self, counter: LoadCounter, buffers: _Buffers) -> None:
+        self._counter = counter
+        self._buffers: _Buffers | None = buffers
+        self._array: IntArray = np.empty(0, dtype=np.int64)
+
+    def ready(self) -> bool:
+        """Whether `numpy()` would not wait."""
+        buffers = self._buffers
+        return buffers is None or buffers.event is None or bool(buffers.event.query())  # type: ignore[no-untyped-call]
+
+    def numpy(self) -> IntArray:
+        """Counts of the finished windows, int64 `[T, L, E]`, oldest first, fewer before T have finished. Waits."""
+        buffers = self._buffers
+        if buffers is not None:
+            if buffers.event is not None:
+                buffers.event.synchronize()
+            finished = min(int(buffers.host_state[FINISHED]), self._counter.windows)
+            self._array = buffers.host.numpy()[self._counter.windows - finished :].copy()
+            self._release()
+        return self._array
+
+    def _release(self) -> None:
+        if self._buffers is not None:
+            self._counter._free.append(self._buffers)
+            self._buffers = None
+
+    def __del__(self) -> None:
+        self._release()
+
+
+class _Buffers:
+    """Staging of one snapshot: on the device, and pinned on the host."""
+
+    def __init__(self, counter: LoadCounter) -> None:
+        shape = (counter.windows, counter.num_layers, counter.num_experts)
+        pinned = counter.device.type == "cuda"
+        self.device = torch.empty(shape, dtype=torch.int64, device=counter.device)
+        self.host = torch.empty(shape, dtype=torch.int64, pin_memory=pinned)
+        self.host_state = torch.empty(4, dtype=torch.int32, pin_memory=pinned)
+        self.event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+
+
+def _has_triton() -> bool:
+    from eplb_core.dispatch.ops import has_triton
+
+    return has_triton()

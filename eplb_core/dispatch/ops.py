@@ -1,0 +1,387 @@
+"""From (token, expert) to slots: one operator with a plain torch path; CUDA tensors take the Triton kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from eplb_core.dispatch import quota
+from eplb_core.dispatch.counter import RECORDING, WINDOW
+
+GOLDEN = 0x9E3779B9
+MASK = 0xFFFFFFFF
+TAG = 1 << 30
+"""Set in every slot that a debugging table gives."""
+SOLVED_MODES = ("quota", "fewest")
+"""Modes that solve each batch: they count first, and choose by a token's place among its expert's."""
+
+NUM_BLOCKS = 256
+"""Blocks of a batch whose counts are kept apart, so that places within an expert's tokens can be counted through."""
+
+DRAWS, ARRIVED = range(2)
+"""Places in `LayerTables.draws`."""
+BASE_PHASE, RANK_PHASE, KEY, KEY2 = range(4)
+"""Places in `LayerTables.settings`."""
+OUT_OF_RANGE, MAPPED_TWICE = range(2)
+"""Places in `LayerTables.errors`."""
+
+
+class LayerTables(NamedTuple):
+    """What the dispatch of one layer reads and writes: tensors whose addresses, shapes and types stay for life.
+
+    An engine's own kernel may do what `topk_to_slots` does: token row t of expert e goes to `candidates[e, k]`, where
+    k is the last one with `thresholds[e, k] <= u`, for a number u in [0, 2^30) that the mode makes (docs/dispatch.md),
+    and adds 1 to `count[state[0], e]` if `state[1]` is not 0.
+    """
+
+    candidates: torch.Tensor
+    """int32 `[E, W]`: names of the expert's slots, ascending by slot; -1 after the last. Static modes: W = 1."""
+    num_candidates: torch.Tensor
+    """int32 `[E]`."""
+    thresholds: torch.Tensor
+    """int32 `[E, W]`, in units of 2^-30: where each candidate's part of [0, 1) begins. Static modes: `[E, 0]`."""
+    settings: torch.Tensor
+    """int32 `[4]`: phase of the layer, phase of the rank, two keys of the random mode."""
+    draws: torch.Tensor
+    """int32 `[2]`: calls that the random mode has made, and scratch."""
+    count: torch.Tensor  # type: ignore[assignment]
+    """int32 `[T + 1, E]`: the counter's windows of this layer; `[0, E]` where nothing is counted."""
+    state: torch.Tensor
+    """int32 `[4]`: the counter's current window, and whether calls count."""
+    errors: torch.Tensor
+    """int32 `[2]`: ids out of range and ids mapped twice, where a debugging table has seen any."""
+    batch: torch.Tensor
+    """int32 `[R, E]`: this batch's counts of every rank (modes that solve the batch; else `[0, E]`)."""
+    bounds: torch.Tensor
+    """int32 `[E, W]`: place among this rank's tokens of the expert where each candidate's tokens begin."""
+    blocks: torch.Tensor
+    """int32 `[B, E]`: counts of blocks of the batch, then of what is before each block."""
+    shared: torch.Tensor
+    """int32 `[N]`: experts with several replicas, the fewest replicas first, padded with -1; what the solver reads."""
+    arm_rank: torch.Tensor
+    """int32 `[N, W]`: rank of each candidate of those."""
+    on_rank: torch.Tensor
+    """int32 `[R, S]`: each slot's place in `[N, W]`, -2 - e if its expert e has no other, or -1 if it is empty."""
+    mode: str
+    """How candidates are chosen."""
+    rank: int
+    """Source rank."""
+    debug: bool
+    """Whether ids are checked and slots tagged."""
+    all_reduce: Callable[[torch.Tensor], object] | None
+    """Sums `batch` over ranks in place, on the current stream."""
+
+
+def topk_to_slots(
+    topk_ids: torch.Tensor,
+    tables: LayerTables,
+    *,
+    num_tokens: torch.Tensor | None = None,
+    num_shared: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which slot does each (token, expert) go to? Counts the experts on the way.
+
+    Args:
+        topk_ids: int32 or int64 `[T, K]` (or `[T]`): logical experts, -1 = none. T = 0 is valid. Any strides.
+        tables: `DispatchTables.layer(l)`.
+        num_tokens: int32 `[1]` or `[]` on the device: rows from it on become -1 and are not counted. Default: T.
+        num_shared: Trailing columns that hold fused shared experts: copied, neither mapped nor counted.
+        out: Where to write, of `topk_ids`' shape and any signed integer type; may be `topk_ids` itself.
+
+    Returns:
+        `out`, or a new contiguous tensor of `topk_ids`' shape and type. -1 stays -1.
+
+    Raises:
+        IndexError: On the CPU: an id that is neither -1 nor an expert, or with debugging tables one that is a slot
+            already. On CUDA such an id becomes -1; debugging tables note it for `DispatchTables.check`.
+        ValueError: `num_shared` or a shape does not fit.
+
+    Cost:
+        One launch (`random`, `row`, `weighted`, `static`, `even`, `fake`), three with `quota` and `fewest`. No
+        allocation with `out`, no synchronization; may be captured in a CUDA graph and compiled.
+
+    Example:
+        >>> from eplb_core import DispatchTables, ExpertLayout, Topology
+        >>> layout = ExpertLayout([[0, 1, 2, 3, 3, 0]], num_experts=4, topology=Topology(num_ranks=2))
+        >>> t = DispatchTables(layout, rank=1, mode="static").layer(0)
+        >>> topk_to_slots(torch.tensor([[0, 3], [-1, -1], [1, 2]]), t).tolist()
+        [[5, 3], [-1, -1], [1, 2]]
+    """
+    if not 0 <= num_shared <= topk_ids.shape[-1]:
+        raise ValueError(
+            f"`num_shared` (={num_shared}) must be in [0, {topk_ids.shape[-1]}], the columns of `topk_ids`"
+        )
+    if out is None:
+        out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
+    elif out.shape != topk_ids.shape:
+        raise ValueError(f"`out` (shape {list(out.shape)}) must be {list(topk_ids.shape)}, as `topk_ids`")
+    t = tables
+    if t.mode in SOLVED_MODES:
+        torch.ops.eplb_core.count_batch(
+            topk_ids, t.batch, t.blocks, t.count, t.state, t.errors, num_tokens, num_shared, t.rank, t.debug
+        )
+        if t.all_reduce is not None:
+            t.all_reduce(t.batch)
+        torch.ops.eplb_core.solve_batch(
+            t.batch, t.bounds, t.blocks, t.num_candidates, t.shared, t.arm_rank, t.on_rank, topk_ids, num_shared,
+            t.rank, t.mode,
+        )  # fmt: skip
+    if out is topk_ids:
+        torch.ops.eplb_core.map_(
+            out, t.candidates, t.num_candidates, t.thresholds, t.settings, t.draws, t.count, t.state, t.errors,
+            t.bounds, t.blocks, num_tokens, num_shared, t.mode, t.debug,
+        )  # fmt: skip
+    else:
+        torch.ops.eplb_core.map(
+            topk_ids, out, t.candidates, t.num_candidates, t.thresholds, t.settings, t.draws, t.count, t.state,
+            t.errors, t.bounds, t.blocks, num_tokens, num_shared, t.mode, t.debug,
+        )  # fmt: skip
+    return out
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton can be imported: else CUDA tensors take the torch path."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+# ---- the torch path --------------------------------------------------------------------------------------------------
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit words that spreads every bit, on int64 in [0, 2^32).
+
+    Source: the multipliers and shifts of "lowbias32" (C. Wellons, hash-prospector; public domain).
+    """
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & MASK
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
+
+
+def _valid(
+    ids: torch.Tensor, num_experts: int, num_tokens: torch.Tensor | None, errors: torch.Tensor, debug: bool
+) -> torch.Tensor:
+    """Which of the routed ids `[T, k]` are experts of real rows; on the CPU others than -1 raise."""
+    valid = (ids >= 0) & (ids < num_experts)
+    bad = (ids < -1) | (ids >= num_experts)
+    if num_tokens is not None:
+        real = torch.arange(len(ids), device=ids.device)[:, None] < num_tokens.reshape(())
+        valid, bad = valid & real, bad & real
+    if ids.device.type == "cpu":
+        if bool(bad.any()):
+            row, column = (int(i) for i in bad.nonzero()[0])
+            value = int(ids[row, column])
+            if debug and value >= TAG:
+                raise IndexError(
+                    f"`topk_ids` (={value}) is slot {value - TAG} at row {row}, column {column}: it was mapped before; "
+                    "map each id once"
+                )
+            raise IndexError(
+                f"`topk_ids` (={value}) must be -1 or a logical expert in [0, {num_experts}) at row {row}, column "
+                f"{column}; {int(bad.sum()) - 1} more; fused shared experts need `num_shared`, slots are no experts"
+            )
+    elif debug:
+        twice = bad & (ids >= TAG)
+        errors[MAPPED_TWICE] += twice.sum()
+        errors[OUT_OF_RANGE] += bad.sum() - twice.sum()
+    return valid
+
+
+def _as_2d(x: torch.Tensor) -> torch.Tensor:
+    return x.unsqueeze(-1) if x.ndim == 1 else x
+
+
+def _count(
+    count: torch.Tensor, state: torch.Tensor, expert: torch.Tensor, valid: torch.Tensor, num_experts: int
+) -> None:
+    if count.shape[0]:
+        place = state[WINDOW] * num_experts + expert
+        amount = valid.to(torch.int32) * (state[RECORDING] != 0)
+        count.view(-1).index_add_(0, place.reshape(-1), amount.reshape(-1))
+
+
+def _map_torch(
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    candidates: torch.Tensor,
+    num_candidates: torch.Tensor,
+    thresholds: torch.Tensor,
+    settings: torch.Tensor,
+    draws: torch.Tensor,
+    count: torch.Tensor,
+    state: torch.Tensor,
+    errors: torch.Tensor,
+    bounds: torch.Tensor,
+    blocks: torch.Tensor,
+    num_tokens: torch.Tensor | None,
+    num_shared: int,
+    mode: str,
+    debug: bool,
+) -> None:
+    ids, out = _as_2d(ids), _as_2d(out)
+    rows, columns = ids.shape
+    if rows == 0:
+        return
+    routed = columns - num_shared
+    num_experts, width = candidates.shape
+    row = torch.arange(rows, device=ids.device)[:, None]
+    given = ids[:, :routed]
+    setting = settings.to(torch.int64) & MASK
+    if mode == "fake":  # ids are replaced, by each expert in turn
+        valid = given >= 0
+        if num_tokens is not None:
+            valid = valid & (row < num_tokens.reshape(()))
+        element = row * routed + torch.arange(routed, device=ids.device)
+        expert = ((element & MASK) + setting[BASE_PHASE] % num_experts) % num_experts
+    else:
+        valid = _valid(given, num_experts, num_tokens, errors, debug and mode not in SOLVED_MODES)
+        expert = torch.where(valid, given, 0).to(torch.int64)
+    if mode not in SOLVED_MODES:
+        _count(count, state, expert, valid, num_experts)
+    if width == 1:
+        slot = candidates.view(-1)[expert]
+    else:
+        if mode in SOLVED_MODES:
+            u, starts = quota.places(expert, valid, num_experts), bounds
+        else:
+            u, starts = _choice(mode, row, routed, expert, setting, draws), thresholds
+        # Where u falls among the starts of the candidates' parts; candidates past the last begin at the end.
+        number = num_candidates.to(torch.int64)[expert]
+        pick = torch.zeros_like(expert)
+        for k in range(1, width):
+            pick += (k < number) & (starts[:, k].to(torch.int64)[expert] <= u)
+        slot = candidates.view(-1)[expert * width + pick]
+    if debug:
+        slot = slot | TAG
+    result = torch.where(valid, slot, -1)
+    if num_shared:
+        shared = ids[:, routed:]
+        if num_tokens is not None:
+            shared = torch.where(row < num_tokens.reshape(()), shared, -1)
+        result = torch.cat([result, shared], dim=1)
+    out.copy_(result)
+    if mode == "random":
+        draws[DRAWS] += 1
+
+
+def _choice(
+    mode: str, row: torch.Tensor, routed: int, expert: torch.Tensor, setting: torch.Tensor, draws: torch.Tensor
+) -> torch.Tensor:
+    """The number u in [0, 2^30) that chooses among an expert's candidates."""
+    if mode == "random":
+        draw = draws[DRAWS].to(torch.int64) & MASK
+        first = _mix((setting[KEY] + draw * GOLDEN) & MASK)
+        second = _mix(setting[KEY2] ^ draw)
+        element = row * routed + torch.arange(routed, device=row.device)
+        return _mix(first ^ _mix((element + second) & MASK)) >> 2
+    # A rotation by the golden ratio: consecutive rows, and every other row, spread evenly; experts and layers start
+    # apart.
+    u = row * GOLDEN + _mix((setting[BASE_PHASE] + expert) & MASK)
+    if mode == "weighted":
+        u = u + setting[RANK_PHASE]
+    return (u & MASK) >> 2
+
+
+def _count_torch(
+    ids: torch.Tensor,
+    batch: torch.Tensor,
+    blocks: torch.Tensor,
+    count: torch.Tensor,
+    state: torch.Tensor,
+    errors: torch.Tensor,
+    num_tokens: torch.Tensor | None,
+    num_shared: int,
+    rank: int,
+    debug: bool,
+) -> None:
+    ids = _as_2d(ids)
+    given = ids[:, : ids.shape[1] - num_shared]
+    num_experts = batch.shape[1]
+    valid = _valid(given, num_experts, num_tokens, errors, debug)
+    expert = torch.where(valid, given, 0).to(torch.int64)
+    batch[rank].index_add_(0, expert.reshape(-1), valid.to(torch.int32).reshape(-1))
+    _count(count, state, expert, valid, num_experts)
+
+
+def _solve_torch(
+    batch: torch.Tensor,
+    bounds: torch.Tensor,
+    blocks: torch.Tensor,
+    num_candidates: torch.Tensor,
+    shared: torch.Tensor,
+    arm_rank: torch.Tensor,
+    on_rank: torch.Tensor,
+    ids: torch.Tensor,
+    num_shared: int,
+    rank: int,
+    mode: str,
+) -> None:
+    quota.solve(batch, bounds, num_candidates, shared, arm_rank, on_rank, rank, fewest=mode == "fewest")
+    batch.zero_()
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
+
+# "mode" is a name that torch passes by itself, hence "how".
+_TABLES = (
+    "Tensor candidates, Tensor num_candidates, Tensor thresholds, Tensor settings, Tensor(b!) draws, Tensor(c!) count, "
+    "Tensor state, Tensor(d!) errors, Tensor bounds, Tensor blocks, Tensor? num_tokens, int num_shared, str how, "
+    "bool debug"
+)
+# define and impl of a library, not custom_op: a call then costs 3 us of host time and not 20.
+_library = torch.library.Library("eplb_core", "DEF")  # type: ignore[no-untyped-call]
+_define: Callable[..., object] = _library.define
+_impl: Callable[..., object] = _library.impl
+_define(f"map(Tensor ids, Tensor(a!) out, {_TABLES}) -> ()")
+_define(f"map_(Tensor(a!) ids, {_TABLES}) -> ()")
+_define(
+    "count_batch(Tensor ids, Tensor(a!) batch, Tensor(b!) blocks, Tensor(c!) count, Tensor state, Tensor(d!) errors, "
+    "Tensor? num_tokens, int num_shared, int rank, bool debug) -> ()"
+)
+_define(
+    "solve_batch(Tensor(a!) batch, Tensor(b!) bounds, Tensor(c!) blocks, Tensor num_candidates, Tensor shared, "
+    "Tensor arm_rank, Tensor on_rank, Tensor ids, int num_shared, int rank, str how) -> ()"
+)
+
+
+def _on_cuda(name: str, plain: Callable[..., None]) -> Callable[..., None]:
+    """The Triton kernel, or the torch path where there is no Triton."""
+
+    def call(*args: object) -> None:
+        if has_triton():
+            from eplb_core.dispatch import _triton
+
+            getattr(_triton, name)(*args)
+        else:
+            plain(*args)
+
+    return call
+
+
+def _in_place(map_to: Callable[..., None]) -> Callable[..., None]:
+    return lambda ids, *args: map_to(ids, ids, *args)
+
+
+def _nothing(*args: object) -> None:
+    """Shapes are the caller's: nothing to infer."""
+
+
+for _name, _plain in (("map", _map_torch), ("count_batch", _count_torch), ("solve_batch", _solve_torch)):
+    _cuda = _on_cuda(_name, _plain)
+    _impl(_name, _plain, "CPU")
+    _impl(_name, _cuda, "CUDA")
+    _impl(_name, _nothing, "Meta")
+    if _name == "map":
+        _impl("map_", _in_place(_plain), "CPU")
+        _impl("map_", _in_place(_cuda), "CUDA")
+        _impl("map_", _nothing, "Meta")

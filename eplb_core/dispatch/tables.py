@@ -1,0 +1,411 @@
+"""The dispatch tables of all layers: buffers that stay where they are, filled from a layout, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import torch
+
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, to_ids, to_numpy
+from eplb_core.dispatch import _rows, even, static
+from eplb_core.dispatch.counter import LoadCounter
+from eplb_core.dispatch.ops import (
+    GOLDEN,
+    MAPPED_TWICE,
+    MASK,
+    NUM_BLOCKS,
+    OUT_OF_RANGE,
+    SOLVED_MODES,
+    TAG,
+    LayerTables,
+    topk_to_slots,
+)
+from eplb_core.errors import LayoutError
+from eplb_core.layout import ExpertLayout, layer_rows
+
+Mode = Literal["static", "even", "random", "row", "weighted", "quota", "fewest", "fake"]
+STATIC_MODES: tuple[Mode, ...] = ("static", "even")
+MODES: tuple[Mode, ...] = (*STATIC_MODES, "random", "row", "weighted", "quota", "fewest", "fake")
+
+
+SOLVER_ARMS = 8192
+"""Most candidates (experts with several replicas, times `max_replicas`, in powers of two) that the solver can hold."""
+
+
+class DispatchTables:
+    """Which slot each token goes to, on every layer, from one source rank; installed in place while serving.
+
+    Modes (docs/dispatch.md says which to choose):
+        static: one slot for each expert, by SGLang's rule on each layer by itself.
+        even: one slot for each expert, this rank's part of `even_dispatch_table`.
+        random: drawn anew for every token and call, also when a CUDA graph is replayed; seeded, reproducible.
+        row: by token row, layer and expert alone: the same on every rank, for engines whose ranks share all tokens.
+        weighted: as row, with another start on every rank, for engines that send tokens to experts.
+        quota: solved on the batch: ranks sum their counts by `all_reduce`, then get as even loads as the layout allows.
+        fewest: solved on the batch: one slot for each expert used, so that few slots are used on every rank.
+        fake: ids are replaced by every expert in turn, for benchmarks.
+    All but the static modes split an expert's tokens by `shares` (equal ones by default), quota and fewest by the
+    batch.
+
+    Args:
+        layout: What the slots hold now.
+        rank: This rank, the source of the tokens.
+        mode: As above.
+        device: Where the buffers live.
+        max_replicas: Most replicas that an expert can ever have. Default: P - E + 1; with `quota` and `fewest` at most
+            8192 over the number of redundant experts, and less makes them faster.
+        slot_ids: What the all-to-all calls each slot, ints `[P]`, not negative. Default: 0 .. P - 1.
+        shares: Fraction of its expert's tokens for each slot, `[L, P]`, as `replica_shares` gives.
+        seed: Seed of `static`, `random` and of the phases of the others; equal on all ranks.
+        load: Counter to which every call adds.
+        all_reduce: Sums an int32 `[R, E]` device tensor over ranks in place, on the current stream, capturable (`quota`
+            and `fewest`). Default: this rank's tokens are all there are.
+        debug: Check ids on the device too, and tag slots, so that ids mapped twice are found: see `check` and `untag`.
+
+    Raises:
+        ValueError: A mode, shape or number does not fit; the text says which.
+        LayoutError: An expert has more replicas than `max_replicas`.
+        IndexError: `rank` is out of range.
+
+    Cost:
+        4 * L * E * (1 + 2 * max_replicas) bytes on the device and as much on the host; static modes 8 * L * E. `quota`
+        and `fewest` add 4 * E * (R + 256 + max_replicas) a layer. All of it is allocated here.
+
+    Threads:
+        One at a time. Calls for one layer must follow each other on the device.
+
+    Example:
+        >>> from eplb_core import Topology
+        >>> layout = ExpertLayout([[0, 1, 2, 3, 3, 0]], num_experts=4, topology=Topology(num_ranks=2))
+        >>> tables = DispatchTables(layout, rank=0, mode="row")
+        >>> tables.map(0, torch.zeros(8, 1, dtype=torch.int32)).reshape(-1).tolist()
+        [0, 5, 0, 5, 0, 0, 5, 0]
+    """
+
+    layout: ExpertLayout
+    """What the buffers hold; follows `install`."""
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        *,
+        rank: int = 0,
+        mode: Mode = "even",
+        device: torch.device | str = "cpu",
+        max_replicas: int | None = None,
+        slot_ids: ArrayLike | None = None,
+        shares: ArrayLike | None = None,
+        seed: int = 0,
+        load: LoadCounter | None = None,
+        all_reduce: Callable[[torch.Tensor], object] | None = None,
+        debug: bool = False,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"`mode` (={mode!r}) must be one of {', '.join(MODES)}")
+        ranks, experts, slots = layout.topology.num_ranks, layout.num_experts, layout.num_slots
+        if not 0 <= check_int(rank, "rank", -(2**31)) < ranks:
+            raise IndexError(f"`rank` (={rank}) must be in [0, {ranks})")
+        if load is not None and (load.num_layers, load.num_experts) != (layout.num_layers, experts):
+            raise ValueError(
+                f"`load` counts {load.num_layers} layers and {load.num_experts} experts, "
+                f"`layout` has {layout.num_layers} and {experts}"
+            )
+        solved = mode in SOLVED_MODES
+        num_shared = max(1, min(experts, slots - experts)) if solved else 0
+        room = SOLVER_ARMS // (1 << (num_shared - 1).bit_length()) if solved else slots
+        most = min(slots - experts + 1, room) if max_replicas is None else check_int(max_replicas, "max_replicas", 1)
+        if most > room:
+            raise ValueError(
+                f"`max_replicas` (={most}) must be at most {room} for mode {mode!r} with {slots - experts} redundant "
+                "experts: the solver of a batch has no room for more"
+            )
+        self.layout, self.rank, self.mode, self.debug = layout, int(rank), mode, bool(debug)
+        self.device = torch.device(device)
+        self.max_replicas = most
+        self._shape = _rows.RowShape(
+            num_experts=experts,
+            width=1 if mode in STATIC_MODES else most,
+            num_shared=num_shared,
+            num_ranks=ranks,
+            slots_per_rank=layout.slots_per_rank,
+        )
+        self._slot_ids = _check_slot_ids(slot_ids, slots)
+        self._seed = check_int(seed, "seed", 0)
+        self._all_reduce = all_reduce
+        self._allocate(load)
+        self.install(layout, shares=shares)
+
+    def _allocate(self, load: LoadCounter | None) -> None:
+        layers, experts = self.layout.num_layers, self._shape.num_experts
+        ranks, size, device = self._shape.num_ranks, self._shape.size, self.device
+        pinned = device.type == "cuda"
+        self._mirror = torch.full((layers, size), -1, dtype=torch.int32, pin_memory=pinned)
+        self._host = self._mirror.numpy()
+        self._host[:, :experts] = 0
+        self._host[:, self._shape.thresholds : self._shape.shared] = _rows.UNIT
+        self._packed = self._mirror.to(device)  # on the CPU they are one
+        self._copied = [_event() for _ in range(layers)] if pinned else []
+        settings = [_settings(self._seed, layer, self.rank) for layer in range(layers)]
+        self._settings = torch.tensor(settings, dtype=torch.int64).reshape(layers, 4).to(torch.int32).to(device)
+        self._draws = torch.zeros((layers, 2), dtype=torch.int32, device=device)
+        self._errors = torch.zeros(2, dtype=torch.int32, device=device)
+        nothing = torch.zeros((layers, 0, experts), dtype=torch.int32, device=device)
+        self._count = nothing if load is None else load.count
+        self._state = torch.zeros(4, dtype=torch.int32, device=device) if load is None else load.state
+        solved = self._shape.num_shared > 0
+        self._batch = torch.zeros((layers, ranks if solved else 0, experts), dtype=torch.int32, device=device)
+        self._blocks = torch.zeros((layers, NUM_BLOCKS if solved else 0, experts), dtype=torch.int32, device=device)
+        width = self._shape.width if solved else 0
+        self._bounds = torch.zeros((layers, experts, width), dtype=torch.int32, device=device)
+        # Scratch of the host kernels that fill rows.
+        self._starts = np.empty(experts + 1, dtype=np.int64)
+        self._by_expert = np.empty(self.layout.num_slots, dtype=np.int64)
+        self._filler = _static_filler(self.mode, self.layout, self._seed) if self._shape.width == 1 else None
+
+    # ---- use -------------------------------------------------------------------------------------------------------
+
+    def layer(self, layer: int, *, mode: Mode | None = None) -> LayerTables:
+        """The tensors of one layer, fixed for life; `mode` chooses otherwise on the same memory (decode and prefill).
+
+        Raises:
+            IndexError: `layer` is out of range.
+            ValueError: The buffers cannot serve `mode`: static ones serve themselves only, and `quota` and `fewest`
+                need tables made for one of them.
+        """
+        if not 0 <= layer < self.layout.num_layers:
+            raise IndexError(f"`layer` (={layer}) must be in [0, {self.layout.num_layers})")
+        mode = self.mode if mode is None else mode
+        if mode not in MODES:
+            raise ValueError(f"`mode` (={mode!r}) must be one of {', '.join(MODES)}")
+        static_only = self.mode in STATIC_MODES or mode in STATIC_MODES
+        if mode != self.mode and (static_only or (mode in SOLVED_MODES and not self._shape.num_shared)):
+            raise ValueError(f"`mode` (={mode!r}) does not fit tables made for {self.mode!r}; make tables for it")
+        shape, row = self._shape, self._packed[layer]
+        experts, width, shared = shape.num_experts, shape.width, shape.num_shared
+        return LayerTables(
+            candidates=row[shape.candidates : shape.thresholds].view(experts, width),
+            num_candidates=row[:experts],
+            thresholds=row[shape.thresholds : shape.shared].view(experts, width if width > 1 else 0),
+            settings=self._settings[layer],
+            draws=self._draws[layer],
+            count=self._count[layer],
+            state=self._state,
+            errors=self._errors,
+            batch=self._batch[layer],
+            bounds=self._bounds[layer],
+            blocks=self._blocks[layer],
+            shared=row[shape.shared : shape.arm_rank],
+            arm_rank=row[shape.arm_rank : shape.on_rank].view(shared, width if shared else 0),
+            on_rank=row[shape.on_rank : shape.size].view(shape.num_ranks, shape.slots_per_rank if shared else 0),
+            mode=mode,
+            rank=self.rank,
+            debug=self.debug,
+            all_reduce=self._all_reduce,
+        )
+
+    def map(
+        self,
+        layer: int,
+        topk_ids: torch.Tensor,
+        *,
+        num_tokens: torch.Tensor | None = None,
+        num_shared: int = 0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`topk_to_slots` on `layer(layer)`; regions that are compiled once for all layers take the tensors instead."""
+        return topk_to_slots(topk_ids, self.layer(layer), num_tokens=num_tokens, num_shared=num_shared, out=out)
+
+    def warm_up(
+        self,
+        num_columns: int,
+        *,
+        num_shared: int = 0,
+        dtype: torch.dtype = torch.int32,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Compile what calls with `num_columns` columns run, for any number of rows; counts and draws stay as they are.
+
+        Args:
+            num_columns: Columns of `topk_ids`, shared ones among them.
+            num_shared: As in `topk_to_slots`.
+            dtype: Of `topk_ids`.
+            out_dtype: Of `out`. Default: as `dtype`.
+        """
+        if self.layout.num_layers == 0:
+            return
+        draws = self._draws.clone()
+        for elements in (1, 8193, 65537):  # a kernel for few, some and many
+            shape = (-(-elements // num_columns), num_columns)
+            ids = torch.full(shape, -1, dtype=dtype, device=self.device)
+            out = torch.empty(shape, dtype=dtype if out_dtype is None else out_dtype, device=self.device)
+            for limit in (None, torch.ones(1, dtype=torch.int32, device=self.device)):
+                self.map(0, ids, num_tokens=limit, num_shared=num_shared, out=out)
+        self._draws.copy_(draws)
+
+    def check(self) -> None:
+        """Raise IndexError if debugging tables have seen ids out of range or mapped twice; waits for the device."""
+        errors = self._errors.tolist()
+        self._errors.zero_()
+        if errors[MAPPED_TWICE]:
+            raise IndexError(f"{errors[MAPPED_TWICE]} ids were mapped twice; map each id once")
+        if errors[OUT_OF_RANGE]:
+            raise IndexError(
+                f"{errors[OUT_OF_RANGE]} ids were neither -1 nor a logical expert in [0, {self._shape.num_experts})"
+            )
+
+    @staticmethod
+    def untag(slots: torch.Tensor) -> torch.Tensor:
+        """Slots as debugging tables give them, without the tag; refuses ids that no debugging table mapped.
+
+        Raises:
+            ValueError: An entry that is neither -1 nor tagged: it was not mapped. Waits for the device.
+        """
+        if bool(((slots >= 0) & (slots < TAG)).any()):
+            raise ValueError("`slots` has entries that were not mapped; call topk_to_slots on every path")
+        return torch.where(slots < 0, slots, slots & (TAG - 1))
+
+    # ---- change ----------------------------------------------------------------------------------------------------
+
+    def install(
+        self, layout: ExpertLayout, *, layers: ArrayLike | None = None, shares: ArrayLike | None = None
+    ) -> None:
+        """Fill the rows of `layers` from `layout`, in place, on the current stream.
+
+        Addresses, shapes and types stay, so captured graphs go on with the new rows. What a layer dispatches to depends
+        on its own row, this rank, the seed and its shares alone: installing one layer equals making all tables anew.
+
+        Args:
+            layout: Layout of the same L, P, E and topology.
+            layers: Rows to fill, ints or bools. Default: all.
+            shares: `[L, P]`; only the rows of `layers` are read. Default: equal ones.
+
+        Raises:
+            ValueError: The layouts' frames or the shares do not fit, or a static mode gets shares.
+            LayoutError: An expert has more than `max_replicas` replicas. Nothing has been written then.
+            IndexError: A layer out of range.
+
+        Cost:
+            O(rows) of host time, tens of microseconds a row; one copy to the device a row. No allocation on the device
+            and no synchronization, unless a row is installed again before its last copy has run.
+        """
+        live = self.layout
+        if layout.topology is not live.topology or layout.num_experts != live.num_experts:
+            live.check_same_frame(layout)
+        p2l = layout.physical_to_logical_map
+        if p2l.shape != live.physical_to_logical_map.shape:
+            live.check_same_frame(layout)
+        rows = np.arange(len(p2l)) if layers is None else layer_rows(layers, len(p2l))
+        fractions = self._check_shares(p2l, shares)
+        if len(rows) > 1 or self._filler is not None:  # else the fill itself looks before it writes
+            self._check(p2l, rows, fractions)
+        for layer in rows.tolist():
+            if self._copied:
+                self._copied[layer].synchronize()
+            self._fill(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
+            if self._copied:
+                self._packed[layer].copy_(self._mirror[layer], non_blocking=True)
+                self._copied[layer].record()
+        if layers is None:
+            self.layout = layout
+        elif layout is not live:
+            mixed = live.physical_to_logical_map.copy()
+            mixed[rows] = p2l[rows]
+            self.layout = ExpertLayout._of_valid(mixed, live.num_experts, live.topology)
+
+    def _check_shares(self, p2l: IntArray, shares: ArrayLike | None) -> FloatArray:
+        """The shares as float64 `[L, P]`; `[0]` for equal ones. Their values are looked at row by row."""
+        if shares is None:
+            return np.empty(0)
+        if self.mode in STATIC_MODES:
+            raise ValueError(
+                f"`shares` cannot be kept by mode {self.mode!r}; use 'weighted', or `repeated_dispatch_table`"
+            )
+        fractions = np.ascontiguousarray(to_numpy(shares), dtype=np.float64)
+        if fractions.shape != p2l.shape:
+            raise ValueError(f"`shares` (shape {list(fractions.shape)}) must be {list(p2l.shape)}, a fraction a slot")
+        return fractions
+
+    def _check(self, p2l: IntArray, rows: IntArray, fractions: FloatArray) -> None:
+        """Raise if any of the rows does not fit, before the first is written."""
+        experts = self._shape.num_experts
+        for layer in rows.tolist():
+            share = fractions[layer] if fractions.size else fractions
+            found = _rows.check_row(p2l[layer], share, experts, self.max_replicas, self._starts, self._by_expert)
+            self._raise(layer, *found)
+
+    def _raise(self, layer: int, fault: int, where: int, value: float) -> None:
+        if fault == 1:
+            raise LayoutError(
+                f"expert {where} has {value:.0f} replicas, more than `max_replicas` (={self.max_replicas}) at layer "
+                f"{layer}; make tables for more",
+                layer=layer,
+                expert=int(where),
+            )
+        if fault == 2:
+            raise ValueError(f"`shares` (={value}) must be in [0, 1] at layer {layer}, slot {where}")
+        if fault == 3:
+            raise ValueError(f"`shares` of expert {where} (sum {value}) must sum to 1 at layer {layer}")
+
+    def _fill(self, layer: int, row: IntArray, shares: FloatArray) -> None:
+        shape, packed = self._shape, self._host[layer]
+        if self._filler is not None:
+            packed[: shape.num_experts] = 1
+            packed[shape.candidates : shape.thresholds] = self._slot_ids[self._filler(layer, row)[self.rank]]
+            return
+        starts, by_expert = self._starts, self._by_expert
+        found = _rows.fill_candidates(row, shares, self._slot_ids, shape.width, starts, by_expert, packed)
+        if found[0]:
+            self._raise(layer, *found)
+        if shape.num_shared:
+            part = packed[shape.shared :]
+            _rows.fill_solver(row, shape.width, shape.slots_per_rank, shape.num_shared, starts, by_expert, part)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _check_slot_ids(slot_ids: ArrayLike | None, num_slots: int) -> _rows.Int32Array:
+    ids = np.arange(num_slots) if slot_ids is None else to_ids(slot_ids, "slot_ids")
+    if ids.shape != (num_slots,):
+        raise ValueError(f"`slot_ids` (shape {list(ids.shape)}) must be [{num_slots}], a name a slot")
+    if ids.size and not (ids.min() >= 0 and ids.max() < TAG):
+        slot = int(np.argmax((ids < 0) | (ids >= TAG)))
+        raise ValueError(f"`slot_ids` (={ids[slot]}) must be in [0, {TAG}) at slot {slot}; -1 is for masked tokens")
+    return ids.astype(np.int32)
+
+
+def _mix(x: int) -> int:
+    """As the operator's hash, on one word."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
+
+
+def _settings(seed: int, layer: int, rank: int) -> list[int]:
+    """Phases and keys of a layer, as int32 (BASE_PHASE, RANK_PHASE, KEY, KEY2)."""
+    base = _mix((_mix((seed ^ (seed >> 32)) & MASK) + layer * GOLDEN) & MASK)
+    rank_key = _mix((base ^ _mix(rank + 1)) & MASK)
+    words = [base, (rank * GOLDEN) & MASK, rank_key, _mix(rank_key ^ 0x5BD1E995)]
+    return [word - (1 << 32) if word >= 1 << 31 else word for word in words]
+
+
+def _static_filler(mode: str, layout: ExpertLayout, seed: int) -> Callable[[int, IntArray], IntArray]:
+    """A function of layer and row that gives `[R, E]` slots; what it needs is allocated once."""
+    ranks, experts, slots = layout.topology.num_ranks, layout.num_experts, layout.num_slots
+    owner = np.arange(slots) // layout.slots_per_rank
+    node = layout.topology.rank_to_node
+    if mode == "even":
+        sent, width = np.ones((experts, 1)), slots + ranks + experts + 1
+        ints, floats = np.empty((8, width), dtype=np.int64), np.empty((3, width))
+        picks = np.empty((max(1, slots - experts), ranks), dtype=np.int64)
+        table = np.empty((ranks, experts), dtype=np.int64)
+
+        def fill_even(layer: int, row: IntArray) -> IntArray:
+            even.fill_layer(row, owner, node, sent, ints, floats, picks, table)
+            return table
+
+        return fill_even
+    return static.layer_filler(layout, seed)

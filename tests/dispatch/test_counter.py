@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_core import DispatchTables, EplbError, ExpertLayout, LoadCounter, Topology, balancedness, rank_load
+from tests.dispatch.cases import PAIR, random_layout
+
+
+def test_counts_are_pairs_of_token_and_expert_wherever_they_go() -> None:
+    """FAULTS G1: only entries that were routed to the own rank were counted."""
+    load = LoadCounter(1, 4)
+    tables = DispatchTables(PAIR, rank=1, mode="row", load=load)
+    tables.map(0, torch.tensor([[0, 1], [1, 2], [3, -1]]))
+    load.roll()
+    assert load.snapshot().numpy().tolist() == [[[1, 2, 1, 1]]]
+
+
+def test_ranks_that_dispatch_their_own_tokens_are_summed_once() -> None:
+    """FAULTS G2: 4 ranks with 10 tokens each are 40; ranks that share 10 tokens stay at 10."""
+    counters = [LoadCounter(1, 4) for _ in range(4)]
+    for rank, load in enumerate(counters):
+        layout = ExpertLayout([[0, 1, 2, 3]], num_experts=4, topology=Topology(num_ranks=4))
+        DispatchTables(layout, rank=rank, mode="row", load=load).map(0, torch.zeros(10, 1).long())
+        load.roll()
+    own = [load.snapshot().numpy() for load in counters]
+
+    def all_reduce(windows: torch.Tensor) -> None:
+        assert windows.dtype == torch.int64
+        windows.add_(sum(torch.tensor(counts) for counts in own[1:]))
+
+    assert counters[0].snapshot(all_reduce=all_reduce).numpy()[0, 0].tolist() == [40, 0, 0, 0]
+    assert own[0][0, 0].tolist() == [10, 0, 0, 0]
+
+
+def test_padding_and_dummy_passes_are_no_load() -> None:
+    """FAULTS G3, G4: 5 real and 11 filler rows; nothing is divided by a number of ranks."""
+    load = LoadCounter(1, 4)
+    tables = DispatchTables(PAIR, mode="weighted", load=load)
+    ids = torch.ones(16, 2).long()
+    tables.map(0, ids, num_tokens=torch.tensor(5, dtype=torch.int32))
+    load.recording(False)
+    tables.map(0, ids)
+    load.recording(True)
+    load.roll()
+    assert load.snapshot().numpy()[0, 0].tolist() == [0, 10, 0, 0]
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 5), max_size=12), st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_snapshots_hold_the_last_finished_windows_oldest_first(windows: int, sizes: list[int], open_size: int) -> None:
+    load = LoadCounter(2, 4, windows=windows)
+    layout = ExpertLayout([[0, 1, 2, 3]] * 2, num_experts=4, topology=Topology(num_ranks=2))
+    tables = DispatchTables(layout, mode="even", load=load)
+    for size in sizes:
+        tables.map(1, torch.full((size, 1), 2))
+        load.roll()
+    tables.map(1, torch.full((open_size, 1), 2))
+    counts = load.snapshot().numpy()
+    kept = sizes[-windows:]
+    assert counts.shape == (len(kept), 2, 4)
+    assert counts.dtype == np.int64
+    assert counts[:, 1, 2].tolist() == kept
+    assert counts.sum() == sum(kept)
+
+
+def test_counts_by_slot_are_folded_by_the_layout_of_their_time() -> None:
+    """vLLM folds old counts with the new map: balancedness falls from 0.955 to 0.86 under a constant load."""
+    old, new = random_layout(seed=1), random_layout(seed=2)
+    true_load = np.random.default_rng(0).integers(50, 500, (4, 32)) * 60
+
+    def by_slot(layout: ExpertLayout, layers: slice | list[int] = slice(None)) -> torch.Tensor:
+        p2l = layout.physical_to_logical_map
+        counts = np.take_along_axis(true_load // layout.replica_count, p2l, axis=1)
+        return torch.tensor(counts[layers])
+
+    load = LoadCounter(4, 32, windows=1)
+    load.add_slots(by_slot(old), old)
+    mixed = old.replace(new, [2])  # an install falls inside the window
+    load.add_slots(by_slot(mixed, [2]), mixed, layers=[2])
+    load.roll()
+    counts = load.snapshot().numpy()[0]
+    expected = (true_load // old.replica_count) * old.replica_count
+    expected[2] += (true_load[2] // new.replica_count[2]) * new.replica_count[2]
+    np.testing.assert_array_equal(counts, expected)
+    wrong = LoadCounter(4, 32)
+    wrong.add_slots(by_slot(old), new)
+    wrong.roll()
+    right, folded = (balancedness(rank_load(old, x)).mean() for x in (counts, wrong.snapshot().numpy()[0]))
+    assert right != folded
+
+
+def test_counts_at_empty_slots_and_while_not_recording_are_left_out() -> None:
+    layout = ExpertLayout([[0, 1, -1, 2]], num_experts=3, topology=Topology(num_ranks=2))
+    load = LoadCounter(1, 3)
+    load.add_slots(torch.tensor([[1, 2, 99, 3]], dtype=torch.int32), layout)
+    load.recording(False)
+    load.add_slots(torch.tensor([[1, 2, 99, 3]]), layout)
+    load.roll()
+    assert load.snapshot().numpy().tolist() == [[[1, 2, 3]]]
+
+
+def test_windows_whose_sum_exceeds_32_bits_are_summed_in_64() -> None:
+    """FAULTS G13."""
+    load = LoadCounter(1, 1, windows=1)
+    layout = ExpertLayout([[0]], num_experts=1, topology=Topology(num_ranks=1))
+    load.add_slots(torch.tensor([[2**31 - 1]]), layout)
+    load.roll()
+    assert load.snapshot(all_reduce=lambda x: x.mul_(4)).numpy().item() == 4 * (2**31 - 1)
+
+
+def test_two_snapshots_may_be_unread_and_dropped_ones_do_not_count() -> None:
+    load = LoadCounter(1, 2)
+    first, second = load.snapshot(), load.snapshot()
+    assert first.ready()
+    with pytest.raises(EplbError, match=r"two snapshots are unread"):
+        load.snapshot()
+    del second
+    third = load.snapshot()
+    assert first.numpy() is first.numpy()
+    assert first.ready()
+    assert load.snapshot().numpy().shape == third.numpy().shape == (0, 1, 2)
+
+
+def test_bad_arguments_of_counters_are_named() -> None:
+    with pytest.raises(ValueError, match=r"`windows` \(=0\) must be at least 1"):
+        LoadCounter(1, 1, windows=0)
+    load = LoadCounter(1, 4)
+    with pytest.raises(IndexError, match=r"`layer` \(=1\) must be in \[0, 1\)"):
+        load.layer(1)
+    assert load.layer(0).data_ptr() == load.count.data_ptr()
+    with pytest.raises(ValueError, match=r"`counts` \(shape \[1, 5\]\) must be \[1, 6\]"):
+        load.add_slots(torch.zeros(1, 5), PAIR)
+    with pytest.raises(ValueError, match=r"`layout` has 1 layers and 4 experts, this counter 2 and 4"):
+        LoadCounter(2, 4).add_slots(torch.zeros(1, 6), PAIR)

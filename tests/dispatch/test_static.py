@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_core import ExpertLayout, Topology, static_dispatch_table
+from tests.dispatch.cases import PAIR, layouts, random_layout
+
+GOLDEN = np.load(Path(__file__).parent / "data" / "sglang_static_tables.npz")
+
+
+@pytest.mark.parametrize("name", GOLDEN["names"].tolist())
+@pytest.mark.parametrize("candidates", ["all", "narrowed"])
+def test_static_tables_are_sglangs_bit_for_bit(name: str, candidates: str) -> None:
+    experts, ranks, nodes = (int(n) for n in GOLDEN[f"{name}/args"])
+    layout = ExpertLayout(GOLDEN[f"{name}/physical_to_logical_map"], experts, topology=Topology(ranks, nodes))
+    key = "static_dispatch_table" if candidates == "all" else "static_dispatch_table_narrowed"
+    table = static_dispatch_table(layout, candidates=candidates)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(table, GOLDEN[f"{name}/{key}"])
+    assert table.dtype == np.int64
+
+
+def plain_static_table(layout: ExpertLayout, seed: int, same_node: bool) -> list[list[list[int]]]:
+    """The rule in plain Python with the standard library's generator."""
+    topology, per_rank = layout.topology, layout.slots_per_rank
+    generator = random.Random(seed)
+    table = [[[-1] * layout.num_experts for _ in range(layout.num_layers)] for _ in range(topology.num_ranks)]
+    for layer in range(layout.num_layers):
+        for expert in range(layout.num_experts):
+            slots = list(layout.slots(layer, expert))
+            left = []
+            for rank in range(topology.num_ranks):
+                node = topology.rank_to_node[rank]
+                own = [s for s in slots if s // per_rank == rank]
+                near = [s for s in slots if topology.rank_to_node[s // per_rank] == node]
+                if len(slots) == 1:
+                    table[rank][layer][expert] = slots[0]
+                elif own:
+                    table[rank][layer][expert] = own[0]
+                elif same_node and 0 < len(near) < len(slots):
+                    table[rank][layer][expert] = near[0]
+                else:
+                    left.append(rank)
+            if left:
+                picks = slots * (len(left) // len(slots)) + generator.sample(slots, len(left) % len(slots))
+                generator.shuffle(picks)
+                for rank, pick in zip(left, picks, strict=True):
+                    table[rank][layer][expert] = pick
+    return table
+
+
+@given(layouts(max_ranks=8), st.integers(0, 2**70), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_static_table_follows_the_standard_librarys_draws(layout: ExpertLayout, seed: int, same_node: bool) -> None:
+    state = random.getstate()
+    table = static_dispatch_table(layout, seed=seed, prefer_same_node=same_node)
+    assert random.getstate() == state
+    assert table.tolist() == plain_static_table(layout, seed, same_node)
+
+
+def test_many_replicas_take_the_rejecting_way_of_sampling() -> None:
+    row = np.zeros(100, dtype=np.int64)
+    row[7] = 1
+    layout = ExpertLayout([row], num_experts=2, topology=Topology(rank_to_node=[0] * 4))
+    for ranks in (7, 29):  # 3 or 25 ranks without a slot draw among 99: of so many, 3 are drawn with rejection
+        wide = layout.resized(Topology(num_ranks=ranks))
+        for seed in range(8):
+            assert static_dispatch_table(wide, seed=seed).tolist() == plain_static_table(wide, seed, True)
+
+
+@given(layouts(), st.sampled_from(["all", "narrowed"]))
+@settings(max_examples=60, deadline=None)
+def test_every_static_entry_is_a_slot_that_holds_the_expert(layout: ExpertLayout, candidates: str) -> None:
+    """FAULTS C16."""
+    table = static_dispatch_table(layout, candidates=candidates)  # type: ignore[arg-type]
+    for layer in range(layout.num_layers):
+        held = layout.physical_to_logical_map[layer][table[:, layer]]
+        assert (held == np.arange(layout.num_experts)).all()
+
+
+def test_static_table_of_no_layers_is_empty() -> None:
+    layout = ExpertLayout(np.zeros((0, 6), dtype=np.int64), num_experts=4, topology=Topology(num_ranks=2))
+    assert static_dispatch_table(layout).shape == (2, 0, 4)
+
+
+def test_narrowed_first_ranks_draw_for_themselves() -> None:
+    layout = random_layout(nodes=1)
+    assert (static_dispatch_table(layout) != static_dispatch_table(layout, candidates="narrowed")).any()
+
+
+def test_bad_arguments_of_static_tables_are_named() -> None:
+    with pytest.raises(ValueError, match="`candidates` \\(='some'\\) must be 'all' or 'narrowed'"):
+        static_dispatch_table(PAIR, candidates="some")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`seed` \\(=-1\\) must be at least 0"):
+        static_dispatch_table(PAIR, seed=-1)

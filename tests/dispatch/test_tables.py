@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_core import (
+    DispatchTables,
+    ExpertLayout,
+    LayoutError,
+    LoadCounter,
+    Topology,
+    even_dispatch_table,
+    replica_shares,
+    topk_to_slots,
+)
+from eplb_core.dispatch.tables import MODES, Mode
+from tests.dispatch.cases import PAIR, layouts, random_layout
+
+TENSORS = [
+    "candidates", "num_candidates", "thresholds", "settings", "draws", "count", "state", "errors", "batch", "bounds",
+    "blocks", "shared", "arm_rank", "on_rank",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_installing_one_layer_equals_making_the_tables_anew(mode: str) -> None:
+    old, new = random_layout(seed=1), random_layout(seed=2)
+    kind = mode not in ("static", "even")
+    load = np.random.default_rng(0).integers(1, 99, (4, 32))
+    old_shares, new_shares = (replica_shares(x, load) if kind else None for x in (old, new))
+    tables = DispatchTables(old, rank=3, mode=mode, shares=old_shares)  # type: ignore[arg-type]
+    tables.install(new, layers=[1], shares=new_shares)
+    mixed = old.replace(new, [1])
+    assert tables.layout == mixed
+    shares = None
+    if old_shares is not None and new_shares is not None:
+        shares = old_shares.copy()
+        shares[1] = new_shares[1]
+    anew = DispatchTables(mixed, rank=3, mode=mode, shares=shares)  # type: ignore[arg-type]
+    assert torch.equal(tables._packed, anew._packed)
+
+
+@given(layouts(max_layers=2), st.sampled_from(MODES), st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_order_of_installs_ends_in_the_same_tables(layout: ExpertLayout, mode: str, data: st.DataObject) -> None:
+    experts, free = layout.num_experts, layout.num_slots - layout.num_experts
+    extra = st.lists(st.integers(-1, experts - 1), min_size=free, max_size=free)
+    rows = [data.draw(st.permutations([*range(experts), *data.draw(extra)])) for _ in range(layout.num_layers)]
+    other = ExpertLayout(rows, layout.num_experts, topology=layout.topology)
+    tables = DispatchTables(layout, mode=mode)  # type: ignore[arg-type]
+    for layer in data.draw(st.permutations(range(layout.num_layers))):
+        tables.install(other, layers=[layer])
+        tables.install(layout, layers=[layer])
+        tables.install(other, layers=[layer])
+    assert torch.equal(tables._packed, DispatchTables(other, mode=mode)._packed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_addresses_shapes_and_types_stay(mode: str) -> None:
+    """FAULTS B6, B11: the most replicas of an expert go from 1 to 5; captured graphs read by address."""
+    topology = Topology(num_ranks=4)
+    one = ExpertLayout([[0, 1, 2, 3, 4, 5, 0, 1]], num_experts=6, topology=topology)
+    many = ExpertLayout([[0, 0, 0, 1, 2, 3, 4, 5]], num_experts=6, topology=topology)
+    tables = DispatchTables(one, mode=mode, load=LoadCounter(1, 6))  # type: ignore[arg-type]
+
+    def identity() -> list[tuple[object, ...]]:
+        t = tables.layer(0)
+        tensors = [getattr(t, name) for name in TENSORS]
+        return [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+
+    before = identity()
+    tables.install(many, layers=[0])
+    assert identity() == before
+    slots = tables.map(0, torch.zeros(64, 1).long())
+    assert mode == "fake" or set(slots.flatten().tolist()) <= {0, 1, 2}
+    assert mode in ("static", "even", "fewest", "fake") or len(set(slots.flatten().tolist())) == 3
+
+
+def test_more_replicas_than_there_is_room_for_are_refused_before_anything_is_written() -> None:
+    """FAULTS B6: refuse, do not reallocate."""
+    layout = random_layout(seed=1)
+    most = int(layout.replica_count.max())
+    modes: tuple[Mode, ...] = ("weighted", "even")
+    for mode in modes:
+        tables = DispatchTables(layout, mode=mode, max_replicas=most)
+        before = tables._packed.clone()
+        rows = layout.physical_to_logical_map.copy()
+        rows[3] = np.r_[np.arange(32), np.full(16, 7)]
+        text = rf"expert 7 has 17 replicas.*`max_replicas` \(={most}\) at layer 3"
+        for layers in (None, [3], [0, 3]):
+            with pytest.raises(LayoutError, match=text) as error:
+                tables.install(ExpertLayout(rows, 32, topology=layout.topology), layers=layers)
+            assert (error.value.layer, error.value.expert) == (3, 7)
+            assert torch.equal(tables._packed, before)
+            assert tables.layout is layout
+
+
+def test_a_pair_on_one_rank_keeps_its_own_slot_numbers() -> None:
+    """FAULTS B5: counting distinct experts sends experts 1 and 2 to slot 2; right are 2 -> 3 and 3 -> 4."""
+    layout = ExpertLayout([[0, 0, 1, 2, 3, 1]], num_experts=4, topology=Topology(num_ranks=2))
+    for rank in range(2):
+        for mode in MODES:
+            slots = DispatchTables(layout, rank=rank, mode=mode).map(0, torch.tensor([[2, 3]]))
+            assert mode == "fake" or slots.tolist() == [[3, 4]]
+
+
+def test_tables_are_no_checkpoint_state() -> None:
+    """FAULTS B10: maps that were buffers were zeroed by dummy weights and overwritten by a broadcast."""
+    module = torch.nn.Linear(2, 2)
+    tables = DispatchTables(PAIR, mode="weighted", load=LoadCounter(1, 4))
+    module.t = tables.layer(0)  # type: ignore[assignment]
+    assert set(module.state_dict()) == {"weight", "bias"}
+    assert list(module.buffers()) == []
+
+
+def test_a_dead_ranks_slots_leave_the_candidates() -> None:
+    layout = ExpertLayout([[0, 1, 2, 0, 1, 2]], num_experts=3, topology=Topology(num_ranks=2))
+    alive = ExpertLayout([[0, 1, 2, -1, -1, -1]], num_experts=3, topology=Topology(num_ranks=2))
+    for mode in MODES:
+        tables = DispatchTables(layout, mode=mode)
+        tables.install(alive)
+        assert int(tables.map(0, torch.arange(3).repeat(20)[:, None]).max()) < 3
+
+
+def test_even_tables_are_the_ranks_part_of_the_even_dispatch_table() -> None:
+    layout = random_layout()
+    for rank in (0, 5):
+        t = DispatchTables(layout, rank=rank, mode="even").layer(2)
+        np.testing.assert_array_equal(t.candidates[:, 0].numpy(), even_dispatch_table(layout)[rank, 2])
+
+
+def test_two_modes_share_one_memory() -> None:
+    layout = random_layout()
+    tables = DispatchTables(layout, mode="quota")
+    decode = tables.layer(0, mode="fewest")
+    assert decode.candidates.data_ptr() == tables.layer(0).candidates.data_ptr()
+    ids = torch.arange(32)[None].repeat(3, 1)
+    assert torch.equal(topk_to_slots(ids, decode), DispatchTables(layout, mode="fewest").map(0, ids))
+    with pytest.raises(ValueError, match=r"`mode` \(='quota'\) does not fit tables made for 'row'"):
+        DispatchTables(layout, mode="row").layer(0, mode="quota")
+    with pytest.raises(ValueError, match=r"`mode` \(='row'\) does not fit tables made for 'even'"):
+        DispatchTables(layout, mode="even").layer(0, mode="row")
+    with pytest.raises(ValueError, match=r"`mode` \(='best'\) must be one of static, even"):
+        tables.layer(0, mode="best")  # type: ignore[arg-type]
+
+
+def test_static_picks_of_a_layer_depend_on_its_own_row() -> None:
+    """With one random stream over all layers, picks of the layers after a changed one change too."""
+    old, other = random_layout(seed=1, nodes=1), random_layout(seed=2, nodes=1)
+    a = DispatchTables(old, rank=2, mode="static", seed=42)
+    b = DispatchTables(old.replace(other, [0]), rank=2, mode="static", seed=42)
+    assert torch.equal(a.layer(3).candidates, b.layer(3).candidates)
+
+
+def test_warming_up_changes_nothing() -> None:
+    load = LoadCounter(4, 32)
+    tables = DispatchTables(random_layout(), mode="random", load=load)
+    tables.warm_up(num_columns=4)
+    assert int(load.count.sum()) == 0
+    assert int(tables._draws.abs().sum()) == 0
+
+
+def test_bad_arguments_of_tables_are_named() -> None:
+    with pytest.raises(ValueError, match=r"`mode` \(='nearest'\) must be one of static, even, random"):
+        DispatchTables(PAIR, mode="nearest")  # type: ignore[arg-type]
+    for rank in (-1, 2):
+        with pytest.raises(IndexError, match=rf"`rank` \(={rank}\) must be in \[0, 2\)"):
+            DispatchTables(PAIR, rank=rank)
+    with pytest.raises(ValueError, match=r"`load` counts 2 layers and 4 experts, `layout` has 1 and 4"):
+        DispatchTables(PAIR, load=LoadCounter(2, 4))
+    with pytest.raises(ValueError, match=r"`slot_ids` \(shape \[5\]\) must be \[6\]"):
+        DispatchTables(PAIR, slot_ids=range(5))
+    with pytest.raises(ValueError, match=r"`slot_ids` \(=-1\) must be in \[0, 1073741824\) at slot 2"):
+        DispatchTables(PAIR, slot_ids=[0, 1, -1, 3, 4, 5])
+    with pytest.raises(ValueError, match=r"`shares` cannot be kept by mode 'even'"):
+        DispatchTables(PAIR, mode="even", shares=np.ones((1, 6)))
+    with pytest.raises(ValueError, match=r"`shares` \(shape \[1, 5\]\) must be \[1, 6\]"):
+        DispatchTables(PAIR, mode="row", shares=np.ones((1, 5)))
+    with pytest.raises(ValueError, match=r"`shares` \(=1.5\) must be in \[0, 1\] at layer 0, slot 5"):
+        DispatchTables(PAIR, mode="row", shares=[[0, 1, 1, 0.5, 0.5, 1.5]])
+    with pytest.raises(ValueError, match=r"`shares` of expert 3 \(sum 0.75\) must sum to 1 at layer 0"):
+        DispatchTables(PAIR, mode="row", shares=[[0.5, 1, 1, 0.5, 0.25, 0.5]])
+    with pytest.raises(ValueError, match=r"`shares` \(=nan\)"):
+        DispatchTables(PAIR, mode="row", shares=[[np.nan, 1, 1, 0.5, 0.5, 0.5]])
+    tables = DispatchTables(PAIR)
+    for layer in (-1, 1):
+        with pytest.raises(IndexError, match=rf"`layer` \(={layer}\) must be in \[0, 1\)"):
+            tables.layer(layer)
+    with pytest.raises(ValueError, match=r"layouts differ in experts: 4 and 3"):
+        tables.install(ExpertLayout([[0, 1, 2, 2, 1, 0]], num_experts=3, topology=Topology(num_ranks=2)))
+    with pytest.raises(IndexError, match=r"`layers` \(=-1\) must be in \[0, 1\)"):
+        tables.install(PAIR, layers=[-1])
+
+
+def test_an_empty_model_has_empty_tables() -> None:
+    layout = ExpertLayout(np.zeros((0, 6), dtype=np.int64), num_experts=4, topology=Topology(num_ranks=2))
+    for mode in MODES:
+        assert DispatchTables(layout, mode=mode).layout.num_layers == 0
