@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-quick test-bounds coverage lint format bench peers engines clean
+.PHONY: demo test test-quick test-bounds mutants coverage lint format bench peers engines clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once: a minute or two, 1.5 GB ..."
@@ -24,6 +24,10 @@ test-quick: $(READY)
 # The disk cache of compiled kernels ignores the bounds-check flag: an own cache makes it take effect.
 test-bounds: $(READY)
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$$(mktemp -d) $(BIN)/python -m pytest
+
+# Breaks each rule in a copy of the code and expects its test to fail.
+mutants: $(READY)
+	$(BIN)/python -m pytest -m mutation tests/mutation
 
 coverage: $(READY)
 	NUMBA_DISABLE_JIT=1 FAST=1 $(BIN)/coverage run -m pytest

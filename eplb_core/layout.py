@@ -266,7 +266,7 @@ class ExpertLayout:
             raise ValueError(f"`ranks` must name each rank once; {twice} is there twice")
         by_rank = self._p2l.reshape(self.num_layers, old_ranks, self.slots_per_rank)
         p2l = np.where((kept >= 0)[None, :, None], by_rank[:, np.maximum(kept, 0)], -1)
-        p2l = np.ascontiguousarray(p2l.reshape(self.num_layers, -1))
+        p2l = np.ascontiguousarray(p2l.reshape(self.num_layers, new_ranks * self.slots_per_rank))
         lost = np.argwhere(count_replicas(p2l, self.num_experts) == 0)
         if len(lost):
             layer, expert = (int(i) for i in lost[0])

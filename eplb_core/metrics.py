@@ -51,7 +51,8 @@ def rank_load(layout: ExpertLayout, expert_load: ArrayLike, *, shares: ArrayLike
         fraction = np.where(held, fraction, 0.0)
     index = np.broadcast_to(expert_of, (*load.shape[:-2], layers, slots))
     slot_load = np.take_along_axis(load, index, axis=-1) * fraction
-    by_rank: FloatArray = slot_load.reshape(*load.shape[:-1], layout.topology.num_ranks, -1).sum(axis=-1)
+    ranks = (layout.topology.num_ranks, layout.slots_per_rank)
+    by_rank: FloatArray = slot_load.reshape(*load.shape[:-1], *ranks).sum(axis=-1)
     return by_rank
 
 
@@ -141,5 +142,6 @@ def _holds(layout: ExpertLayout) -> BoolArray:
     """Does the rank hold the expert? bool `[L, R, E]`."""
     layers, ranks = layout.num_layers, layout.topology.num_ranks
     holds = np.zeros((layers, ranks, layout.num_experts + 1), dtype=np.bool_)
-    np.put_along_axis(holds, layout.physical_to_logical_map.reshape(layers, ranks, -1), True, axis=2)
+    by_rank = layout.physical_to_logical_map.reshape(layers, ranks, layout.slots_per_rank)
+    np.put_along_axis(holds, by_rank, True, axis=2)
     return holds[:, :, :-1]  # index -1 (empty slots) went to the last column

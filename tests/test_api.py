@@ -50,3 +50,22 @@ def test_importing_brings_neither_torch_nor_the_compiler() -> None:
     code = "import sys, eplb_core; print(sorted({'torch', 'numba', 'numpy', 'scipy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.slow
+def test_layouts_and_metrics_need_neither_torch_nor_the_compiler() -> None:
+    code = (
+        "import sys, eplb_core as e\n"
+        "layout = e.ExpertLayout.trivial(1, 4, num_slots=4, topology=e.Topology(2))\n"
+        "e.mean_balancedness(e.rank_load(layout, [[1, 2, 3, 4]])), layout.digest\n"
+        "print(sorted({'torch', 'numba'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.slow
+def test_placement_does_not_need_torch() -> None:
+    code = "import sys, eplb_core; eplb_core.place; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

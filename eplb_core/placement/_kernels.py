@@ -19,7 +19,7 @@ from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import inline_kernel, kernel
 
 _FULL = np.int64(0x7FFFFFFFFFFFFFFF)
-_LARGEST = np.finfo(np.float64).max
+_TINY = 2.0**-900  # less than any load that counts; its inverse is still finite
 
 
 # Rows of `Scratch.reals`, as long as there are experts, ranks or places.
@@ -275,7 +275,7 @@ def pack(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> None
     for item in range(num_experts):
         total += item_share[item] * count[item_expert[item]]
     # Loads up to the total must fit above the tag, sign and one bit to spare left out.
-    scale = min(np.float64(np.int64(1) << (61 - bits)) / total, _LARGEST) if total > 0.0 else 0.0
+    scale = np.float64(np.int64(1) << (61 - bits)) / max(total, _TINY)
     for r in range(leaves):
         tree[leaves + r] = r if r < ranks and cap[r] > 0 else _FULL
     for node in range(leaves - 1, 0, -1):

@@ -114,6 +114,23 @@ def test_repeats_are_placed_one_by_one_and_received_once() -> None:
     assert relabel([[0, 0, 2]], [[0, 1, 2]]) == ([[0, 1, 2]], 1)
 
 
+def test_layers_that_are_skipped_stay_as_they_are() -> None:
+    old, new = np.array([[0, 1], [0, 1]]), np.array([[1, 0], [1, 0]])
+    moved = np.full(2, -1)
+    keep_in_place(
+        old,
+        new,
+        np.array([True, False]),
+        np.ones(2, dtype=np.int64),
+        np.ones(2),
+        np.zeros(2, dtype=np.int64),
+        True,
+        2,
+        moved,
+    )
+    assert (new.tolist(), moved.tolist()) == ([[1, 0], [0, 1]], [-1, 0])
+
+
 def kept(rows: list[list[int]]) -> IntArray:
     return np.array(rows, dtype=np.int64)
 

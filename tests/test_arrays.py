@@ -1,0 +1,110 @@
+"""What callers hand over becomes checked arrays (FAULTS A14, B14)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eplb_core._arrays import check_int, check_load, check_real, read_only, to_ids, to_numpy
+
+
+def test_tensors_arrays_and_lists_give_the_same_values() -> None:
+    for value in ([[1, 2]], np.array([[1, 2]]), torch.tensor([[1, 2]]), torch.tensor([[1, 2]], dtype=torch.int32)):
+        assert to_numpy(value).tolist() == [[1, 2]]
+    assert to_numpy(torch.tensor([1.5], dtype=torch.bfloat16)).tolist() == [1.5]
+    assert to_numpy(torch.tensor([1.5], requires_grad=True)).tolist() == [1.5]
+
+
+def test_ids_are_copied_and_signed() -> None:
+    """B14: an unsigned id cannot say -1."""
+    source = np.array([[3, -1]])
+    ids = to_ids(source, "ids")
+    source[0, 0] = 9
+    assert ids.tolist() == [[3, -1]]
+    assert ids.dtype == np.int64
+    assert to_ids(np.asfortranarray(np.arange(6).reshape(2, 3)), "ids").flags.c_contiguous
+    assert to_ids([], "ids").dtype == np.int64
+    for bad in (np.array([1], dtype=np.uint8), [1.0], ["a"], [True]):
+        with pytest.raises(
+            TypeError, match=r"`ids` \(dtype .*\) must be signed integers, since -1 marks an empty slot"
+        ):
+            to_ids(bad, "ids")
+
+
+def test_what_others_hold_cannot_be_written() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        read_only(np.zeros(2))[0] = 1
+
+
+def test_load_of_any_real_kind_becomes_float64() -> None:
+    for dtype in (np.int32, np.uint64, np.float16, np.float32, np.int64):
+        load = check_load(np.array([[1, 2]], dtype=dtype), "load", (2,))
+        assert load.tolist() == [[1.0, 2.0]]
+        assert load.dtype == np.float64
+    assert check_load(np.zeros((0, 4)), "load", (2, 3)).shape == (0, 4)
+    assert check_load(torch.ones(1, 2, dtype=torch.bfloat16), "load", (2,)).tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("bad", "at", "message"),
+    [
+        (np.nan, (0,), r"`load` \(=nan\) must be finite and not negative at expert 0; mend the recording"),
+        (-2.0, (1, 2), r"`load` \(=-2.0\) must be finite and not negative at layer 1, expert 2;"),
+        (np.inf, (1, 0, 2), r"`load` \(=inf\) must be finite and not negative at window 1, layer 0, expert 2;"),
+        (-np.inf, (0, 0), r"\(=-inf\)"),
+    ],
+)
+def test_load_that_is_no_count_raises_and_says_where(bad: float, at: tuple[int, ...], message: str) -> None:
+    """A14: elsewhere a NaN takes all spare slots."""
+    load = np.ones((2, 3, 4)[-len(at) :] if len(at) < 3 else (2, 3, 4))
+    load[at] = bad
+    with pytest.raises(ValueError, match=message):
+        check_load(load, "load", (1, 2, 3))
+
+
+def test_the_first_of_many_bad_loads_is_named_with_their_number() -> None:
+    with pytest.raises(ValueError, match=r"at layer 0, expert 1; 2 more; mend"):
+        check_load([[1.0, -1.0, np.nan], [0.0, 0.0, np.inf]], "load", (2,))
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (np.ones(3), ValueError, r"`load` \(shape \[3\]\) must be \[L, E\] or \[T, L, E\]"),
+        ([["x"]], TypeError, r"`load` \(dtype <U1\) must be integers or floats"),
+        ([[True]], TypeError, r"`load` \(dtype bool\) must be integers or floats"),
+        ([[1j]], TypeError, r"`load` \(dtype complex128\) must be integers or floats"),
+    ],
+)
+def test_load_of_another_shape_or_kind_is_refused(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        check_load(value, "load", (2, 3))
+
+
+def test_integers_are_integers() -> None:
+    assert check_int(np.int32(3), "n", 1) == 3
+    assert type(check_int(np.int64(3), "n", 1)) is int
+    for bad in (True, 3.0, "3", None):
+        with pytest.raises(TypeError, match=r"`n` \(=.*\) must be an integer"):
+            check_int(bad, "n", 1)
+    with pytest.raises(ValueError, match=r"`n` \(=0\) must be at least 1"):
+        check_int(0, "n", 1)
+
+
+def test_numbers_are_finite_and_in_range() -> None:
+    assert check_real(3, "x") == 3.0
+    assert check_real(np.float32(0.5), "x", above=0.0) == 0.5
+    assert check_real(0, "x", at_least=0.0) == 0.0
+    for bad in (True, "3", None):
+        with pytest.raises(TypeError, match=r"`x` \(=.*\) must be a number"):
+            check_real(bad, "x")
+    for infinite in (np.nan, np.inf):
+        with pytest.raises(ValueError, match=r"`x` \(=.*\) must be finite"):
+            check_real(infinite, "x")
+    with pytest.raises(ValueError, match=r"`x` \(=0.0\) must be above 0"):
+        check_real(0, "x", above=0.0)
+    with pytest.raises(ValueError, match=r"`x` \(=-1.0\) must be at least 0"):
+        check_real(-1, "x", at_least=0.0)
