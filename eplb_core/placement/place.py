@@ -131,6 +131,12 @@ def place(
         raise ValueError(f"`expert_load` (shape {list(windows.shape)}) must have one window and one expert or more")
     effort = check_real(effort, "effort", above=0.0)
     problem = _state_problem(windows, topology, num_slots, locality, num_groups, active_ranks)
+    price = _Price(
+        0.001 if transfer_price is None else check_real(transfer_price, "transfer_price", at_least=0.0),
+        _check_cost(transfer_cost, topology.num_ranks),
+        np.inf if max_transfers is None else float(check_int(max_transfers, "max_transfers", 0)),
+        check_real(min_gain, "min_gain", at_least=0.0),
+    )
     weights = _check_weights(window_weights, len(windows))
     load = _add_windows(windows, weights)
     has_load = load.max(axis=1, initial=0.0) > 0.0
@@ -141,12 +147,6 @@ def place(
         transfers = np.zeros(windows.shape[1], dtype=np.int64)
     else:
         _check_current(current, problem, windows.shape[1])
-        price = _Price(
-            0.001 if transfer_price is None else check_real(transfer_price, "transfer_price", at_least=0.0),
-            _check_cost(transfer_cost, topology.num_ranks),
-            np.inf if max_transfers is None else float(check_int(max_transfers, "max_transfers", 0)),
-            check_real(min_gain, "min_gain", at_least=0.0),
-        )
         transfers = _start_from(current, problem, windows, weights, load, solution, price)
     layout = ExpertLayout._of_valid(solution.p2l, problem.num_experts, topology)
     reached, bound = _judge(problem, windows, weights, solution)
