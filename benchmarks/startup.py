@@ -41,10 +41,10 @@ CALLS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="leave out the runs that compile")
+    parser.add_argument("--quick", action="store_true", help="leave out the runs that compile, and repeats")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
-    imports = [in_new_process(IMPORT) for _ in range(3)]
+    imports = [in_new_process(IMPORT) for _ in range(1 if options.quick else 3)]
     fastest = min(imports, key=lambda entry: entry["import_s"])
     lines = [f"import eplb_core: {fastest['import_s']:.3f} s, torch imported: {fastest['torch_imported']}"]
     record: dict[str, Any] = {"import": fastest}
@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not hasattr(eplb, name):
             continue
         code = FIRST_CALL.replace("CALL;", f"eplb.{name};").replace("CALL(load)", f"{call}(load)")
-        in_new_process(code)  # fills the cache
+        if not options.quick:
+            in_new_process(code)  # fills the cache
         record[name] = {"cached": in_new_process(code)}
         if not options.quick:
             with tempfile.TemporaryDirectory() as cache:

@@ -22,6 +22,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eplb_core._warm_up import warm_up as warm_up
     from eplb_core.dispatch.counter import LoadCounter as LoadCounter
     from eplb_core.dispatch.even import even_dispatch_table as even_dispatch_table
     from eplb_core.dispatch.even import repeated_dispatch_table as repeated_dispatch_table
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from eplb_core.layout import min_redundant as min_redundant
     from eplb_core.layout_file import load_layout as load_layout
     from eplb_core.layout_file import save_layout as save_layout
+    from eplb_core.loading.checkpoint import CheckpointError as CheckpointError
+    from eplb_core.loading.checkpoint import load_checkpoint as load_checkpoint
     from eplb_core.loading.fingerprint import fingerprints as fingerprints
     from eplb_core.loading.resolver import SlotResolver as SlotResolver
     from eplb_core.loading.store import ExpertStore as ExpertStore
@@ -62,9 +65,11 @@ __version__ = "0.1.0.dev0"
 # Where each public name lives. Loaded when first used: `import eplb_core` costs nothing and touches neither torch nor
 # the compiler. tests/test_api.py holds this table and the imports above to the same names.
 _HOMES = {
+    "_warm_up": "warm_up",
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
     "layout_file": "load_layout save_layout",
+    "loading.checkpoint": "CheckpointError load_checkpoint",
     "loading.fingerprint": "fingerprints",
     "loading.resolver": "SlotResolver",
     "loading.store": "ExpertStore",

@@ -44,7 +44,7 @@ def read_only(array: A) -> A:
 
 
 def check_load(value: object, name: str, ndims: tuple[int, ...]) -> FloatArray:
-    """Copy a load into float64; NaN, infinity, negatives and wrong shapes raise and say where.
+    """Make a load float64 and read-only; NaN, infinity, negatives and wrong shapes raise and say where.
 
     Args:
         value: Array or tensor `[..., L, E]` of token counts, any real dtype.
@@ -57,7 +57,8 @@ def check_load(value: object, name: str, ndims: tuple[int, ...]) -> FloatArray:
         raise ValueError(f"`{name}` (shape {list(array.shape)}) must be {shapes}")
     if not (np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)):
         raise TypeError(f"`{name}` (dtype {array.dtype}) must be integers or floats")
-    load = np.ascontiguousarray(array, dtype=np.float64)
+    # Always read-only and aligned: an array of the caller's own is safe, and kernels are compiled for one kind.
+    load: FloatArray = read_only(np.require(array, np.float64, ["C", "A"]).view())
     # One pass in the common case: a sum is finite and a minimum is not negative, or the slow path says what is wrong.
     if load.size and not (load.min() >= 0.0 and load.max() < np.inf):
         _raise_bad_load(load, name)

@@ -1,11 +1,15 @@
-"""What each command of `eplb` does: read, call the library, print. Each returns the exit status."""
+"""`eplb plan`, `eplb simulate` and `eplb demo`: read, call the library, print. Each returns the exit status."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
+import shutil
 import sys
 import textwrap
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,59 +18,13 @@ import eplb_core
 from eplb_core import formats
 from eplb_core import simulation as replays
 from eplb_core._arrays import FloatArray, IntArray
+from eplb_core._inputs import note, ranks_and_current, read_trace
+from eplb_core._inspect import pairs_on_a_rank
 from eplb_core._terminal import number, progress, to_json
 from eplb_core.layout import ExpertLayout
-from eplb_core.layout_file import LayoutFile, read_layout_file
 from eplb_core.metrics import rank_load, transfers
 from eplb_core.topology import Topology
-from eplb_core.trace import Trace, demo_trace, load_trace
-
-
-def _note(*notes: str) -> None:
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-
-
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _topology(arguments: argparse.Namespace) -> Topology | None:
-    if arguments.rank_to_node is not None:
-        return Topology(arguments.ranks, rank_to_node=arguments.rank_to_node, rank_speed=arguments.rank_speed)
-    if arguments.ranks is None:
-        return None
-    return Topology(arguments.ranks, arguments.nodes, rank_speed=arguments.rank_speed)
-
-
-def _read_trace(path: str, arguments: argparse.Namespace) -> Trace:
-    trace = load_trace(path, key=arguments.key)
-    _note(*trace.notes)
-    if arguments.windows is None:
-        return trace
-    cut = arguments.windows
-    load = trace.load[cut]
-    if not len(load):
-        raise ValueError(
-            f"--windows {cut.start}:{cut.stop or ''} takes none of the trace's {trace.num_windows} windows"
-        )
-    return Trace(load, trace.windows[cut], trace.layer_ids, trace.top_k, trace.source, trace.path, trace.format)
-
-
-def _ranks(arguments: argparse.Namespace) -> Topology:
-    topology = _topology(arguments)
-    if topology is None:
-        raise ValueError("give the ranks: --ranks R, or --rank-to-node 0,0,1,1,..")
-    return topology
-
-
-def _current(arguments: argparse.Namespace, trace: Trace, topology: Topology) -> ExpertLayout | None:
-    if arguments.current is None:
-        return None
-    read = read_layout_file(arguments.current, topology=topology, num_experts=trace.num_experts)
-    _note(*read.notes)
-    if read.layout.num_layers != trace.num_layers:
-        raise ValueError(f"{arguments.current} has {read.layout.num_layers} layers, the trace {trace.num_layers}")
-    return read.layout
+from eplb_core.trace import Trace, demo_trace
 
 
 def _place_options(arguments: argparse.Namespace) -> dict[str, object]:
@@ -78,9 +36,8 @@ def _place_options(arguments: argparse.Namespace) -> dict[str, object]:
 
 def plan(arguments: argparse.Namespace) -> int:
     """`eplb plan`: place experts for a recorded load, say what it gains, write the layout."""
-    topology = _ranks(arguments)
-    trace = _read_trace(arguments.trace, arguments)
-    current = _current(arguments, trace, topology)
+    trace = read_trace(arguments.trace, arguments)
+    topology, current = ranks_and_current(arguments, trace)
     facts, layout = _plan(trace, topology, arguments.slots, current, _place_options(arguments))
     if arguments.out:
         formats.write_layout(layout, arguments.out, arguments.to, trace.layer_ids)
@@ -96,7 +53,7 @@ def _plan(
     before = current
     if before is None:
         before = ExpertLayout.trivial(trace.num_layers, trace.num_experts, num_slots=slots, topology=topology)
-    with progress("planning (the first time after an installation also compiles)"):
+    with progress("planning (the first time after an installation compiles, up to a minute)"):
         eplb_core.place(
             trace.load[:1, :1], topology=topology, num_slots=slots, **options
         )  # compiles, so as not to be timed
@@ -118,8 +75,8 @@ def _plan(
         "bound": {"mean": _mean(placed.bound), "worst": _least(placed.bound)},
         "windows_before": _balance(before, trace.load),
         "windows_after": _balance(after, trace.load),
-        "pairs_before": len(_pairs(before)),
-        "pairs_after": len(_pairs(after)),
+        "pairs_before": len(pairs_on_a_rank(before)),
+        "pairs_after": len(pairs_on_a_rank(after)),
         "transfers": None if received is None else int(received.sum()),
         "most_transfers_of_a_rank": None if received is None else int(received.sum(axis=0).max(initial=0)),
         "seconds": seconds,
@@ -146,14 +103,6 @@ def _mean(each: FloatArray) -> float:
 def _least(each: FloatArray) -> float:
     known = each[~np.isnan(each)]
     return float(known.min()) if known.size else float("nan")
-
-
-def _pairs(layout: ExpertLayout) -> list[tuple[int, int, int]]:
-    """Layer, rank and expert wherever a rank holds an expert more than once, by layer, rank and expert."""
-    by_rank = np.sort(layout.physical_to_logical_map.reshape(layout.num_layers, layout.topology.num_ranks, -1), axis=2)
-    again = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] >= 0)
-    layer, rank, at = np.nonzero(again)
-    return list(dict.fromkeys(zip(layer.tolist(), rank.tolist(), by_rank[layer, rank, at].tolist(), strict=True)))
 
 
 def _plan_text(facts: dict[str, Any]) -> str:
@@ -198,15 +147,11 @@ def _plan_text(facts: dict[str, Any]) -> str:
 
 def simulate(arguments: argparse.Namespace) -> int:
     """`eplb simulate`: replay a trace through policies, side by side."""
-    topology = _ranks(arguments)
-    trace = _read_trace(arguments.trace, arguments)
-    current = _current(arguments, trace, topology)
+    trace = read_trace(arguments.trace, arguments)
+    topology, current = ranks_and_current(arguments, trace)
     names = arguments.policy
     if names is None:
-        names = list(replays.POLICIES)
-        if arguments.slots % topology.num_ranks:
-            names.remove("deepseek")
-            _note(f"policy deepseek is left out: {topology.num_ranks} ranks do not divide {arguments.slots} slots")
+        names = _policies_that_fit(topology, arguments.slots)
     results = _replay(
         trace,
         names,
@@ -220,6 +165,19 @@ def simulate(arguments: argparse.Namespace) -> int:
     )
     print(to_json([_replay_facts(result) for result in results]) if arguments.json else replays.table(results))
     return 0
+
+
+def _policies_that_fit(topology: Topology, slots: int) -> list[str]:
+    """All policies but, where it cannot be asked, deepseek; a note says why."""
+    names, reason = list(replays.POLICIES), ""
+    if slots % topology.num_ranks:
+        reason = f"{topology.num_ranks} ranks do not divide {slots} slots"
+    elif importlib.util.find_spec("torch") is None:
+        reason = "it needs torch, which is not installed"
+    if reason:
+        names.remove("deepseek")
+        note(f"policy deepseek is left out: {reason}")
+    return names
 
 
 def _replay(trace: Trace, names: list[str], **options: Any) -> list[replays.Simulation]:
@@ -243,120 +201,6 @@ def _replay_facts(result: replays.Simulation) -> dict[str, Any]:
     }
 
 
-# ---- inspect ---------------------------------------------------------------------------------------------------------
-
-
-def inspect(arguments: argparse.Namespace) -> int:
-    """`eplb inspect`: what a file holds; status 1 if it has faults."""
-    if formats.is_layout_file(arguments.file):
-        read = read_layout_file(arguments.file, topology=_topology(arguments), num_experts=arguments.experts)
-        _note(*read.notes)
-        facts = _layout_facts(arguments.file, read)
-    else:
-        facts = _trace_facts(_read_trace(arguments.file, arguments))
-    print(to_json(facts) if arguments.json else _facts_text(facts))
-    return 1 if facts["faults"] else 0
-
-
-def _layout_facts(path: str, read: LayoutFile) -> dict[str, Any]:
-    layout, topology = read.layout, read.layout.topology
-    pairs = _pairs(layout)
-    faults = []
-    if pairs:
-        layer, rank, expert = pairs[0]
-        faults.append(
-            f"an expert is twice on one rank in {len(pairs)} places (first: expert {expert} on rank {rank} of layer "
-            f"{layer}): such a slot takes no load off the rank"
-        )
-    return {
-        "file": path,
-        "holds": f"a layout, format {read.format}",
-        "layers": layout.num_layers,
-        "experts": layout.num_experts,
-        "slots": layout.num_slots,
-        "empty slots": int((layout.physical_to_logical_map < 0).sum()),
-        "ranks": topology.num_ranks,
-        "nodes": topology.num_nodes,
-        "slots per rank": layout.slots_per_rank,
-        "most replicas": int(layout.replica_count.max(initial=0)),
-        "pairs on a rank": len(pairs),
-        "digest": layout.digest,
-        "faults": faults,
-    }
-
-
-def _trace_facts(trace: Trace) -> dict[str, Any]:
-    summed = trace.load.sum(axis=0).astype(np.float64)
-    loaded = summed[summed.sum(axis=1) > 0]
-    skew = loaded.max(axis=1) / loaded.mean(axis=1)
-    spread = np.array([np.log(row[row > 0]).std() for row in loaded])
-    return {
-        "file": trace.path,
-        "holds": f"a trace, format {trace.format}",
-        "source": trace.source,
-        "windows": trace.num_windows,
-        "layers": trace.num_layers,
-        "experts": trace.num_experts,
-        "top-k": trace.top_k,
-        "tokens a layer": float(loaded.sum(axis=1).mean()) if len(loaded) else 0.0,
-        "max / mean": _low_mid_high(skew),
-        "sigma of log": _low_mid_high(spread),
-        "unused experts": int((summed == 0).sum()),
-        "faults": [fault.text for fault in trace.faults],
-    }
-
-
-def _low_mid_high(values: FloatArray) -> dict[str, float]:
-    """Over layers."""
-    if not values.size:
-        return {}
-    return {"least": float(values.min()), "median": float(np.median(values)), "most": float(values.max())}
-
-
-def _facts_text(facts: dict[str, Any]) -> str:
-    lines = []
-    for name, value in facts.items():
-        if name == "faults" or value is None or value == "":
-            continue
-        if isinstance(value, dict):
-            value = ", ".join(f"{word} {each:.2f}" for word, each in value.items()) + " over layers" if value else "-"
-        elif isinstance(value, (int, float)):
-            value = f"{value:,.0f}"
-        lines += _wrapped(f"{name:<16}", str(value))
-    lines += _wrapped(f"{'faults':<16}", facts["faults"][0] if facts["faults"] else "none found")
-    for fault in facts["faults"][1:]:
-        lines += _wrapped(" " * 16, fault)
-    return "\n".join(lines)
-
-
-def _wrapped(head: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text, 80, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False, break_on_hyphens=False
-    )
-
-
-# ---- convert ---------------------------------------------------------------------------------------------------------
-
-
-def convert(arguments: argparse.Namespace) -> int:
-    """`eplb convert`: another format for the same layout or trace."""
-    facts: dict[str, Any] = {"source": arguments.source, "target": arguments.target, "to": arguments.to}
-    if formats.is_layout_file(arguments.source):
-        read = read_layout_file(arguments.source, topology=_topology(arguments), num_experts=arguments.experts)
-        _note(*read.notes)
-        formats.write_layout(read.layout, arguments.target, arguments.to, read.layer_ids)
-        facts.update(holds="a layout", was=read.format, digest=read.layout.digest)
-    else:
-        trace = _read_trace(arguments.source, arguments)
-        formats.write_trace(trace, arguments.target, arguments.to)
-        facts.update(holds="a trace", was=trace.format, shape=list(trace.load.shape))
-    if arguments.json:
-        print(to_json(facts))
-    else:
-        print(f"wrote {facts['target']}: {facts['holds']}, {facts['was']} -> {facts['to']}")
-    return 0
-
-
 # ---- demo ------------------------------------------------------------------------------------------------------------
 
 _DEMO_RANKS, _DEMO_NODES, _DEMO_SLOTS, _DEMO_INTERVAL = 16, 2, 144, 16
@@ -369,7 +213,7 @@ def demo(arguments: argparse.Namespace) -> int:
     facts, _ = _plan(trace, topology, _DEMO_SLOTS, None, {})
     facts["trace"]["path"] = "the trace that comes with eplb_core"
     options = {"topology": topology, "num_slots": _DEMO_SLOTS, "interval": _DEMO_INTERVAL}
-    results = _replay(trace, list(replays.POLICIES), **options)
+    results = _replay(trace, _policies_that_fit(topology, _DEMO_SLOTS), **options)
     if arguments.json:
         print(to_json({"plan": facts, "simulate": [_replay_facts(result) for result in results]}))
     else:
@@ -394,9 +238,17 @@ def _demo_text(trace: Trace, facts: dict[str, Any], results: list[replays.Simula
         replays.table(results),
         f"On windows that it had not seen, `place` makes the average rank work {placed:.0%} of the time; without "
         f"balancing it is {kept:.0%}.",
-        "On your own recording: eplb plan FILE --ranks R --slots P --out layout.json",
+        f"On your own recording:\n\n    {_program()} plan FILE --ranks R --slots P --out layout.json",
     ]
     return "\n\n".join(part if "\n" in part else _filled(part) for part in paragraphs)
+
+
+def _program() -> str:
+    """How to call this program from here: it may be installed where the shell does not look."""
+    if shutil.which("eplb"):
+        return "eplb"
+    script = os.path.relpath(Path(sys.executable).with_name("eplb"))
+    return "python -m eplb_core" if script.startswith("..") or not os.path.exists(script) else script
 
 
 def _filled(text: str) -> str:

@@ -6,6 +6,7 @@ goes wrong into one `FileFormatError` that says which file, what was expected, w
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -230,6 +231,10 @@ def read_safetensors(path: PathLike) -> dict[str, AnyArray]:
 def write_atomic(path: PathLike, content: bytes) -> None:
     """Write a file whole or not at all: a reader sees the old one or the new one, whenever the writer dies."""
     target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "No such folder", str(target.parent))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "Is a folder; name a file in it", str(target))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from eplb_core import __version__, _commands
+from eplb_core import __version__, _commands, _inspect
 from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.formats import LAYOUT_FORMATS
 from eplb_core.simulation import POLICIES
@@ -46,7 +46,9 @@ def _complain(error: object, status: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="eplb",
-        description="Expert-parallel load balancing: plan, replay, inspect and convert.",
+        description="Expert-parallel load balancing for mixture-of-experts serving.",
+        epilog="`eplb COMMAND --help` lists a command's options. Exit status: 0 well, 1 faults found or no such "
+        "placement, 2 wrong usage or a bad file, 130 interrupted.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"eplb_core {__version__}")
@@ -69,22 +71,24 @@ def _parser() -> argparse.ArgumentParser:
     _topology_options(replay)
     _place_options(replay)
     replay.add_argument(
-        "--policy", metavar="A,B,..", type=_policies, help=f"of {', '.join(POLICIES)} (default: all that fit)"
+        "--policy", metavar="A,B,..", type=_policies, help=f"some of {', '.join(POLICIES)} (default: all that fit)"
     )
-    replay.add_argument("--interval", metavar="N", type=_positive, default=16, help="windows between rebalances (16)")
+    replay.add_argument(
+        "--interval", metavar="N", type=_positive, default=16, help="windows between rebalances (default: 16)"
+    )
     replay.add_argument("--history", metavar="N", type=_positive, help="windows that a policy sees (default: interval)")
     replay.add_argument("--current", metavar="FILE", help="layout to start from (default: the trivial one)")
 
-    look = _command(commands, "inspect", _commands.inspect, "say what a layout or trace file holds, and its faults")
-    look.add_argument("file", metavar="FILE", help="any file that plan or convert reads")
+    look = _command(commands, "inspect", _inspect.inspect, "say what a layout or trace file holds, and its faults")
+    look.add_argument("file", metavar="FILE", help="layout or trace file, of this library or of an engine")
     _trace_options(look)
     _topology_options(look)
     look.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
 
-    turn = _command(commands, "convert", _commands.convert, "turn a layout or trace file into another format")
+    turn = _command(commands, "convert", _inspect.convert, "turn a layout or trace file into another format")
     turn.add_argument("source", metavar="IN", help="layout or trace file")
     turn.add_argument("target", metavar="OUT", help="file to write")
-    turn.add_argument("--to", choices=LAYOUT_FORMATS, required=True, help="traces: eplb or sglang only")
+    turn.add_argument("--to", choices=LAYOUT_FORMATS, required=True, help="format of OUT; for a trace eplb or sglang")
     _trace_options(turn)
     _topology_options(turn)
     turn.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
@@ -111,14 +115,18 @@ def _trace_options(command: argparse.ArgumentParser) -> None:
 
 
 def _topology_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--ranks", metavar="R", type=_positive, help="EP ranks")
-    command.add_argument("--nodes", metavar="N", type=_positive, default=1, help="nodes, of equal size (default 1)")
+    command.add_argument("--ranks", metavar="R", type=_positive, help="EP ranks, where no layout file says them")
+    command.add_argument("--nodes", metavar="N", type=_positive, help="nodes, of equal size (default: 1)")
     command.add_argument("--rank-to-node", metavar="0,0,1,..", type=_ints, help="node of each rank, for other shapes")
-    command.add_argument("--rank-speed", metavar="1,1,.5,..", type=_floats, help="relative speed of each rank")
+    command.add_argument(
+        "--rank-speed", metavar="1,1,.5,..", type=_floats, help="relative speed of each rank (default: equal)"
+    )
 
 
 def _place_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--slots", metavar="P", type=_positive, required=True, help="physical experts in all")
+    command.add_argument(
+        "--slots", metavar="P", type=_positive, required=True, help="slots (physical experts) of all ranks"
+    )
     command.add_argument(
         "--locality",
         choices=("none", "group", "first_copy"),
@@ -126,7 +134,9 @@ def _place_options(command: argparse.ArgumentParser) -> None:
         help="keep groups of experts on one node: group = all replicas, first_copy = one (default: none)",
     )
     command.add_argument("--groups", metavar="G", type=_positive, help="groups of experts, for --locality and deepseek")
-    command.add_argument("--effort", metavar="X", type=float, default=1.0, help="time for a better answer (default 1)")
+    command.add_argument(
+        "--effort", metavar="X", type=float, default=1.0, help="more time for a better answer (default: 1)"
+    )
 
 
 def _positive(text: str) -> int:

@@ -189,7 +189,9 @@ def _own(path: PathLike, found: dict[str, Any], topology: Topology | None, num_e
     if len(layer_ids) not in (0, read.layout.num_layers):
         raise bad_file(path, f"{read.layout.num_layers} layer_ids", str(len(layer_ids)), _MEND)
     if topology is not None and topology != own:
-        raise bad_file(path, f"a layout for {topology}", f"one for {own}", "leave the topology out, or mend it")
+        raise bad_file(
+            path, f"a layout for {topology}", f"one for {own}", "leave the ranks and nodes out, or mend them"
+        )
     if num_experts is not None and num_experts != experts:
         raise bad_file(path, f"{num_experts} experts", str(experts), "leave `num_experts` out, or give another file")
     return read

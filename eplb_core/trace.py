@@ -230,10 +230,12 @@ def _from_json(path: PathLike) -> Trace:
     if isinstance(found, dict) and "logical_count" in found:
         load = _files.tensor_array(path, found["logical_count"], "logical_count")
         return Trace(load, path=os.fspath(path), format="json", source="logical_count")
+    if isinstance(found, dict) and "physical_to_logical_map" in found:
+        raise bad_file(path, _WANTED, "a layout", "give a recorded load")
     what = (
         f"a dict with {', '.join(map(repr, found)) or 'nothing'}" if isinstance(found, dict) else type(found).__name__
     )
-    raise bad_file(path, "JSON with `logical_count` [L, E] or [T, L, E]", what, "a layout file is no trace")
+    raise bad_file(path, "JSON with `logical_count` [L, E] or [T, L, E]", what, "give a recorded load")
 
 
 def _scalar(arrays: dict[str, AnyArray], *names: str) -> int | None:

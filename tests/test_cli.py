@@ -99,6 +99,7 @@ def test_more_experts_than_slots_is_a_usage_error(trace: str, capsys: pytest.Cap
 
 @pytest.mark.slow
 def test_simulate_shows_policies_side_by_side(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="DeepSeek's policy needs torch")
     assert main(["simulate", trace, *PLACE, "--interval", "4"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].split() == ["none", "place", "deepseek"]
@@ -111,6 +112,28 @@ def test_simulate_leaves_deepseek_out_where_ranks_do_not_divide(trace: str, caps
     captured = capsys.readouterr()
     assert [run["policy"] for run in json.loads(captured.out)] == ["none", "place"]
     assert "3 ranks do not divide 20 slots" in captured.err
+
+
+@pytest.mark.slow
+def test_the_layout_to_start_from_says_its_ranks(
+    trace: str, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "next.json"
+    assert main(["plan", trace, "--slots", "20", "--current", layout, "--out", str(out)]) == 0
+    assert load_layout(out).topology == Topology(4, 2)
+    assert main(["plan", trace, "--slots", "20", "--current", layout, "--ranks", "4"]) == 2
+    assert "leave the ranks and nodes out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_without_torch_deepseeks_policy_is_left_out(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["simulate", trace, *PLACE, "--interval", "4", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert [run["policy"] for run in json.loads(captured.out)] == ["none", "place"]
+    assert "deepseek is left out: it needs torch" in captured.err
 
 
 def test_simulate_without_planning_needs_no_kernel(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +179,7 @@ def test_inspect_of_an_empty_load_says_so(tmp_path: Path, capsys: pytest.Capture
 def test_inspect_finds_an_expert_twice_on_a_rank(pair: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", pair, "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["pairs on a rank"], facts["digest"]) == (1, load_layout(pair).digest)
+    assert (facts["pairs_on_a_rank"], facts["digest"]) == (1, load_layout(pair).digest)
     assert "expert 0 on rank 0 of layer 0" in facts["faults"][0]
     assert main(["inspect", pair]) == 1
     assert fits_80_columns(capsys.readouterr().out.replace(pair, "pair.json"))
@@ -181,6 +204,8 @@ def test_inspect_of_a_sound_layout_is_well(layout: str, capsys: pytest.CaptureFi
     ],
 )
 def test_convert_goes_to_every_format_and_back(layout: str, tmp_path: Path, name: str, to: str) -> None:
+    if name.endswith(".pt"):
+        pytest.importorskip("torch", reason="torch writes .pt files")
     there, back = tmp_path / f"there-{name}", tmp_path / "back.json"
     assert main(["convert", layout, str(there), "--to", to]) == 0
     assert main(["convert", str(there), str(back), "--to", "eplb", "--ranks", "4", "--nodes", "2"]) == 0
@@ -216,15 +241,23 @@ def test_convert_refuses_what_a_format_cannot_say(
         ),
         (["plan", "TRACE", "--rank-to-node", "0,2", "--slots", "20"], "node 1 has no rank"),
         (["plan", "TRACE", *PLACE, "--windows", "9:"], "--windows 9: takes none of the trace's 8 windows"),
+        (["plan", "TRACE", "--nodes", "2", "--slots", "20"], "--nodes and --rank-speed need the ranks"),
+        (
+            ["plan", "TRACE", "--rank-to-node", "0,1", "--nodes", "3", "--slots", "20"],
+            "and `rank_to_node` (2 nodes)",
+        ),
+        (["plan", "LAYOUT", *PLACE], "expected an expert load [L, E] or [T, L, E], found a layout"),
+        (["convert", "LAYOUT", "/nowhere/l.json", "--to", "eplb"], "eplb: /nowhere: No such folder"),
+        (["convert", "LAYOUT", "/", "--to", "eplb"], "eplb: /: Is a folder"),
         (["simulate", "TRACE", *PLACE, "--interval", "8"], "`interval` (=8) must be below the 8 windows"),
         (["simulate", "TRACE", *PLACE, "--current", "PAIR", "--policy", "none"], "PAIR"),
         (["inspect", "TRACE", "--key", "nothing"], "an array `nothing`"),
     ],
 )
 def test_bad_numbers_and_files_end_with_status_2(
-    argv: list[str], match: str, trace: str, pair: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], match: str, trace: str, layout: str, pair: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = {"TRACE": trace, "PAIR": pair}
+    names = {"TRACE": trace, "LAYOUT": layout, "PAIR": pair}
     assert main([names.get(word, word) for word in argv]) == 2
     error = capsys.readouterr().err
     assert names.get(match, match) in error
@@ -292,7 +325,7 @@ def test_an_interrupt_ends_with_130(trace: str, monkeypatch: pytest.MonkeyPatch)
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eplb_core._commands.load_trace", interrupt)
+    monkeypatch.setattr("eplb_core._inputs.load_trace", interrupt)
     assert main(["inspect", trace]) == 130
 
 
@@ -301,7 +334,7 @@ def test_the_demo_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo"]) == 0
     out = capsys.readouterr().out
     assert fits_80_columns(out)
-    for part in ("1. PLAN", "2. REPLAY", "The average rank works", "not seen, `place`", "eplb plan FILE"):
+    for part in ("1. PLAN", "2. REPLAY", "The average rank works", "not seen, `place`", "plan FILE --ranks R"):
         assert part in " ".join(out.split())
     assert main(["demo", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

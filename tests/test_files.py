@@ -136,7 +136,7 @@ def test_random_bytes_are_refused(tmp_path_factory: pytest.TempPathFactory, head
         sorted({"logical_count", "physical_to_logical_map", "layer_list", "num_experts", "rank_to_node", "digest"})
     ),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_json_of_the_wrong_kind_is_refused(tmp_path_factory: pytest.TempPathFactory, value: object, key: str) -> None:
     folder = tmp_path_factory.mktemp("json")
     save_layout(LAYOUT, folder / "own.json")
@@ -173,7 +173,7 @@ def test_json_of_the_wrong_kind_is_refused(tmp_path_factory: pytest.TempPathFact
         max_size=30,
     )
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_yaml_like_text_is_refused_or_read(tmp_path_factory: pytest.TempPathFactory, parts: list[str]) -> None:
     path = tmp_path_factory.mktemp("yaml") / "c.yaml"
     path.write_text("num_slots: 4\ninitial_global_assignments:" + "".join(parts))

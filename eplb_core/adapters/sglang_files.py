@@ -25,6 +25,7 @@ from eplb_core.trace import Trace
 
 _RECORDS = "SGLang's recorder: a dict with `logical_count`, or with `records` and `last_physical_to_logical_map`"
 _MAP = "physical_to_logical_map"
+_MEND = "give an expert location of SGLang, or another kind of layout file"
 
 
 # ---- recorded loads --------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def read_expert_location(
     """
     inline = isinstance(path, str) and path.lstrip().startswith("{")
     name = "inline JSON" if inline else path
-    with reading(name, f"a dict with `{_MAP}` [L, P]", "write it with `write_expert_location`"):
+    with reading(name, f"a dict with `{_MAP}` [L, P]", _MEND):
         if inline:
             found = json.loads(str(path))
         else:

@@ -25,6 +25,7 @@ from eplb_core.topology import Topology
 from eplb_core.trace import Trace
 
 _WANTED = "num_slots and initial_global_assignments {layer: [experts]} in plain YAML"
+_MEND = "give a load-balancer file of TensorRT-LLM, or another kind of file"
 
 
 # ---- load-balancer YAML ----------------------------------------------------------------------------------------------
@@ -49,11 +50,11 @@ def read_config(
     Raises:
         FileFormatError: Not such a file, or a row that is no valid layout of `num_slots` slots.
     """
-    with reading(path, _WANTED, "write it with `write_config`"):
+    with reading(path, _WANTED, _MEND):
         top = _parse(_files.read_text(path))
         slots, rows = top.get("num_slots"), top.get("initial_global_assignments")
         if not isinstance(slots, int) or not isinstance(rows, dict) or not rows:
-            raise bad_file(path, _WANTED, ", ".join(map(str, top)) or "nothing", "write it with `write_config`")
+            raise bad_file(path, _WANTED, ", ".join(map(str, top)) or "nothing", _MEND)
         for layer, row in rows.items():
             if len(row) != slots:
                 mend = "assignments of another number of slots cannot be cut to fit: plan again"

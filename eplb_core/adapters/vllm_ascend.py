@@ -21,6 +21,7 @@ from eplb_core.layout_file import LayoutFile, layout_of_map
 from eplb_core.topology import Topology
 
 _WANTED = "an expert map (moe_layer_count, layer_list, device_list, device_expert)"
+_MEND = "give an expert map of vllm-ascend, or another kind of layout file"
 
 
 def read_expert_map(
@@ -43,7 +44,7 @@ def read_expert_map(
         FileFormatError: Not such a file, uneven devices, layers of different devices, or no valid layout.
     """
     found = _files.read_json(path)
-    with reading(path, _WANTED, "write it with `write_expert_map`"):
+    with reading(path, _WANTED, _MEND):
         layers = found["layer_list"]
         if len(layers) != found["moe_layer_count"] or not layers:
             counted = f"{len(layers)} layers"

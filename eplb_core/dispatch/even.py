@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, to_numpy
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, read_only, to_numpy
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch._kernels import group_slots
 from eplb_core.layout import ExpertLayout
 
 
-def even_dispatch_table(layout: ExpertLayout, *, expert_load: ArrayLike | None = None) -> IntArray:
+def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = None) -> IntArray:
     """Which slot should each rank send each expert's tokens to, so that replicas get equal amounts, near ones first?
 
     Ranks that send equally much of an expert (`expert_load` not given, `[L, E]`, or equal over ranks): replicas get
@@ -68,7 +68,7 @@ def even_dispatch_table(layout: ExpertLayout, *, expert_load: ArrayLike | None =
     picks = np.empty((max(1, layout.num_slots - experts), ranks), dtype=np.int64)
     p2l, node = layout.physical_to_logical_map, layout.topology.rank_to_node
     for layer in range(layers):
-        sent = np.ascontiguousarray(load[:, layer].T)  # [E, R] or [E, 1]
+        sent = read_only(np.ascontiguousarray(load[:, layer].T))  # [E, R] or [E, 1]
         fill_layer(p2l[layer], owner, node, sent, ints, floats, picks, table[:, layer])
     return table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load, read_only
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch._kernels import group_slots
 from eplb_core.layout import ExpertLayout
@@ -59,7 +59,7 @@ def replica_shares(layout: ExpertLayout, expert_load: ArrayLike) -> FloatArray:
     if load.shape[0] == 0:
         load = np.zeros((1, layers, experts))
     owner = np.arange(layout.num_slots) // layout.slots_per_rank
-    by_window = np.ascontiguousarray(load.transpose(1, 0, 2))  # [L, T, E]
+    by_window = read_only(np.ascontiguousarray(load.transpose(1, 0, 2)))  # [L, T, E]
     speed = layout.topology.rank_speed
     ints = np.empty((4, layout.num_slots + experts + 1), dtype=np.int64)
     floats = np.empty((3, layout.num_slots))

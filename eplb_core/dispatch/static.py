@@ -17,8 +17,8 @@ from eplb_core.layout import ExpertLayout
 
 def static_dispatch_table(
     layout: ExpertLayout,
-    *,
     seed: int = 42,
+    *,
     prefer_same_node: bool = True,
     candidates: Literal["all", "narrowed"] = "all",
 ) -> IntArray:

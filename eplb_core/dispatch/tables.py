@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, to_ids, to_numpy
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, read_only, to_ids, to_numpy
 from eplb_core.dispatch import _rows, even, static
 from eplb_core.dispatch.counter import LoadCounter
 from eplb_core.dispatch.ops import (
@@ -317,12 +317,13 @@ class DispatchTables:
     def _check_shares(self, p2l: IntArray, shares: ArrayLike | None) -> FloatArray:
         """The shares as float64 `[L, P]`; `[0]` for equal ones. Their values are looked at row by row."""
         if shares is None:
-            return np.empty(0)
+            return read_only(np.empty(0))
         if self.mode in STATIC_MODES:
             raise ValueError(
                 f"`shares` cannot be kept by mode {self.mode!r}; use 'weighted', or `repeated_dispatch_table`"
             )
-        fractions = np.ascontiguousarray(to_numpy(shares), dtype=np.float64)
+        # Read-only like the equal ones, whoever owns them: kernels are compiled for one kind of array.
+        fractions: FloatArray = read_only(np.require(to_numpy(shares), np.float64, ["C", "A"]).view())
         if fractions.shape != p2l.shape:
             raise ValueError(f"`shares` (shape {list(fractions.shape)}) must be {list(p2l.shape)}, a fraction a slot")
         return fractions
@@ -398,7 +399,7 @@ def _static_filler(mode: str, layout: ExpertLayout, seed: int) -> Callable[[int,
     owner = np.arange(slots) // layout.slots_per_rank
     node = layout.topology.rank_to_node
     if mode == "even":
-        sent, width = np.ones((experts, 1)), slots + ranks + experts + 1
+        sent, width = read_only(np.ones((experts, 1))), slots + ranks + experts + 1
         ints, floats = np.empty((8, width), dtype=np.int64), np.empty((3, width))
         picks = np.empty((max(1, slots - experts), ranks), dtype=np.int64)
         table = np.empty((ranks, experts), dtype=np.int64)

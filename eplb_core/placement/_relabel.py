@@ -78,6 +78,18 @@ def keep_in_place(
 
 
 @kernel
+def settle(old: IntArray, p2l: IntArray, num_ranks: int, num_experts: int) -> None:
+    """Put what its rank held in `old` back into the slot where it was; no expert changes ranks. Both `[L, P]`."""
+    layers, slots = old.shape
+    stride = slots // num_ranks
+    holds = np.zeros(num_experts, dtype=np.int64)
+    for layer in range(layers):
+        row = p2l[layer].copy()
+        for r in range(num_ranks):
+            _settle(old, row, layer, r, stride, stride, holds, p2l)
+
+
+@kernel
 def _count_kept(old: IntArray, new: IntArray, layer: int, r: int, stride: int, holds: IntArray, kept: IntArray) -> None:
     """How many distinct experts would stay if the contents of new rank r went to each old rank?"""
     holds[:] = 0

@@ -22,7 +22,7 @@ from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.layout import ExpertLayout, check_num_slots, count_replicas, rank_capacity
 from eplb_core.placement._kernels import Scratch, new_scratch
 from eplb_core.placement._moves import improve_layers, restore_lost
-from eplb_core.placement._relabel import keep_in_place
+from eplb_core.placement._relabel import keep_in_place, settle
 from eplb_core.placement._score import bound_layers, cost_of_transfers, score_layers
 from eplb_core.placement._solve import solve_layers
 from eplb_core.topology import Topology
@@ -119,7 +119,7 @@ def place(
     Example:
         >>> two_nodes = Topology(num_ranks=4, num_nodes=2)
         >>> print(place([[90, 20, 30, 40, 50, 60, 70, 80]], two_nodes, num_slots=12).layout)
-        layer 0: 0 5 4 | 7 6 5 | 7 3 6 | 0 2 1
+        layer 0: 0 6 2 | 4 7 1 | 0 6 5 | 7 3 5
 
     Source:
         docs/placement.md: the algorithm, the proof of the bound, and where its parts come from.
@@ -381,7 +381,9 @@ def _start_from(
 
     _keep_in_place(was, solution.p2l, problem)
     moved = solution.p2l.copy()
-    if problem.pin == 0:
+    if problem.pin:
+        moved[stays] = present[stays]
+    else:
         moved[fits] = present[fits]
         restore_lost(load, capacity, moved)
         spent = np.zeros(layers)
@@ -399,6 +401,7 @@ def _start_from(
             moved,
             spent,
         )
+        settle(was, moved, ranks, problem.num_experts)
 
     def judged(p2l: IntArray) -> tuple[FloatArray, FloatArray, IntArray]:
         balance, cost, received = np.zeros(layers), np.zeros(layers), np.zeros(layers, dtype=np.int64)
@@ -410,7 +413,8 @@ def _start_from(
     (new, new_cost, new_received), (near, near_cost, near_received) = judged(solution.p2l), judged(moved)
     anew = (new_cost <= price.budget) & (new - price.each * new_cost > near - price.each * near_cost)
     chosen = np.where(anew, new, near)
-    keep = stays & ~(chosen - before >= max(price.min_gain, _SOME_GAIN))
+    too_dear = np.where(anew, new_cost, near_cost) > price.budget
+    keep = stays & (too_dear | ~(chosen - before >= max(price.min_gain, _SOME_GAIN)))
     np.copyto(solution.p2l, moved, where=~anew[:, None])
     np.copyto(solution.p2l, present, where=keep[:, None])
     return np.where(keep, 0, np.where(anew, new_received, near_received))

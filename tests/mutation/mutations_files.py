@@ -117,5 +117,5 @@ MUTATIONS = [
     # command line
     ("eplb_core/cli.py", "        return 130\n", "        return 0\n", "tests/test_cli.py"),
     ("eplb_core/cli.py", "        return 141\n", "        raise\n", "tests/test_cli.py"),
-    ("eplb_core/_commands.py", 'return 1 if facts["faults"] else 0', "return 0", "tests/test_cli.py"),
+    ("eplb_core/_inspect.py", 'return 1 if facts["faults"] else 0', "return 0", "tests/test_cli.py"),
 ]

@@ -1,0 +1,23 @@
+"""Where torch is not installed, files of tests that import it are left out, and the head of the report says so."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_NEEDS_TORCH = re.compile(r"^(import|from) torch\b", re.M)
+
+collect_ignore: list[str] = []
+if importlib.util.find_spec("torch") is None:
+    for file in sorted(_HERE.rglob("*.py")):
+        if _NEEDS_TORCH.search(file.read_text()):
+            # A folder whose fixtures work on tensors is left out whole.
+            collect_ignore.append(str(file.parent if file.name == "conftest.py" else file))
+
+
+def pytest_report_header() -> list[str]:
+    """What is left out."""
+    names = ", ".join(str(Path(path).relative_to(_HERE)) for path in collect_ignore)
+    return [f"torch is not installed; left out: {names}"] if names else []

@@ -1,0 +1,84 @@
+"""The pages say what the code does: outputs of commands, public names, figures, links.
+
+`python tests/test_docs.py` writes the outputs in docs/cli.md anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import eplb_core
+from eplb_core.cli import main
+
+ROOT = Path(__file__).parent.parent
+CLI = ROOT / "docs" / "cli.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"```\n\$ eplb (.*)\n((?:.*\n)*?)```\n")
+
+
+def output_of(command: str) -> str:
+    """What the command prints on a pipe, without the lines of progress; in the current folder."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        main(shlex.split(command))
+    said = [line + "\n" for line in err.getvalue().splitlines() if not line.endswith("...")]
+    return "".join(said) + out.getvalue()
+
+
+def with_outputs(text: str) -> str:
+    """The page with the output of every command as it is now; commands run one after the other in one folder."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(ROOT / "eplb_core" / "data" / "moe128_demo.npz", Path(folder, "trace.npz"))
+        os.chdir(folder)  # the outputs name the files as the user does
+        try:
+            return BLOCK.sub(lambda found: f"```\n$ eplb {found[1]}\n{output_of(found[1])}```\n", text)
+        finally:
+            os.chdir(before)
+
+
+def without_numbers(text: str) -> str:
+    """Numbers, digests and the spaces around them differ between versions and machines."""
+    return re.sub(r"[\s#]+", " ", re.sub(r"digest\s+[0-9a-f]+|[\d.,]+", "#", text))
+
+
+@pytest.mark.slow
+def test_commands_print_what_the_page_shows() -> None:
+    pytest.importorskip("torch", reason="the replay shows DeepSeek's policy")
+    page = CLI.read_text()
+    assert page.count("\n$ eplb ") == len(BLOCK.findall(page)) >= 6
+    assert without_numbers(with_outputs(page)) == without_numbers(page)
+
+
+def test_api_page_lists_the_public_names() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert sorted(rows) == eplb_core.__all__
+
+
+def test_readme_has_the_figures_of_the_records() -> None:
+    pytest.importorskip("torch", reason="benchmarks need torch")
+    from benchmarks import readme
+
+    text = (ROOT / "README.md").read_text()
+    assert readme.rewritten(text) == text, "python -m benchmarks.readme"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_ascii_and_their_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    assert text.isascii()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).exists(), target
+
+
+if __name__ == "__main__":
+    CLI.write_text(with_outputs(CLI.read_text()))

@@ -1,0 +1,65 @@
+"""After `warm_up` no call compiles, or loads, a kernel. In a process of its own: other tests compile too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch", reason="fingerprints and rebalance_experts need torch")
+
+CALLS = """
+import sys
+import numpy as np, torch
+import eplb_core as eplb
+from numba.core import event
+from numba.core.dispatcher import Dispatcher
+
+eplb.warm_up()
+
+def loaded():
+    homes = [module for name, module in list(sys.modules.items()) if name.startswith("eplb_core")]
+    kernels = {id(k): k for home in homes for k in vars(home).values() if isinstance(k, Dispatcher)}
+    return {k.py_func.__qualname__: len(k.overloads) for k in kernels.values()}
+
+before, topology, rng = loaded(), eplb.Topology(4, 2, rank_speed=[1, 1, 0.5, 1]), np.random.default_rng(0)
+counts = rng.integers(1, 100, (3, 2, 16))
+fixed = counts.astype(np.float64)
+fixed.flags.writeable = False
+shifted = np.frombuffer(b"x" + fixed.tobytes(), dtype=np.float64, offset=1).reshape(fixed.shape)
+loads = [counts, fixed, shifted, counts.astype(np.float32), np.asfortranarray(fixed),
+         fixed[:, :, ::-1], fixed[0], fixed[:, :1], torch.tensor(counts), counts.tolist()]
+with event.install_recorder("numba:compile") as compiled:
+    for load in loads:
+        live = eplb.place(load, topology, num_slots=20).layout
+        live = eplb.place(load, topology, num_slots=22, effort=2, active_ranks=[True, True, False, True]).layout
+        eplb.place(load, topology, num_slots=22, current=live, max_transfers=3, window_weights=None)
+        for locality in ("group", "first_copy"):
+            eplb.place(load, topology, num_slots=20, locality=locality, num_groups=4)
+        rows = load if np.ndim(load) == 2 else np.asarray(load)[0]
+        eplb.rebalance_experts(rows, 20, 4, 2, 4)
+        eplb.rebalance_experts(torch.tensor(np.array(rows)), 16, 1, 1, 16)
+        eplb.replica_shares(live, load)
+        eplb.even_dispatch_table(live, expert_load=rows)
+    eplb.place(fixed, topology, num_slots=20, window_weights=[1, 0.5, 2])
+    eplb.even_dispatch_table(live, expert_load=np.ones((4, 2, 16)))
+    for candidates in ("all", "narrowed"):
+        eplb.static_dispatch_table(live, seed=7, candidates=candidates)
+    shares = eplb.replica_shares(live, fixed)
+    shares.flags.writeable = False
+    eplb.repeated_dispatch_table(live, shares=shares, rank=1)
+    for mode in ("static", "even", "random", "row", "weighted", "quota", "fewest", "fake"):
+        tables = eplb.DispatchTables(live, mode=mode, rank=1)
+        tables.install(live, layers=[1], shares=None if mode in ("static", "even") else shares)
+        tables.map(1, torch.arange(16, dtype=torch.int32)[:, None])
+    for dtype, width in ((torch.float32, 5), (torch.uint8, 3), (torch.bfloat16, 4)):
+        eplb.fingerprints([eplb.ExpertStore({"w": torch.ones(2, width, dtype=dtype)})], sample=2)
+    print(len(compiled.buffer), [name for name, count in loaded().items() if count != before.get(name)])
+"""
+
+
+@pytest.mark.slow
+def test_after_warming_up_no_call_compiles() -> None:
+    done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, timeout=600, check=False)
+    assert (done.stdout, done.returncode) == ("0 []\n", 0), done.stderr
