@@ -413,7 +413,8 @@ def _start_from(
     (new, new_cost, new_received), (near, near_cost, near_received) = judged(solution.p2l), judged(moved)
     anew = (new_cost <= price.budget) & (new - price.each * new_cost > near - price.each * near_cost)
     chosen = np.where(anew, new, near)
-    keep = stays & ~(chosen - before >= max(price.min_gain, _SOME_GAIN))
+    too_dear = np.where(anew, new_cost, near_cost) > price.budget
+    keep = stays & (too_dear | ~(chosen - before >= max(price.min_gain, _SOME_GAIN)))
     np.copyto(solution.p2l, moved, where=~anew[:, None])
     np.copyto(solution.p2l, present, where=keep[:, None])
     return np.where(keep, 0, np.where(anew, new_received, near_received))
