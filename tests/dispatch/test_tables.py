@@ -20,7 +20,7 @@ from eplb_core.dispatch.tables import MODES, Mode
 from tests.dispatch.cases import PAIR, layouts, random_layout
 
 TENSORS = [
-    "candidates", "num_candidates", "thresholds", "settings", "draws", "count", "state", "errors", "batch", "bounds",
+    "table", "candidates", "runs", "thresholds", "span", "settings", "draws", "count", "state", "errors", "batch", "bounds",
     "blocks", "shared", "arm_rank", "on_rank",
 ]  # fmt: skip
 

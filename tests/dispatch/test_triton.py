@@ -53,12 +53,12 @@ def map_by_kernels(
         if t.all_reduce is not None:
             t.all_reduce(t.batch)
         _triton.solve_batch(
-            t.batch, t.bounds, t.blocks, t.num_candidates, t.shared, t.arm_rank, t.on_rank, ids, num_shared, t.rank,
+            t.batch, t.bounds, t.blocks, t.runs, t.span, t.shared, t.arm_rank, t.on_rank, ids, num_shared, t.rank,
             t.mode,
         )  # fmt: skip
     _triton.map(
-        ids, out, t.candidates, t.num_candidates, t.thresholds, t.settings, t.draws, t.count, t.state, t.errors,
-        t.bounds, t.blocks, num_tokens, num_shared, t.mode, t.debug,
+        ids, out, t.table, t.settings, t.draws, t.count, t.state, t.errors, t.bounds, t.blocks, num_tokens, num_shared,
+        t.num_experts, t.num_entries, t.mode, t.debug,
     )  # fmt: skip
     return out
 
