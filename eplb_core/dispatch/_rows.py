@@ -157,9 +157,9 @@ def _pair(
     thresholds: Int32Array,
     names: Int32Array,
 ) -> None:
-    """Walker's alias table: each of `count` equal parts of [0, 1) belongs to its own slot up to a threshold, and to
-    one other slot from there on, so that every slot has its share (to 2^-30) and a choice reads one entry.
+    """Walker's alias table of one expert: any shares, and yet a choice reads one entry.
 
+    Each of `count` equal parts of [0, 1) belongs to its own slot up to a threshold, and to one other from there on.
     In integers: shares add up to 2^30 exactly, times `count`. Slots with too much give to those with too little, both
     in ascending order.
 

@@ -142,8 +142,8 @@ def _map_kernel(
     else:
         run = tl.load(table + 2 * P + expert)
         if MODE == "random":
-            first = _mix(tl.load(settings + 2).to(tl.uint32, bitcast=True) + draw.to(tl.uint32, bitcast=True) * 0x9E3779B9)
-            u = _mix(first + place * 0x9E3779B9)
+            key, call = tl.load(settings + 2).to(tl.uint32, bitcast=True), draw.to(tl.uint32, bitcast=True)
+            u = _mix(_mix(key + call * 0x9E3779B9) + place * 0x9E3779B9)
         else:
             phase = tl.load(settings).to(tl.uint32, bitcast=True)
             u = row.to(tl.uint32) * 0x9E3779B9 + _mix(phase + expert.to(tl.uint32))

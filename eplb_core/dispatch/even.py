@@ -82,7 +82,7 @@ def rank_filler(layout: ExpertLayout, rank: int) -> Callable[[int, IntArray], In
     ints, floats = np.empty((8, width), dtype=np.int64), np.empty((3, width))
     picks = np.empty((max(1, slots - experts), ranks), dtype=np.int64)
     table = np.empty((1, experts), dtype=np.int64)
-    mine = table[0]
+    mine: IntArray = table[0]
 
     def fill_rank(layer: int, row: IntArray) -> IntArray:
         _fill_layer(row, owner, node, sent, ints, floats, picks, table, rank)
@@ -245,7 +245,8 @@ def _assign_equal(
         has_extra[i] = 0
     picks[:] = -1
     for near in range(3):  # 0: own rank, 1: own node, 2: anywhere
-        for rank in range(num_ranks):
+        for turn in range(num_ranks if near else count):
+            rank = turn if near else owner[slots[turn]]
             if picks[rank] >= 0:
                 continue
             best, best_spare = -1, False

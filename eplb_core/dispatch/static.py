@@ -71,7 +71,7 @@ def rank_filler(layout: ExpertLayout, seed: int, rank: int) -> Callable[[int, In
     """
     fill = _Filler(layout, seed, 1, True)
     table = np.empty((1, 1, layout.num_experts), dtype=np.int64)
-    slots = table[0, 0]
+    slots: IntArray = table[0, 0]
 
     def fill_rank(layer: int, row: IntArray) -> IntArray:
         fill(row[None], table, narrowed=False, start=layer * 61 % 1024, first_rank=rank)
@@ -103,9 +103,7 @@ class _Filler:
         _mersenne(self.state.copy(), words)
         return words
 
-    def __call__(
-        self, p2l: IntArray, table: IntArray, *, narrowed: bool, start: int = 0, first_rank: int = 0
-    ) -> None:
+    def __call__(self, p2l: IntArray, table: IntArray, *, narrowed: bool, start: int = 0, first_rank: int = 0) -> None:
         while True:
             self.position[:] = start
             fixed = (self.owner, self.node, self.words, self.position, self.starts, self.by_expert, self.scratch)
@@ -199,7 +197,7 @@ def _fill(
 @inline_kernel
 def _nearest(slots: IntArray, owner: IntArray, node: IntArray, on_node: IntArray, picks: IntArray) -> None:
     """Put into `picks[r]` the first slot on the own rank, else on the own node if that leaves some out, else -1."""
-    on_node[:] = 0
+    on_node[: picks.size] = 0
     for slot in slots:
         on_node[node[owner[slot]]] += 1
     for rank in range(picks.size):

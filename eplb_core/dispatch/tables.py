@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -197,7 +197,7 @@ class DispatchTables:
             raise ValueError(f"`mode` (={mode!r}) does not fit tables made for {self.mode!r}; make tables for it")
         shape, row = self._shape, self._packed[layer]
         width, shared = shape.width, shape.num_shared
-        in_solver = shape.num_ranks * shape.slots_per_rank if shared else 0
+        ranks, per_rank = shape.num_ranks, shape.slots_per_rank if shared else 0
         return LayerTables(
             table=row,
             candidates=row[: shape.runs].view(-1, 2 if width > 1 else 1),
@@ -214,7 +214,7 @@ class DispatchTables:
             blocks=self._blocks[layer],
             shared=row[shape.shared : shape.arm_rank],
             arm_rank=row[shape.arm_rank : shape.on_rank].view(shared, width if shared else 0),
-            on_rank=row[shape.on_rank : shape.on_rank + in_solver].view(shape.num_ranks, shape.slots_per_rank if shared else 0),
+            on_rank=row[shape.on_rank : shape.on_rank + ranks * per_rank].view(ranks, per_rank),
             num_experts=shape.num_experts,
             num_entries=shape.num_slots if width > 1 else 0,
             mode=mode,
@@ -313,10 +313,10 @@ class DispatchTables:
         if frame != (self._topology, self._num_experts, self._p2l.shape):
             self.layout.check_same_frame(layout)
         fractions = self._equal if shares is None else self._check_shares(p2l, shares)
-        rows = np.arange(len(p2l)) if layers is None else layer_rows(layers, len(p2l))
+        rows = range(len(p2l)) if layers is None else _rows_of(layers, len(p2l))
         if len(rows) > 1:  # a row is looked at before it is written: for one, that is enough
             self._check(p2l, rows, fractions)
-        for layer in rows.tolist():
+        for layer in rows:
             self._fill(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
             self._p2l[layer] = p2l[layer]
         self._layout = layout if layers is None else None
@@ -332,9 +332,9 @@ class DispatchTables:
             raise ValueError(f"`shares` (shape {list(fractions.shape)}) must be {list(p2l.shape)}, a fraction a slot")
         return fractions
 
-    def _check(self, p2l: IntArray, rows: IntArray, fractions: FloatArray) -> None:
+    def _check(self, p2l: IntArray, rows: Sequence[int], fractions: FloatArray) -> None:
         """Raise if any of the rows does not fit, before the first is written."""
-        for layer in rows.tolist():
+        for layer in rows:
             self._check_row(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
 
     def _check_row(self, layer: int, row: IntArray, shares: FloatArray) -> None:
@@ -375,6 +375,14 @@ class DispatchTables:
         if self._copies:
             on_device.copy_(on_host, non_blocking=True)
             copied.record()
+
+
+def _rows_of(layers: ArrayLike, num_layers: int) -> list[int]:
+    """As `layer_rows`; one number in a list, what a migration gives, costs nothing."""
+    if isinstance(layers, list) and len(layers) == 1 and type(layers[0]) is int and 0 <= layers[0] < num_layers:
+        return layers
+    rows: list[int] = layer_rows(layers, num_layers).tolist()
+    return rows
 
 
 def _event(layer: int) -> torch.cuda.Event:
