@@ -94,6 +94,14 @@ def test_entries_give_every_slot_its_share_exactly(layout: ExpertLayout, data: s
     assert (span == 0 and widest == 1) or span < widest <= 2 * span
 
 
+def test_shares_that_sum_to_a_little_less_than_one_count_relative_to_their_sum() -> None:
+    layout = ExpertLayout([[0, 0, 0]], num_experts=1, topology=Topology(num_ranks=3))
+    t = DispatchTables(layout, mode="row", shares=[[0.5, 0.4999995, 0.0]]).layer(0)
+    assert abs(int(t.thresholds[0]) - (3 * 0.5 / 0.9999995 - 1) * 2**30) <= 4
+    assert int(t.thresholds[2]) == 0
+    assert sorted(t.candidates[:, 1].tolist()) == [0, 1, 1]
+
+
 @given(layouts(max_layers=1))
 @settings(max_examples=60, deadline=None)
 def test_the_solver_sees_every_expert_with_a_choice(layout: ExpertLayout) -> None:
@@ -141,6 +149,7 @@ def test_more_replicas_than_there_is_room_for_are_refused_before_anything_is_wri
         tables = DispatchTables(layout, mode=mode, max_replicas=most)
         before = tables._packed.clone()
         rows = layout.physical_to_logical_map.copy()
+        rows[0] = rows[0][::-1]
         rows[3] = np.r_[np.arange(32), np.full(16, 7)]
         text = rf"expert 7 has 17 replicas.*`max_replicas` \(={most}\) at layer 3"
         for layers in (None, [3], [0, 3]):

@@ -110,7 +110,7 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
         ROWS,
         "until / total * UNIT",
         "until * UNIT",
-        f"{T_TABLES}::test_entries_give_every_slot_its_share_exactly",
+        f"{T_TABLES}::test_shares_that_sum_to_a_little_less_than_one_count_relative_to_their_sum",
     ),
     (
         ROWS,
@@ -120,8 +120,8 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
     ),
     (
         ROWS,
-        "            if wanted < count < following:",
-        "            if wanted < count:",
+        "                on_rank[slot] = n * width + k\n",
+        "                on_rank[slot] = n * width\n",
         f"{T_TABLES}::test_the_solver_sees_every_expert_with_a_choice",
     ),
     (
