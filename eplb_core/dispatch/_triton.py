@@ -124,7 +124,7 @@ def _map_kernel(
         # One lane of a tensor and not a scalar: a scalar's answer would be sent to all threads, which wait for it.
         draw = tl.load(draws)
         tl.debug_barrier()
-        arrived = tl.atomic_add(draws + 1 + tl.zeros_like(index), 1, mask=index == 0, sem="relaxed")
+        arrived = tl.atomic_add(draws + 1 + tl.zeros_like(index), 1, mask=index == 0, sem="acq_rel")
     element = tl.program_id(0) * BLOCK + index
     row, column, inside, real, value, valid = _load_ids(
         ids, num_tokens, errors, element, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED,
