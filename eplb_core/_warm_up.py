@@ -44,7 +44,9 @@ def _warm_place() -> None:
     from eplb_core.placement.place import place
 
     live = place(_LOAD, _TOPOLOGY, num_slots=6).layout
-    place(_LOAD, _TOPOLOGY, num_slots=6, current=live)
+    for load in (_LOAD, np.stack([_LOAD, _LOAD[::-1]])):  # one window and several
+        place(load, _TOPOLOGY, num_slots=6)
+        place(load, _TOPOLOGY, num_slots=6, current=live)
 
 
 def _warm_dispatch() -> None:
