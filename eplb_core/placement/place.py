@@ -119,7 +119,7 @@ def place(
     Example:
         >>> two_nodes = Topology(num_ranks=4, num_nodes=2)
         >>> print(place([[90, 20, 30, 40, 50, 60, 70, 80]], two_nodes, num_slots=12).layout)
-        layer 0: 0 5 4 | 7 6 5 | 7 3 6 | 0 2 1
+        layer 0: 0 6 2 | 4 7 1 | 0 6 5 | 7 3 5
 
     Source:
         docs/placement.md: the algorithm, the proof of the bound, and where its parts come from.
@@ -373,7 +373,7 @@ def _start_from(
     """
     topology, capacity = problem.topology, problem.capacity
     layers, ranks = current.num_layers, topology.num_ranks
-    was = current.physical_to_logical_map
+    was = current.physical_to_logical_map.copy()  # writable as all others: kernels compile for one kind
     present = was.copy()
     present.reshape(layers, ranks, -1)[:, capacity == 0] = -1
     fits = ((present.reshape(layers, ranks, -1) >= 0).sum(axis=2) <= capacity).all(axis=1)
@@ -413,7 +413,8 @@ def _start_from(
     (new, new_cost, new_received), (near, near_cost, near_received) = judged(solution.p2l), judged(moved)
     anew = (new_cost <= price.budget) & (new - price.each * new_cost > near - price.each * near_cost)
     chosen = np.where(anew, new, near)
-    keep = stays & ~(chosen - before >= max(price.min_gain, _SOME_GAIN))
+    too_dear = np.where(anew, new_cost, near_cost) > price.budget
+    keep = stays & (too_dear | ~(chosen - before >= max(price.min_gain, _SOME_GAIN)))
     np.copyto(solution.p2l, moved, where=~anew[:, None])
     np.copyto(solution.p2l, present, where=keep[:, None])
     return np.where(keep, 0, np.where(anew, new_received, near_received))

@@ -195,15 +195,14 @@ def test_scaling_the_load_by_a_power_of_two_changes_nothing(problem: Problem, po
 
 @settings(max_examples=EXAMPLES)
 @given(problems(), st.lists(st.integers(0, 3), min_size=1, max_size=3))
-def test_windows_add_up_and_the_bound_holds_for_their_mean(problem: Problem, weights: list[int]) -> None:
+def test_the_bound_holds_for_the_mean_over_windows(problem: Problem, weights: list[int]) -> None:
     rng = np.random.default_rng(len(weights))
     windows = np.stack([np.roll(problem.load, shift, axis=1) for shift in rng.integers(0, 5, len(weights))])
     placement = problem.solve(load=windows, window_weights=weights)
-    if len(weights) > 1:
-        total = sum(window * weight for window, weight in zip(windows, weights, strict=True))
-        assert placement.layout == problem.solve(load=total).layout
     known = ~np.isnan(placement.balancedness)
     assert (placement.balancedness[known] <= placement.bound[known]).all()
+    for layer in np.flatnonzero(~known):
+        assert not (windows[:, layer].sum(axis=1) * weights).any()
 
 
 @settings(max_examples=EXAMPLES)

@@ -18,7 +18,7 @@ def block(rows: list[list[int]], load: list[float], nodes: list[int] | None = No
     scratch = new_scratch(len(load), ranks, stride)
     scratch.reals[k.WEIGHT, : len(load)] = load
     scratch.reals[k.SPEED : k.PACE + 1, :ranks] = 1.0
-    scratch.ints[k.HOME, : len(load)] = -1
+    scratch.ints[k.HOME] = -1
     scratch.ints[k.NODE, :ranks] = nodes or [0] * ranks
     scratch.ints[k.EXPERT, : ranks * stride] = np.array(rows).reshape(-1)
     scratch.ints[k.REPLICAS, : len(load)] = np.bincount(np.array(rows).reshape(-1), minlength=len(load))
@@ -28,7 +28,8 @@ def block(rows: list[list[int]], load: list[float], nodes: list[int] | None = No
 
 
 def allow(scratch: Scratch, work: int) -> None:
-    scratch.ints[k.WORK, :4] = [0, work, 1, True]
+    pinned = bool((scratch.ints[k.HOME] >= 0).any())
+    scratch.ints[k.WORK, :4] = [0, work, 1, pinned]
 
 
 def rows_of(scratch: Scratch, ranks: int, stride: int) -> list[list[int]]:
@@ -102,16 +103,15 @@ def test_the_queue_is_in_order_after_every_exchange(load: list[float], data: st.
     """Two ranks change: each goes to its place among the others, so the last is the fullest."""
     queue = np.array(sorted(range(len(load)), key=lambda r: load[r]))
     times = np.array(load)
+    queue_time = times[queue]
     last = len(load) - 1
     at = data.draw(st.integers(0, last - 1))
-    mean = (times[queue[at]] + times[queue[last]]) / 2
-    off = data.draw(st.floats(-0.4, 0.4)) * (times[queue[last]] - times[queue[at]])
-    times[queue[at]], times[queue[last]] = mean + off, mean - off
-    moved, full = queue[at], queue[last]
-    queue_times = np.array(sorted(load))
-    _refine._requeue(at, last - 1, times[moved], queue, queue_times)
-    _refine._requeue(last, last, times[full], queue, queue_times)
-    assert times[queue].tolist() == sorted(times.tolist()) == queue_times.tolist()
+    r, full = queue[at], queue[last]
+    mean, off = (times[r] + times[full]) / 2, data.draw(st.floats(-0.4, 0.4)) * (times[full] - times[r])
+    times[r], times[full] = mean + off, mean - off
+    _refine._requeue(at, last - 1, times[r], queue, queue_time)
+    _refine._requeue(last, last, times[full], queue, queue_time)
+    assert times[queue].tolist() == queue_time.tolist() == sorted(times.tolist())
 
 
 def test_the_time_that_a_search_reports_is_that_of_the_fullest_rank() -> None:

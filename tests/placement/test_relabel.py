@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eplb_core._arrays import IntArray
 from eplb_core.placement import _relabel
-from eplb_core.placement._relabel import keep_in_place
+from eplb_core.placement._relabel import keep_in_place, settle
 
 
 def relabel(
@@ -129,6 +129,12 @@ def test_layers_that_are_skipped_stay_as_they_are() -> None:
         moved,
     )
     assert (new.tolist(), moved.tolist()) == ([[1, 0], [0, 1]], [-1, 0])
+
+
+def test_slots_are_kept_without_exchanging_ranks() -> None:
+    old, new = np.array([[0, 3, 1, 2, 1, -1]]), np.array([[2, 0, 1, 1, 3, -1]])
+    settle(old, new, 2, 4)
+    assert new.tolist() == [[0, 2, 1, 3, 1, -1]]
 
 
 def kept(rows: list[list[int]]) -> IntArray:

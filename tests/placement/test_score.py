@@ -13,17 +13,25 @@ from eplb_core.placement._kernels import new_scratch
 from eplb_core.placement._score import _shares_fit, bound_layers, score_layers
 
 
-def score(load: list[list[float]], row: list[int], capacity: list[int], speed: list[float]) -> float:
+def score(
+    load: list[list[float]],
+    row: list[int],
+    capacity: list[int],
+    speed: list[float],
+    weights: list[float] | None = None,
+) -> float:
     """Windows `[T, E]` of one layer."""
     out = np.zeros(1)
     windows = np.array(load, dtype=np.float64)[:, None, :]
-    score_layers(windows, np.ones(len(load)), np.array([row]), np.array(capacity), np.array(speed), out)
+    score_layers(windows, np.array(weights or [1.0] * len(load)), np.array([row]), np.array(capacity), np.array(speed), out)
     return float(out[0])
 
 
 def test_score_is_the_mean_over_windows_with_load() -> None:
     assert score([[4, 0], [2, 2], [0, 0]], [0, 1], [1, 1], [1.0, 1.0]) == (0.5 + 1.0) / 2
     assert np.isnan(score([[0, 0]], [0, 1], [1, 1], [1.0, 1.0]))
+    assert score([[4, 0], [2, 2]], [0, 1], [1, 1], [1.0, 1.0], [3.0, 1.0]) == (3 * 0.5 + 1.0) / 4
+    assert np.isnan(score([[4, 0]], [0, 1], [1, 1], [1.0, 1.0], [0.0]))
 
 
 def test_replicas_on_ranks_that_are_out_take_nothing() -> None:
