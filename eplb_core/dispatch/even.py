@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, to_numpy
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, read_only, to_numpy
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch._kernels import group_slots
 from eplb_core.layout import ExpertLayout
@@ -69,7 +69,8 @@ def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = No
     picks = np.empty((max(1, layout.num_slots - experts), ranks), dtype=np.int64)
     p2l, node = layout.physical_to_logical_map, layout.topology.rank_to_node
     for layer in range(layers):
-        sent = np.ascontiguousarray(load[:, layer].T)  # [E, R] or [E, 1]
+        # Read-only, like a caller's own array: the kernel is compiled for one kind.
+        sent = read_only(np.ascontiguousarray(load[:, layer].T))  # [E, R] or [E, 1]
         _fill_layer(p2l[layer], owner, node, sent, ints, floats, picks, table[:, layer], 0)
     return table
 
@@ -78,7 +79,7 @@ def rank_filler(layout: ExpertLayout, rank: int) -> Callable[[int, IntArray], In
     """A function of a layer's number and row that gives the rank's `[E]` part of `even_dispatch_table`."""
     ranks, experts, slots = layout.topology.num_ranks, layout.num_experts, layout.num_slots
     owner, node = np.arange(slots) // layout.slots_per_rank, layout.topology.rank_to_node
-    sent, width = np.ones((experts, 1)), slots + ranks + experts + 1
+    sent, width = read_only(np.ones((experts, 1))), slots + ranks + experts + 1
     ints, floats = np.empty((8, width), dtype=np.int64), np.empty((3, width))
     picks = np.empty((max(1, slots - experts), ranks), dtype=np.int64)
     table = np.empty((1, experts), dtype=np.int64)
