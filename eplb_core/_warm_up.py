@@ -13,7 +13,7 @@ from eplb_core.topology import Topology
 def warm_up() -> None:
     """Make every later call cost what it says: compile or load all host kernels now.
 
-    A kernel is compiled when it is first called after an installation, and loaded from numba's disk cache when it is
+    A kernel is compiled when it is first called after an installation, and loaded from the disk cache when it is
     first called in a later process. Call this once at start-up, before serving, so that neither happens in a call that
     somebody waits for. Kernels of the GPU are not touched: constructors compile those. Where torch is not installed,
     only kernels that need no tensors are warmed.
@@ -44,7 +44,9 @@ def _warm_place() -> None:
     from eplb_core.placement.place import place
 
     live = place(_LOAD, _TOPOLOGY, num_slots=6).layout
-    place(_LOAD, _TOPOLOGY, num_slots=6, current=live)
+    for load in (_LOAD, np.stack([_LOAD, _LOAD[::-1]])):  # one window and several
+        place(load, _TOPOLOGY, num_slots=6)
+        place(load, _TOPOLOGY, num_slots=6, current=live)
 
 
 def _warm_dispatch() -> None:

@@ -37,6 +37,7 @@ def kernels() -> dict[str, Any]:
 @compiled
 @pytest.mark.slow
 def test_every_kernel_lets_go_of_the_lock_is_cached_and_rounds_as_written() -> None:
+    pytest.importorskip("torch", reason="some modules with kernels work on tensors")
     all_kernels = kernels()
     assert len(all_kernels) > 30
     for name, dispatcher in all_kernels.items():

@@ -28,13 +28,16 @@ counts = rng.integers(1, 100, (3, 2, 16))
 fixed = counts.astype(np.float64)
 fixed.flags.writeable = False
 shifted = np.frombuffer(b"x" + fixed.tobytes(), dtype=np.float64, offset=1).reshape(fixed.shape)
+cost = np.ones((4, 4))
+cost.flags.writeable = False
 loads = [counts, fixed, shifted, counts.astype(np.float32), np.asfortranarray(fixed),
          fixed[:, :, ::-1], fixed[0], fixed[:, :1], torch.tensor(counts), counts.tolist()]
 with event.install_recorder("numba:compile") as compiled:
     for load in loads:
         live = eplb.place(load, topology, num_slots=20).layout
         live = eplb.place(load, topology, num_slots=22, effort=2, active_ranks=[True, True, False, True]).layout
-        eplb.place(load, topology, num_slots=22, current=live, max_transfers=3, window_weights=None)
+        eplb.place(load, topology, num_slots=22, current=live, max_transfers=3, transfer_price=0.01)
+        eplb.place(load, topology, num_slots=22, current=live, transfer_cost=cost)
         for locality in ("group", "first_copy"):
             eplb.place(load, topology, num_slots=20, locality=locality, num_groups=4)
         rows = load if np.ndim(load) == 2 else np.asarray(load)[0]

@@ -69,7 +69,8 @@ def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = No
     picks = np.empty((max(1, layout.num_slots - experts), ranks), dtype=np.int64)
     p2l, node = layout.physical_to_logical_map, layout.topology.rank_to_node
     for layer in range(layers):
-        sent = read_only(np.ascontiguousarray(load[:, layer].T))  # [E, R] or [E, 1]; always one kind of array
+        # Read-only, like a caller's own array: the kernel is compiled for one kind.
+        sent = read_only(np.ascontiguousarray(load[:, layer].T))  # [E, R] or [E, 1]
         _fill_layer(p2l[layer], owner, node, sent, ints, floats, picks, table[:, layer], 0)
     return table
 
