@@ -222,6 +222,15 @@ def test_a_perfect_layout_stays() -> None:
     assert (placement.layout, placement.transfers.tolist()) == (current, [0])
 
 
+@pytest.mark.parametrize("locality", ["group", "first_copy"])
+def test_groups_bind_the_limit_of_transfers_too(locality: str) -> None:
+    current = ExpertLayout([[0, 1, 2, -1, 3, -1]], 4, topology=Topology(3, 3))
+    placement = place(
+        [[3, 2, 2, 1]], Topology(3, 3), num_slots=4, locality=locality, num_groups=4, current=current, max_transfers=0
+    )
+    assert (placement.layout, placement.transfers.tolist()) == (current, [0])
+
+
 def test_experts_of_a_dead_rank_are_placed_on_the_others() -> None:
     """H1: experts 2 and 3 take one of the two slots of 0 and of 1."""
     current = ExpertLayout([[0, 1, 2, 3, 0, 1]], 4, topology=Topology(3))
@@ -258,6 +267,13 @@ def test_the_weight_of_the_only_window_changes_nothing(weight: float) -> None:
     weighed = place([[[7, 1, 1, 1]]], Topology(4), num_slots=4, window_weights=[weight])
     assert plain.bound.tolist() == weighed.bound.tolist() == pytest.approx([10 / 4 / 7])
     assert plain.layout == weighed.layout
+
+
+def test_a_layer_whose_only_window_has_no_weight_has_no_tighter_bound() -> None:
+    placement = place(
+        [[[3, 1]]], Topology(1), num_slots=2, window_weights=[0], locality="group", num_groups=1, effort=0.25
+    )
+    assert np.isnan(placement.bound[0]) or placement.bound[0] == 1.0
 
 
 def test_a_window_of_weight_zero_does_not_decide() -> None:

@@ -23,7 +23,9 @@ def score(
     """Windows `[T, E]` of one layer."""
     out = np.zeros(1)
     windows = np.array(load, dtype=np.float64)[:, None, :]
-    score_layers(windows, np.array(weights or [1.0] * len(load)), np.array([row]), np.array(capacity), np.array(speed), out)
+    score_layers(
+        windows, np.array(weights or [1.0] * len(load)), np.array([row]), np.array(capacity), np.array(speed), out
+    )
     return float(out[0])
 
 
