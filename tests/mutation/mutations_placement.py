@@ -48,8 +48,8 @@ MUTATIONS = [
     # counts: no limit on replicas
     (
         KERNELS,
-        "            count[e] += 1\n            share = load[e] / count[e] if count[e] < most else -1.0\n            i = 0\n",
-        "            count[e] += 1\n            share = load[e] / count[e]\n            i = 0\n",
+        "share = load[e] / count[e] if count[e] < most else -1.0\n            i = 0\n",
+        "share = load[e] / count[e]\n            i = 0\n",
         COUNTS,
     ),
     # counts: the share before the replica, not after it
@@ -62,8 +62,8 @@ MUTATIONS = [
     # packing: ranks that hold the expert stay in the tournament
     (
         KERNELS,
-        "                chosen[k] = r\n                _replay(tree, leaves + r, _FULL)\n",
-        "                chosen[k] = r\n                _replay(tree, leaves + r, key[r] if used + 1 < cap[r] else _FULL)\n",
+        "chosen[k] = r\n                _replay(tree, leaves + r, _FULL)\n",
+        "chosen[k] = r\n                _replay(tree, leaves + r, key[r] if used + 1 < cap[r] else _FULL)\n",
         PACKING,
     ),
     # packing: loads do not count
