@@ -23,6 +23,7 @@ import torch
 import eplb_core as eplb
 from benchmarks import measure, peers, traces
 from eplb_core.dispatch import quota
+from eplb_core.dispatch._rows import MOST_SLOTS
 from eplb_core.dispatch.tables import Mode
 
 PEER_OPTIONS = ("--peers-dir", "--loads")
@@ -170,11 +171,11 @@ def quota_load(layout: eplb.ExpertLayout, tables: eplb.DispatchTables, window: A
     for layer in range(layout.num_layers):
         t = tables.layer(layer)
         batch[0] = torch.from_numpy(window[layer])
-        quota.solve(batch, t.bounds, t.num_candidates, t.shared, t.arm_rank, t.on_rank, 0, fewest=False)
-        bounds, count = t.bounds.numpy(), layout.replica_count[layer]
+        quota.solve(batch, t.bounds, t.runs, t.shared, t.arm_rank, t.on_rank, 0, fewest=False)
+        bounds, first = t.bounds.numpy(), t.runs.numpy() & (MOST_SLOTS - 1)
         for expert in range(experts):
             slots = layout.slots(layer, expert)
-            starts = [0] if count[expert] == 1 else bounds[expert, : len(slots)].tolist()
+            starts = [0] if len(slots) == 1 else bounds[first[expert] : first[expert] + len(slots)].tolist()
             for slot, begin, end in zip(slots, starts, [*starts[1:], int(window[layer, expert])], strict=True):
                 result[layer, slot // layout.slots_per_rank] += end - begin
     return result

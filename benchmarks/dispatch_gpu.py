@@ -176,13 +176,13 @@ def calls_of(
     def solve(t: eplb.LayerTables, x: torch.Tensor) -> None:
         t.batch.copy_(full)  # as the sum over ranks leaves it; the copy's time is in the figure
         ops.solve_batch(
-            t.batch, t.bounds, t.blocks, t.num_candidates, t.shared, t.arm_rank, t.on_rank, x, 0, t.rank, t.mode
+            t.batch, t.bounds, t.blocks, t.runs, t.span, t.shared, t.arm_rank, t.on_rank, x, 0, t.rank, t.mode
         )
 
     def choose(t: eplb.LayerTables, x: torch.Tensor, out: torch.Tensor) -> None:
         ops.map(
-            x, out, t.candidates, t.num_candidates, t.thresholds, t.settings, t.draws, t.count, t.state, t.errors,
-            t.bounds, t.blocks, None, 0, t.mode, False,
+            x, out, t.table, t.settings, t.draws, t.count, t.state, t.errors, t.bounds, t.blocks, None, 0,
+            t.num_experts, t.num_entries, t.mode, False,
         )  # fmt: skip
 
     calls[f"{name}: count only"] = [partial(count, rows[a], ids[b]) for a, b in pairs]

@@ -8,40 +8,49 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core._arrays import FloatArray, IntArray
-from eplb_core._numba import kernel
+from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch._kernels import group_slots
 
 Int32Array = npt.NDArray[np.int32]
 
 UNIT = 1 << 30
 """Thresholds are in units of 1 / UNIT."""
+FIRST_BITS = 20
+"""A run's word holds where the run begins in its low bits, and how long it is above."""
+MOST_SLOTS, MOST_REPLICAS = 1 << FIRST_BITS, (1 << (31 - FIRST_BITS)) - 1
 
 
 class RowShape(NamedTuple):
-    """Sizes and places of the parts of a packed row."""
+    """Sizes and places of the parts of a packed row; the names of candidates are at its beginning."""
 
     num_experts: int
+    num_slots: int
     width: int
-    """Most candidates of an expert."""
+    """Most candidates of an expert; 1 = the row is one name an expert and nothing else."""
     num_shared: int
     """Most experts with several replicas; 0 = the row has no parts for the solver."""
     num_ranks: int
     slots_per_rank: int
 
     @property
-    def candidates(self) -> int:
-        """Where `[E, W]` slot names begin; the `[E]` numbers of candidates are before them."""
-        return self.num_experts
+    def runs(self) -> int:
+        """Where the `[E]` words about experts' runs begin, after `[P, 2]` names (`[E, 1]` where W = 1)."""
+        return 2 * self.num_slots if self.width > 1 else self.num_experts
 
     @property
     def thresholds(self) -> int:
-        """Where `[E, W]` thresholds begin."""
-        return self.candidates + self.num_experts * self.width
+        """Where `[P]` thresholds begin."""
+        return self.runs + (self.num_experts if self.width > 1 else 0)
+
+    @property
+    def span(self) -> int:
+        """Where the largest power of two below the most candidates of an expert is."""
+        return self.thresholds + (self.num_slots if self.width > 1 else 0)
 
     @property
     def shared(self) -> int:
         """Where the `[N]` ids of experts with several replicas begin."""
-        return self.thresholds + (self.num_experts * self.width if self.width > 1 else 0)
+        return self.span + (1 if self.width > 1 else 0)
 
     @property
     def arm_rank(self) -> int:
@@ -55,18 +64,15 @@ class RowShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Length of the row."""
-        return self.on_rank + (self.num_ranks * self.slots_per_rank if self.num_shared else 0)
+        """Length of the row, a multiple of 16 bytes: the device reads pairs of names at once."""
+        end = self.on_rank + (self.num_ranks * self.slots_per_rank if self.num_shared else 0)
+        return -(-end // 4) * 4
 
 
-@kernel
-def check_row(
+@inline_kernel
+def _look_at(
     row: IntArray, shares: FloatArray, num_experts: int, width: int, starts: IntArray, by_expert: IntArray
 ) -> tuple[int, int, float]:
-    """What stands against a row: (0, _, _) nothing; 1 expert with too many slots; 2 a bad share's slot; 3 a bad sum.
-
-    `shares` has no entries where replicas share equally.
-    """
     group_slots(row, starts, by_expert)
     for expert in range(num_experts):
         count = starts[expert + 1] - starts[expert]
@@ -85,75 +91,131 @@ def check_row(
 
 
 @kernel
-def fill_candidates(
-    row: IntArray,
-    shares: FloatArray,
-    slot_ids: Int32Array,
-    width: int,
-    starts: IntArray,
-    by_expert: IntArray,
-    packed: Int32Array,
+def check_row(
+    row: IntArray, shares: FloatArray, num_experts: int, width: int, scratch: IntArray
 ) -> tuple[int, int, float]:
-    """Write numbers of candidates, candidates and thresholds of a row, or nothing: then what `check_row` says."""
-    num_experts = starts.size - 1
-    fault = check_row(row, shares, num_experts, width, starts, by_expert)
-    if fault[0]:
-        return fault
-    first_candidate, first_threshold = num_experts, num_experts + num_experts * width
-    for expert in range(num_experts):
-        first, count = starts[expert], starts[expert + 1] - starts[expert]
-        before = packed[expert]
-        packed[expert] = count
-        place, part = first_candidate + expert * width, first_threshold + expert * width
-        packed[place] = slot_ids[by_expert[first]]
-        if width == 1:
-            continue
-        packed[part] = 0
-        cumulated = 0.0
-        for k in range(1, count):
-            packed[place + k] = slot_ids[by_expert[first + k]]
-            if shares.size == 0:
-                packed[part + k] = (k * UNIT + count - 1) // count
-            else:
-                cumulated += shares[by_expert[first + k - 1]]
-                packed[part + k] = min(UNIT, int(cumulated * UNIT + 0.5))
-        for k in range(count, before):
-            packed[place + k] = -1
-            packed[part + k] = UNIT
-    return fault
+    """What stands against a row: (0, _, _) nothing; 1 expert with too many slots; 2 a bad share's slot; 3 a bad sum.
+
+    `shares` has no entries where replicas share equally. `scratch` is `[3, max(P, E + 1)]`.
+    """
+    return _look_at(row, shares, num_experts, width, scratch[0, : num_experts + 1], scratch[1])
 
 
 @kernel
-def fill_solver(
+def fill_row(
     row: IntArray,
+    shares: FloatArray,
+    slot_ids: Int32Array,
+    num_experts: int,
     width: int,
     slots_per_rank: int,
     num_shared: int,
-    starts: IntArray,
-    by_expert: IntArray,
+    scratch: IntArray,
     packed: Int32Array,
-) -> None:
-    """Write what the solver of a batch's quotas reads; `starts` and `by_expert` are as `fill_candidates` left them.
+) -> tuple[int, int, float]:
+    """Write a whole row, or nothing where something stands against it: then what `check_row` says."""
+    starts, by_expert, weights = scratch[0, : num_experts + 1], scratch[1], scratch[2]
+    fault = _look_at(row, shares, num_experts, width, starts, by_expert)
+    if fault[0]:
+        return fault
+    if width == 1:
+        for expert in range(num_experts):
+            packed[expert] = slot_ids[by_expert[starts[expert]]]
+        return fault
+    runs = packed[2 * row.size : 2 * row.size + num_experts]
+    thresholds = packed[2 * row.size + num_experts : 3 * row.size + num_experts]
+    most = 1
+    for expert in range(num_experts):
+        first, count = starts[expert], starts[expert + 1] - starts[expert]
+        runs[expert] = first | count << FIRST_BITS
+        most = max(most, count)
+        for i in range(first, first + count):
+            packed[2 * i] = packed[2 * i + 1] = slot_ids[by_expert[i]]
+            thresholds[i] = UNIT
+        if count > 1 and shares.size:
+            _pair(first, count, shares, by_expert, slot_ids, weights, thresholds, packed)
+    for i in range(starts[num_experts], row.size):
+        packed[2 * i] = packed[2 * i + 1] = thresholds[i] = -1
+    span = 0
+    while most > max(1, 2 * span):
+        span = max(1, 2 * span)
+    packed[3 * row.size + num_experts] = span
+    if num_shared:
+        part = packed[3 * row.size + num_experts + 1 :]
+        _fill_solver(width, slots_per_rank, num_shared, starts, by_expert, part)
+    return fault
 
-    `packed` is the solver's part of the row. Experts with several replicas come in order of their number of replicas.
+
+@inline_kernel
+def _pair(
+    first: int,
+    count: int,
+    shares: FloatArray,
+    by_expert: IntArray,
+    slot_ids: Int32Array,
+    weights: IntArray,
+    thresholds: Int32Array,
+    names: Int32Array,
+) -> None:
+    """Walker's alias table of one expert: any shares, and yet a choice reads one entry.
+
+    Each of `count` equal parts of [0, 1) belongs to its own slot up to a threshold, and to one other from there on.
+    In integers: shares add up to 2^30 exactly, times `count`. Slots with too much give to those with too little, both
+    in ascending order.
+
+    Source: A. J. Walker, "An efficient method for generating discrete random variables with general distributions"
+    (1977).
+    """
+    total, until, begin = 0.0, 0.0, 0
+    for i in range(count):
+        total += shares[by_expert[first + i]]
+    for i in range(count):
+        until += shares[by_expert[first + i]]
+        end = int(until / total * UNIT + 0.5)
+        weights[i] = (end - begin) * count
+        begin = end
+    rich, seen, poor = 0, 0, -1
+    while True:
+        while rich < count and weights[rich] <= UNIT:
+            rich += 1
+        if poor < 0:
+            while seen < count and weights[seen] >= UNIT:
+                seen += 1
+            poor = seen
+        if rich >= count or poor >= count:
+            break
+        thresholds[first + poor] = weights[poor]
+        names[2 * (first + poor) + 1] = slot_ids[by_expert[first + rich]]
+        weights[rich] -= UNIT - weights[poor]
+        weights[poor] = UNIT
+        poor = rich if weights[rich] < UNIT else -1  # who gave too much is served next
+
+
+@inline_kernel
+def _fill_solver(
+    width: int, slots_per_rank: int, num_shared: int, starts: IntArray, by_expert: IntArray, packed: Int32Array
+) -> None:
+    """Write what the solver of a batch's quotas reads; `packed` is its part of the row.
+
+    Experts with several replicas come in order of their number of replicas.
     """
     num_experts = starts.size - 1
     on_rank = packed[num_shared + num_shared * width :]
-    for i in range(packed.size):
-        packed[i] = -1
-    for i in range(num_shared, num_shared + num_shared * width):
-        packed[i] = 0
-    n, wanted = 0, 2
-    seen = 0
+    packed[:num_shared] = -1
+    packed[num_shared : num_shared + num_shared * width] = 0
+    on_rank[:] = -1
+    n, wanted, seen = 0, 2, 0
     for expert in range(num_experts):
-        count = starts[expert + 1] - starts[expert]
-        if count == 1:
+        if starts[expert + 1] - starts[expert] == 1:
             on_rank[by_expert[starts[expert]]] = -2 - expert
         else:
             seen += 1
     while n < seen:
+        following = starts[num_experts] + 1
         for expert in range(num_experts):
             first, count = starts[expert], starts[expert + 1] - starts[expert]
+            if wanted < count < following:
+                following = count
             if count != wanted:
                 continue
             packed[n] = expert
@@ -162,4 +224,4 @@ def fill_solver(
                 packed[num_shared + n * width + k] = slot // slots_per_rank
                 on_rank[slot] = n * width + k
             n += 1
-        wanted += 1
+        wanted = following

@@ -12,15 +12,24 @@ import torch
 import triton
 import triton.language as tl
 
+from eplb_core.dispatch._rows import FIRST_BITS
 from eplb_core.dispatch.ops import NUM_BLOCKS, SOLVED_MODES
 from eplb_core.dispatch.quota import SCALE_BITS, SHORTEST_STEP, STEP_BITS, STEPS
 
+_FIRST_BITS: tl.constexpr = tl.constexpr(FIRST_BITS)
+_FIRST: tl.constexpr = tl.constexpr((1 << FIRST_BITS) - 1)
+DIRECT_ELEMENTS = 8192
+"""Up to so many elements are added to the counts one by one."""
+BLOCKS = ((DIRECT_ELEMENTS, 128, 4), (65536, 256, 4), (float("inf"), 1024, 4))
+"""Up to how many elements a program takes how many, with how many warps: about one program for each multiprocessor."""
+NARROW = 8
+"""Candidates up to which the solver takes a way of its own: layouts rarely have experts with more."""
 SUB_BLOCK = 128
 """Elements whose places among each other are found by comparing all pairs."""
 
 _NO_VALUES = ["rows", "ids_row", "ids_column", "out_row", "out_column"]
-_NO_ALIGNMENT = ["ids", "out", "candidates", "num_candidates", "thresholds", "settings", "draws", "count", "state"]
-_NO_ALIGNMENT += ["errors", "num_tokens", "batch", "bounds", "blocks", "shared", "arm_rank", "on_rank"]
+_NO_ALIGNMENT = ["ids", "out", "table", "settings", "draws", "count", "state", "errors", "num_tokens", "batch"]
+_NO_ALIGNMENT += ["bounds", "blocks", "runs", "span", "shared", "arm_rank", "on_rank"]
 
 
 @triton.jit
@@ -74,40 +83,49 @@ def _add_counts(
 
 
 @triton.jit
-def _pick(starts, num_candidates, expert, u, valid, WIDTH: tl.constexpr, SEARCH: tl.constexpr):
-    """The last candidate whose start is at most u.
+def _pick(table, run, expert, u, E: tl.constexpr, P: tl.constexpr):
+    """The slot for u: two loads that do not wait for each other, of an entry's threshold and its two names."""
+    product = u.to(tl.uint64) * (run >> _FIRST_BITS).to(tl.uint64)
+    entry = (run & _FIRST) + (product >> 32).to(tl.int32)
+    threshold = tl.load(table + (2 * P + E) + entry)
+    both = tl.load(table.to(tl.pointer_type(tl.int64), bitcast=True) + entry)
+    own = (product.to(tl.uint32) >> 2).to(tl.int32) < threshold
+    return tl.where(own, both.to(tl.int32), (both >> 32).to(tl.int32))
 
-    The first seven starts are compared at once, so that their loads do not wait for each other; only what is past them
-    is searched. Experts with one candidate load nothing.
-    """
-    number = tl.load(num_candidates + expert, mask=valid, other=1)
-    pick = tl.zeros_like(expert)
-    for k in tl.static_range(1, 8):
-        if k < WIDTH:
-            there = valid & (k < number)
-            start = tl.load(starts + expert * WIDTH + k, mask=there, other=2147483647)
-            pick += (there & (start <= u)).to(tl.int32)
-    if WIDTH > 8:
-        deep = valid & (pick == 7)
-        for bit in tl.static_range(SEARCH):
-            further = pick + (1 << (SEARCH - 1 - bit))
-            there = deep & (further < number)
-            start = tl.load(starts + expert * WIDTH + further, mask=there, other=2147483647)
-            pick = tl.where(there & (start <= u), further, pick)
-    return pick
+
+@triton.jit
+def _last_start(table, bounds, expert, place, E: tl.constexpr, P: tl.constexpr):
+    """The slot of the expert's last entry that begins at `place` or before."""
+    run = tl.load(table + 2 * P + expert)
+    entry, end = run & _FIRST, (run & _FIRST) + (run >> _FIRST_BITS)
+    span = tl.load(table + (3 * P + E))
+    while span > 0:
+        further = entry + span
+        start = tl.load(bounds + further, mask=further < end, other=2147483647)
+        entry = tl.where(start <= place, further, entry)
+        span = span >> 1
+    return tl.load(table + 2 * entry)
 
 
 @triton.jit(do_not_specialize=_NO_VALUES, do_not_specialize_on_alignment=_NO_ALIGNMENT)
 def _map_kernel(
-    ids, out, candidates, num_candidates, thresholds, settings, draws, count, state, errors, num_tokens,
+    ids, out, table, settings, draws, count, state, errors, num_tokens,
     rows, ids_row, ids_column, out_row, out_column,
-    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, SEARCH: tl.constexpr,
-    BINS: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr, COUNTS: tl.constexpr, DIRECT: tl.constexpr,
-    DEBUG: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BINS: tl.constexpr,
+    MODE: tl.constexpr, MASKED: tl.constexpr, COUNTS: tl.constexpr, DIRECT: tl.constexpr, DEBUG: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     if COUNTS:  # asked for first, needed last
         window, recording = tl.load(state), tl.load(state + 1)
-    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.arange(0, BLOCK)
+    if MODE == "random":
+        # All programs read the number of calls and then arrive; the last to arrive moves it on. A thread's accesses of
+        # one line stay in order, so each has read before it is counted, and nobody waits for the answer before the end.
+        # One lane of a tensor and not a scalar: a scalar's answer would be sent to all threads, which wait for it.
+        draw = tl.load(draws)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(draws + 1 + tl.zeros_like(index), 1, mask=index == 0, sem="acq_rel")
+    element = tl.program_id(0) * BLOCK + index
     row, column, inside, real, value, valid = _load_ids(
         ids, num_tokens, errors, element, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED,
         DEBUG and MODE != "fake",
@@ -116,27 +134,25 @@ def _map_kernel(
     if MODE == "fake":
         valid = real & (column < COLUMNS - SHARED) & (value >= 0)
         phase = tl.load(settings).to(tl.uint32, bitcast=True)
-        expert = ((place.to(tl.uint64) + (phase % E).to(tl.uint64)) % E).to(tl.int32)
+        expert = ((place % E + phase % E) % E).to(tl.int32)
     else:
         expert = tl.where(valid, value, 0).to(tl.int32)
-    if WIDTH == 1:
-        pick = tl.zeros_like(expert)
+    if P == 0:
+        slot = tl.load(table + expert)
     else:
+        run = tl.load(table + 2 * P + expert)
         if MODE == "random":
-            draw = tl.load(draws).to(tl.uint32, bitcast=True)
-            first = _mix(tl.load(settings + 2).to(tl.uint32, bitcast=True) + draw * 0x9E3779B9)
-            second = _mix(tl.load(settings + 3).to(tl.uint32, bitcast=True) ^ draw)
-            u = _mix(first ^ _mix(place + second))
+            key, call = tl.load(settings + 2).to(tl.uint32, bitcast=True), draw.to(tl.uint32, bitcast=True)
+            u = _mix(_mix(key + call * 0x9E3779B9) + place * 0x9E3779B9)
         else:
             phase = tl.load(settings).to(tl.uint32, bitcast=True)
             u = row.to(tl.uint32) * 0x9E3779B9 + _mix(phase + expert.to(tl.uint32))
             if MODE == "weighted":
                 u = u + tl.load(settings + 1).to(tl.uint32, bitcast=True)
-        pick = _pick(thresholds, num_candidates, expert, (u >> 2).to(tl.int32), valid, WIDTH, SEARCH)
-    slot = tl.load(candidates + expert * WIDTH + pick, mask=valid, other=-1)
+        slot = _pick(table, run, expert, u, E, P)
     if DEBUG:
-        slot = tl.where(valid, slot | 1073741824, slot)
-    result = slot.to(out.dtype.element_ty)
+        slot = slot | 1073741824
+    result = tl.where(valid, slot, -1).to(out.dtype.element_ty)
     if SHARED > 0:
         passed = real & (column >= COLUMNS - SHARED)
         result = tl.where(passed, value.to(out.dtype.element_ty), result)
@@ -144,12 +160,9 @@ def _map_kernel(
     if COUNTS:
         _add_counts(count, window, recording, expert, valid, E, BINS, DIRECT)
     if MODE == "random":
-        # The last program to finish moves the counter on: all have read it by then.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(draws + 1, 1, sem="acq_rel")
-        if arrived == tl.num_programs(0) - 1:
-            tl.store(draws + 1, 0)
-            tl.store(draws, tl.load(draws) + 1)
+        last = (index == 0) & (arrived == tl.num_programs(0) - 1)
+        tl.store(draws + 1 + tl.zeros_like(index), tl.zeros_like(index), mask=last)
+        tl.store(draws + tl.zeros_like(index), draw + 1 + tl.zeros_like(index), mask=last)
 
 
 @triton.jit(do_not_specialize=[*_NO_VALUES, "chunk", "rank"], do_not_specialize_on_alignment=_NO_ALIGNMENT)
@@ -186,13 +199,68 @@ def _by_rank(x, place, held, ARMS: tl.constexpr, R2: tl.constexpr, S2: tl.conste
     return tl.sum(tl.where(held, tl.reshape(flat, [R2, S2]), 0), 1)
 
 
+@triton.jit
+def _quotas(
+    total, before, what, bounds, runs, shared, arm_rank,
+    R: tl.constexpr, N: tl.constexpr, W: tl.constexpr, R2: tl.constexpr, N2: tl.constexpr, W2: tl.constexpr,
+    S2: tl.constexpr, STEPS: tl.constexpr, SCALE_BITS: tl.constexpr, STEP_BITS: tl.constexpr,
+    SHORTEST_STEP: tl.constexpr,
+):  # fmt: skip
+    """Starts for mode quota where no expert has more than W2 candidates; `quota._fill_ranks` says what is done."""
+    k = tl.arange(0, W2)
+    n = tl.arange(0, N2)
+    all_tokens = tl.sum(total.to(tl.int64), 0)
+    scaled = ((total.to(tl.int64) << SCALE_BITS) // (all_tokens + 1)).to(tl.int32)
+    expert = tl.load(shared + n, mask=n < N, other=-1)
+    known = expert >= 0
+    expert = tl.maximum(expert, 0)
+    run = tl.load(runs + expert, mask=known, other=0)
+    number = run >> _FIRST_BITS
+    is_arm = k[None, :] < number[:, None]
+    rank_of = tl.load(arm_rank + n[:, None] * W + k[None, :], mask=is_arm, other=0)
+    rank_of = tl.reshape(rank_of, [N2 * W2])
+    held = what >= 0
+    place = tl.maximum(what, 0)
+    place = tl.reshape((place // W) * W2 + place % W, [R2 * S2])
+    alone = tl.reshape(tl.maximum(-2 - what, 0), [R2 * S2])
+    wanted = tl.where(known, tl.gather(scaled, expert, 0), 0)
+    x = tl.where(is_arm, (wanted // tl.maximum(number, 1))[:, None], 0)
+    load = tl.sum(tl.where(what <= -2, tl.reshape(tl.gather(scaled, alone, 0), [R2, S2]), 0), 1)
+    load += _by_rank(x, place, held, N2 * W2, R2, S2)
+    level = tl.full((N2,), 1 << (SCALE_BITS + 1), dtype=tl.int32)
+    for _ in range(STEPS):
+        others = tl.reshape(tl.gather(load, rank_of, 0), [N2, W2]) - x
+        filled = is_arm & (others < level[:, None])
+        num_filled = tl.sum(filled.to(tl.int32), 1)
+        filled = tl.where((num_filled == 0)[:, None], is_arm, filled)
+        num_filled = tl.maximum(tl.where(num_filled == 0, number, num_filled), 1)
+        level = (wanted + tl.sum(tl.where(filled, others, 0), 1)) // num_filled
+        step = tl.where(is_arm, tl.maximum(level[:, None] - others, 0), 0) - x
+        change = _by_rank(step, place, held, N2 * W2, R2, S2).to(tl.int64)
+        gain = tl.maximum(tl.sum(((1 << SCALE_BITS) // R - load).to(tl.int64) * change, 0), 0)
+        squares = tl.maximum(tl.sum(change * change, 0), 1)
+        ratio = tl.div_rn(gain.to(tl.float32) * (1 << STEP_BITS), squares.to(tl.float32))
+        ratio = tl.minimum(tl.maximum(ratio, SHORTEST_STEP * 1.0), (1 << STEP_BITS) * 1.0)
+        length = ratio.to(tl.int32)
+        moved = (step * length + (1 << (STEP_BITS - 1))) >> STEP_BITS
+        x = tl.maximum(x + moved, 0)
+        load += ((change * length + (1 << (STEP_BITS - 1))) >> STEP_BITS).to(tl.int32)
+    x = tl.where((tl.sum(x, 1) == 0)[:, None], is_arm.to(tl.int32), x)
+    until = tl.cumsum(x, 1)
+    whole = tl.maximum(tl.sum(x, 1), 1).to(tl.int64)
+    tokens = tl.gather(total, expert, 0).to(tl.int64)
+    start = (tokens[:, None] * (until - x).to(tl.int64) + (whole // 2)[:, None]) // whole[:, None]
+    start = start.to(tl.int32) - tl.gather(before, expert, 0)[:, None]
+    tl.store(bounds + (run & _FIRST)[:, None] + k[None, :], start, mask=is_arm)
+
+
 @triton.jit(do_not_specialize=["num_blocks", "rank"], do_not_specialize_on_alignment=_NO_ALIGNMENT)
 def _solve_kernel(
-    batch, bounds, blocks, num_candidates, shared, arm_rank, on_rank, num_blocks, rank,
+    batch, bounds, blocks, runs, span, shared, arm_rank, on_rank, num_blocks, rank,
     R: tl.constexpr, E: tl.constexpr, N: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
     R2: tl.constexpr, E2: tl.constexpr, N2: tl.constexpr, W2: tl.constexpr, S2: tl.constexpr,
     STEPS: tl.constexpr, SCALE_BITS: tl.constexpr, STEP_BITS: tl.constexpr, SHORTEST_STEP: tl.constexpr,
-    FEWEST: tl.constexpr,
+    FEWEST: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, E2)
     if tl.program_id(0) == 1:
@@ -220,74 +288,47 @@ def _solve_kernel(
             tl.store(where, tl.zeros_like(number), mask=inside)
         r = tl.arange(0, R2)
         s = tl.arange(0, S2)
-        k = tl.arange(0, W2)
         what = tl.load(on_rank + r[:, None] * S + s[None, :], mask=(r < R)[:, None] & (s < S)[None, :], other=-1)
-        alone = tl.reshape(tl.maximum(-2 - what, 0), [R2 * S2])
         if FEWEST:
+            k = tl.arange(0, W2)
             used = (total > 0).to(tl.int32)
+            alone = tl.reshape(tl.maximum(-2 - what, 0), [R2 * S2])
             load = tl.sum(tl.where(what <= -2, tl.reshape(tl.gather(used, alone, 0), [R2, S2]), 0), 1)
             for n in range(0, N):
                 expert = tl.load(shared + n)
                 if expert >= 0:
                     wanted = tl.sum(tl.where(e == expert, used, 0), 0)
-                    number = tl.load(num_candidates + expert)
-                    rank_of = tl.load(arm_rank + n * W + k, mask=k < W, other=0)
-                    there = tl.where(k < number, tl.gather(load, rank_of, 0), 2147483647)
+                    run = tl.load(runs + expert)
+                    is_arm = k < (run >> _FIRST_BITS)
+                    rank_of = tl.load(arm_rank + n * W + k, mask=is_arm, other=0)
+                    there = tl.where(is_arm, tl.gather(load, rank_of, 0), 2147483647)
                     best = tl.min(tl.where(there == tl.min(there, 0), k, W2), 0)
                     best_rank = tl.sum(tl.where(k == best, rank_of, 0), 0)
                     load += tl.where(r == best_rank, wanted, 0)
-                    tl.store(bounds + expert * W + k, tl.where(k <= best, 0, 2147483647), mask=k < W)
+                    tl.store(bounds + (run & _FIRST) + k, tl.where(k <= best, 0, 2147483647), mask=is_arm)
+        elif W2 <= NARROW:
+            _quotas(
+                total, before, what, bounds, runs, shared, arm_rank,
+                R, N, W, R2, N2, W2, S2, STEPS, SCALE_BITS, STEP_BITS, SHORTEST_STEP,
+            )  # fmt: skip
+        elif tl.load(span) * 2 <= NARROW:  # what the layout has decides the work, not what it could have
+            _quotas(
+                total, before, what, bounds, runs, shared, arm_rank,
+                R, N, W, R2, N2, NARROW, S2, STEPS, SCALE_BITS, STEP_BITS, SHORTEST_STEP,
+            )  # fmt: skip
         else:
-            all_tokens = tl.sum(total.to(tl.int64), 0)
-            scaled = ((total.to(tl.int64) << SCALE_BITS) // (all_tokens + 1)).to(tl.int32)
-            n = tl.arange(0, N2)
-            expert = tl.load(shared + n, mask=n < N, other=-1)
-            known = expert >= 0
-            expert = tl.maximum(expert, 0)
-            number = tl.load(num_candidates + expert, mask=known, other=0)
-            is_arm = k[None, :] < number[:, None]
-            rank_of = tl.load(arm_rank + n[:, None] * W + k[None, :], mask=(n < N)[:, None] & (k < W)[None, :], other=0)
-            rank_of = tl.reshape(rank_of, [N2 * W2])
-            held = what >= 0
-            place = tl.maximum(what, 0)
-            place = tl.reshape((place // W) * W2 + place % W, [R2 * S2])
-            wanted = tl.where(known, tl.gather(scaled, expert, 0), 0)
-            x = tl.where(is_arm, (wanted // tl.maximum(number, 1))[:, None], 0)
-            load = tl.sum(tl.where(what <= -2, tl.reshape(tl.gather(scaled, alone, 0), [R2, S2]), 0), 1)
-            load += _by_rank(x, place, held, N2 * W2, R2, S2)
-            level = tl.full((N2,), 1 << (SCALE_BITS + 1), dtype=tl.int32)
-            for _ in range(STEPS):
-                others = tl.reshape(tl.gather(load, rank_of, 0), [N2, W2]) - x
-                filled = is_arm & (others < level[:, None])
-                num_filled = tl.sum(filled.to(tl.int32), 1)
-                filled = tl.where((num_filled == 0)[:, None], is_arm, filled)
-                num_filled = tl.maximum(tl.where(num_filled == 0, number, num_filled), 1)
-                level = (wanted + tl.sum(tl.where(filled, others, 0), 1)) // num_filled
-                step = tl.where(is_arm, tl.maximum(level[:, None] - others, 0), 0) - x
-                change = _by_rank(step, place, held, N2 * W2, R2, S2).to(tl.int64)
-                gain = tl.maximum(tl.sum(((1 << SCALE_BITS) // R - load).to(tl.int64) * change, 0), 0)
-                squares = tl.maximum(tl.sum(change * change, 0), 1)
-                ratio = tl.div_rn(gain.to(tl.float32) * (1 << STEP_BITS), squares.to(tl.float32))
-                ratio = tl.minimum(tl.maximum(ratio, SHORTEST_STEP * 1.0), (1 << STEP_BITS) * 1.0)
-                length = ratio.to(tl.int32)
-                moved = (step * length + (1 << (STEP_BITS - 1))) >> STEP_BITS
-                x = tl.maximum(x + moved, 0)
-                load += ((change * length + (1 << (STEP_BITS - 1))) >> STEP_BITS).to(tl.int32)
-            x = tl.where((tl.sum(x, 1) == 0)[:, None], is_arm.to(tl.int32), x)
-            until = tl.cumsum(x, 1)
-            whole = tl.maximum(tl.sum(x, 1), 1).to(tl.int64)
-            tokens = tl.gather(total, expert, 0).to(tl.int64)
-            start = (tokens[:, None] * (until - x).to(tl.int64) + (whole // 2)[:, None]) // whole[:, None]
-            start = start.to(tl.int32) - tl.gather(before, expert, 0)[:, None]
-            tl.store(bounds + expert[:, None] * W + k[None, :], start, mask=known[:, None] & (k < W)[None, :])
+            _quotas(
+                total, before, what, bounds, runs, shared, arm_rank,
+                R, N, W, R2, N2, W2, S2, STEPS, SCALE_BITS, STEP_BITS, SHORTEST_STEP,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*_NO_VALUES, "chunk"], do_not_specialize_on_alignment=_NO_ALIGNMENT)
 def _map_solved_kernel(
-    ids, out, candidates, num_candidates, bounds, blocks, errors, num_tokens,
+    ids, out, table, bounds, blocks, errors, num_tokens,
     rows, ids_row, ids_column, out_row, out_column, chunk,
-    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, SEARCH: tl.constexpr,
-    BINS: tl.constexpr, MASKED: tl.constexpr, DEBUG: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BINS: tl.constexpr,
+    MASKED: tl.constexpr, DEBUG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -304,14 +345,13 @@ def _map_solved_kernel(
         earlier = (label[:, None] == label[None, :]) & (index[None, :] < index[:, None])
         place = tl.gather(before, expert, 0) + tl.sum(earlier.to(tl.int32), 1)
         before += tl.histogram(expert, BINS, mask=valid)
-        if WIDTH == 1:
-            pick = tl.zeros_like(expert)
+        if P == 0:
+            slot = tl.load(table + expert)
         else:
-            pick = _pick(bounds, num_candidates, expert, place, valid, WIDTH, SEARCH)
-        slot = tl.load(candidates + expert * WIDTH + pick, mask=valid, other=-1)
+            slot = _last_start(table, bounds, expert, place, E, P)
         if DEBUG:
-            slot = tl.where(valid, slot | 1073741824, slot)
-        result = slot.to(out.dtype.element_ty)
+            slot = slot | 1073741824
+        result = tl.where(valid, slot, -1).to(out.dtype.element_ty)
         if SHARED > 0:
             passed = real & (column >= COLUMNS - SHARED)
             result = tl.where(passed, value.to(out.dtype.element_ty), result)
@@ -355,36 +395,32 @@ def _blocks_of(elements: int) -> tuple[int, int]:
 
 
 def map(
-    ids: torch.Tensor, out: torch.Tensor, candidates: torch.Tensor, num_candidates: torch.Tensor,
-    thresholds: torch.Tensor, settings: torch.Tensor, draws: torch.Tensor, count: torch.Tensor, state: torch.Tensor,
-    errors: torch.Tensor, bounds: torch.Tensor, blocks: torch.Tensor, num_tokens: torch.Tensor | None,
-    num_shared: int, mode: str, debug: bool,
+    ids: torch.Tensor, out: torch.Tensor, table: torch.Tensor, settings: torch.Tensor, draws: torch.Tensor,
+    count: torch.Tensor, state: torch.Tensor, errors: torch.Tensor, bounds: torch.Tensor, blocks: torch.Tensor,
+    num_tokens: torch.Tensor | None, num_shared: int, num_experts: int, num_entries: int, mode: str, debug: bool,
 ) -> None:  # fmt: skip
     rows, columns, ids_row, ids_column = _strides(ids)
     _, _, out_row, out_column = _strides(out)
     elements = rows * columns
     if elements == 0:
         return
-    experts, width = candidates.shape
     masked = num_tokens is not None
     limit = num_tokens if num_tokens is not None else state
-    search, bins = (width - 1).bit_length(), _power(experts)
     if mode in SOLVED_MODES:
         num_blocks, chunk = _blocks_of(elements)
         _map_solved_kernel[(num_blocks,)](
-            ids, out, candidates, num_candidates, bounds, blocks, errors, limit,
-            rows, ids_row, ids_column, out_row, out_column, chunk,
-            COLUMNS=columns, SHARED=num_shared, E=experts, WIDTH=width, SEARCH=search, BINS=bins, MASKED=masked,
+            ids, out, table, bounds, blocks, errors, limit, rows, ids_row, ids_column, out_row, out_column, chunk,
+            COLUMNS=columns, SHARED=num_shared, E=num_experts, P=num_entries, BINS=_power(num_experts), MASKED=masked,
             DEBUG=debug, BLOCK=SUB_BLOCK, num_warps=4,
         )  # fmt: skip
         return
     # About one block for each multiprocessor; few elements are added one by one.
-    block = 128 if elements <= 8192 else (256 if elements <= 65536 else 1024)
+    block, warps = next((block, warps) for most, block, warps in BLOCKS if elements <= most)
     _map_kernel[(-(-elements // block),)](
-        ids, out, candidates, num_candidates, thresholds, settings, draws, count, state, errors, limit,
-        rows, ids_row, ids_column, out_row, out_column,
-        COLUMNS=columns, SHARED=num_shared, E=experts, WIDTH=width, SEARCH=search, BINS=bins, MODE=mode,
-        MASKED=masked, COUNTS=count.shape[0] > 0, DIRECT=block == 128, DEBUG=debug, BLOCK=block, num_warps=4,
+        ids, out, table, settings, draws, count, state, errors, limit, rows, ids_row, ids_column, out_row, out_column,
+        COLUMNS=columns, SHARED=num_shared, E=num_experts, P=num_entries, BINS=_power(num_experts), MODE=mode,
+        MASKED=masked, COUNTS=count.shape[0] > 0, DIRECT=elements <= DIRECT_ELEMENTS, DEBUG=debug, BLOCK=block,
+        num_warps=warps,
     )  # fmt: skip
 
 
@@ -406,7 +442,7 @@ def count_batch(
 
 
 def solve_batch(
-    batch: torch.Tensor, bounds: torch.Tensor, blocks: torch.Tensor, num_candidates: torch.Tensor,
+    batch: torch.Tensor, bounds: torch.Tensor, blocks: torch.Tensor, runs: torch.Tensor, span: torch.Tensor,
     shared: torch.Tensor, arm_rank: torch.Tensor, on_rank: torch.Tensor, ids: torch.Tensor, num_shared: int, rank: int,
     mode: str,
 ) -> None:  # fmt: skip
@@ -414,13 +450,13 @@ def solve_batch(
     (num, width), per_rank = arm_rank.shape, on_rank.shape[1]
     rows, columns, _, _ = _strides(ids)
     num_blocks, _ = _blocks_of(rows * columns)
-    arms = _power(num) * _power(width)
-    warps = 4 if mode == "fewest" or arms < 2048 else (8 if arms < 8192 else 16)
+    narrow = _power(num) * min(NARROW, _power(width))
+    warps = 4 if mode == "fewest" or narrow < 1024 else (8 if narrow < 4096 else 16)
     _solve_kernel[(2,)](
-        batch, bounds, blocks, num_candidates, shared, arm_rank, on_rank, num_blocks, rank,
+        batch, bounds, blocks, runs, span, shared, arm_rank, on_rank, num_blocks, rank,
         R=ranks, E=experts, N=num, W=width, S=per_rank, R2=_power(ranks), E2=_power(experts), N2=_power(num),
         W2=_power(width), S2=_power(per_rank), STEPS=STEPS, SCALE_BITS=SCALE_BITS, STEP_BITS=STEP_BITS,
-        SHORTEST_STEP=SHORTEST_STEP, FEWEST=mode == "fewest", num_warps=warps,
+        SHORTEST_STEP=SHORTEST_STEP, FEWEST=mode == "fewest", NARROW=NARROW, num_warps=warps,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -68,9 +69,26 @@ def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = No
     picks = np.empty((max(1, layout.num_slots - experts), ranks), dtype=np.int64)
     p2l, node = layout.physical_to_logical_map, layout.topology.rank_to_node
     for layer in range(layers):
-        sent = read_only(np.ascontiguousarray(load[:, layer].T))  # [E, R] or [E, 1]
-        fill_layer(p2l[layer], owner, node, sent, ints, floats, picks, table[:, layer])
+        sent = read_only(np.ascontiguousarray(load[:, layer].T))  # [E, R] or [E, 1]; always one kind of array
+        _fill_layer(p2l[layer], owner, node, sent, ints, floats, picks, table[:, layer], 0)
     return table
+
+
+def rank_filler(layout: ExpertLayout, rank: int) -> Callable[[int, IntArray], IntArray]:
+    """A function of a layer's number and row that gives the rank's `[E]` part of `even_dispatch_table`."""
+    ranks, experts, slots = layout.topology.num_ranks, layout.num_experts, layout.num_slots
+    owner, node = np.arange(slots) // layout.slots_per_rank, layout.topology.rank_to_node
+    sent, width = read_only(np.ones((experts, 1))), slots + ranks + experts + 1
+    ints, floats = np.empty((8, width), dtype=np.int64), np.empty((3, width))
+    picks = np.empty((max(1, slots - experts), ranks), dtype=np.int64)
+    table = np.empty((1, experts), dtype=np.int64)
+    mine: IntArray = table[0]
+
+    def fill_rank(layer: int, row: IntArray) -> IntArray:
+        _fill_layer(row, owner, node, sent, ints, floats, picks, table, rank)
+        return mine
+
+    return fill_rank
 
 
 def _check_source_load(load: npt.NDArray[Any], shape: tuple[int, int, int]) -> FloatArray:
@@ -158,7 +176,7 @@ def check_shares(layout: ExpertLayout, shares: ArrayLike | None) -> FloatArray:
 
 
 @kernel
-def fill_layer(
+def _fill_layer(
     row: IntArray,
     owner: IntArray,
     node: IntArray,
@@ -167,9 +185,13 @@ def fill_layer(
     floats: FloatArray,
     picks: IntArray,
     table: IntArray,
+    first_rank: int,
 ) -> None:
-    """Fill `table[R, E]` of one layer; `sent` is `[E, R]`, or `[E, 1]` for ranks that send equally much."""
-    num_ranks, num_experts = table.shape
+    """Fill rows of one layer's `[R, E]` from `first_rank` on.
+
+    `sent` is `[E, R]`, or `[E, 1]` for ranks that send equally much.
+    """
+    num_ranks, num_experts = picks.shape[1], table.shape[1]
     starts, by_expert, home, shared = ints[0, : num_experts + 1], ints[1], ints[2], ints[3]
     rank_load = floats[0, :num_ranks]
     rank_load[:] = 0.0
@@ -197,11 +219,11 @@ def fill_layer(
             _assign_equal(slots, owner, node, each, rank_load, ints[4:], picks[i])
         else:
             _assign_weighted(slots, owner, node, weights, rank_load, ints[4:], floats[1:], picks[i])
-    for rank in range(num_ranks):
+    for rank in range(table.shape[0]):
         for expert in range(num_experts):
             table[rank, expert] = home[expert]
         for i in range(num_shared):
-            table[rank, shared[i]] = picks[i, rank]
+            table[rank, shared[i]] = picks[i, first_rank + rank]
 
 
 @inline_kernel
@@ -223,7 +245,8 @@ def _assign_equal(
         has_extra[i] = 0
     picks[:] = -1
     for near in range(3):  # 0: own rank, 1: own node, 2: anywhere
-        for rank in range(num_ranks):
+        for turn in range(num_ranks if near else count):
+            rank = turn if near else owner[slots[turn]]
             if picks[rank] >= 0:
                 continue
             best, best_spare = -1, False

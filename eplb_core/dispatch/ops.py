@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from eplb_core.dispatch import quota
+from eplb_core.dispatch._rows import FIRST_BITS, MOST_REPLICAS, MOST_SLOTS
 from eplb_core.dispatch.counter import RECORDING, WINDOW
 
 GOLDEN = 0x9E3779B9
@@ -23,7 +24,7 @@ NUM_BLOCKS = 256
 
 DRAWS, ARRIVED = range(2)
 """Places in `LayerTables.draws`."""
-BASE_PHASE, RANK_PHASE, KEY, KEY2 = range(4)
+BASE_PHASE, RANK_PHASE, KEY = range(3)
 """Places in `LayerTables.settings`."""
 OUT_OF_RANGE, MAPPED_TWICE = range(2)
 """Places in `LayerTables.errors`."""
@@ -32,19 +33,25 @@ OUT_OF_RANGE, MAPPED_TWICE = range(2)
 class LayerTables(NamedTuple):
     """What the dispatch of one layer reads and writes: tensors whose addresses, shapes and types stay for life.
 
-    An engine's own kernel may do what `topk_to_slots` does: token row t of expert e goes to `candidates[e, k]`, where
-    k is the last one with `thresholds[e, k] <= u`, for a number u in [0, 2^30) that the mode makes (docs/dispatch.md),
-    and adds 1 to `count[state[0], e]` if `state[1]` is not 0.
+    An engine's own kernel may do what `topk_to_slots` does: the mode makes a number u in [0, 2^32) from a token row and
+    its expert e (docs/dispatch.md). With `first, n = runs[e] & 0xFFFFF, runs[e] >> 20`, u * n in 64 bits gives an entry
+    i = first + (u * n >> 32) and a rest r = (u * n & 0xFFFFFFFF) >> 2. The token goes to `candidates[i, 0]` if
+    r < `thresholds[i]`, else to `candidates[i, 1]`. It adds 1 to `count[state[0], e]` if `state[1]` is not 0.
     """
 
+    table: torch.Tensor
+    """int32: the memory of the next four, one after the other, and of what the solver reads."""
     candidates: torch.Tensor
-    """int32 `[E, W]`: names of the expert's slots, ascending by slot; -1 after the last. Static modes: W = 1."""
-    num_candidates: torch.Tensor
-    """int32 `[E]`."""
+    """int32 `[P, 2]`: names of the slots by expert, ascending within each, and the slot that an entry shares its part
+    of [0, 1) with; -1 after the last. Static modes: `[E, 1]`, the expert's only one."""
+    runs: torch.Tensor
+    """int32 `[E]`: where the expert's entries begin, and in bits 20 to 30 how many there are. Static modes: `[0]`."""
     thresholds: torch.Tensor
-    """int32 `[E, W]`, in units of 2^-30: where each candidate's part of [0, 1) begins. Static modes: `[E, 0]`."""
+    """int32 `[P]`, in units of 2^-30: the own slot's part of an entry. Static modes: `[0]`."""
+    span: torch.Tensor
+    """int32 `[1]`: the largest power of two below the most entries that an expert has, or 0. Static modes: `[0]`."""
     settings: torch.Tensor
-    """int32 `[4]`: phase of the layer, phase of the rank, two keys of the random mode."""
+    """int32 `[3]`: phase of the layer, phase of the rank, key of the random mode."""
     draws: torch.Tensor
     """int32 `[2]`: calls that the random mode has made, and scratch."""
     count: torch.Tensor  # type: ignore[assignment]
@@ -56,15 +63,19 @@ class LayerTables(NamedTuple):
     batch: torch.Tensor
     """int32 `[R, E]`: this batch's counts of every rank (modes that solve the batch; else `[0, E]`)."""
     bounds: torch.Tensor
-    """int32 `[E, W]`: place among this rank's tokens of the expert where each candidate's tokens begin."""
+    """int32 `[P]`: place among this rank's tokens of the expert where each candidate's tokens begin."""
     blocks: torch.Tensor
     """int32 `[B, E]`: counts of blocks of the batch, then of what is before each block."""
     shared: torch.Tensor
     """int32 `[N]`: experts with several replicas, the fewest replicas first, padded with -1; what the solver reads."""
     arm_rank: torch.Tensor
-    """int32 `[N, W]`: rank of each candidate of those."""
+    """int32 `[N, W]`: rank of each candidate of those; W is `max_replicas`."""
     on_rank: torch.Tensor
     """int32 `[R, S]`: each slot's place in `[N, W]`, -2 - e if its expert e has no other, or -1 if it is empty."""
+    num_experts: int
+    """E."""
+    num_entries: int
+    """P, or 0 where `table` is one slot an expert and nothing else."""
     mode: str
     """How candidates are chosen."""
     rank: int
@@ -127,18 +138,18 @@ def topk_to_slots(
         if t.all_reduce is not None:
             t.all_reduce(t.batch)
         torch.ops.eplb_core.solve_batch(
-            t.batch, t.bounds, t.blocks, t.num_candidates, t.shared, t.arm_rank, t.on_rank, topk_ids, num_shared,
+            t.batch, t.bounds, t.blocks, t.runs, t.span, t.shared, t.arm_rank, t.on_rank, topk_ids, num_shared,
             t.rank, t.mode,
         )  # fmt: skip
     if out is topk_ids:
         torch.ops.eplb_core.map_(
-            out, t.candidates, t.num_candidates, t.thresholds, t.settings, t.draws, t.count, t.state, t.errors,
-            t.bounds, t.blocks, num_tokens, num_shared, t.mode, t.debug,
+            out, t.table, t.settings, t.draws, t.count, t.state, t.errors, t.bounds, t.blocks, num_tokens, num_shared,
+            t.num_experts, t.num_entries, t.mode, t.debug,
         )  # fmt: skip
     else:
         torch.ops.eplb_core.map(
-            topk_ids, out, t.candidates, t.num_candidates, t.thresholds, t.settings, t.draws, t.count, t.state,
-            t.errors, t.bounds, t.blocks, num_tokens, num_shared, t.mode, t.debug,
+            topk_ids, out, t.table, t.settings, t.draws, t.count, t.state, t.errors, t.bounds, t.blocks, num_tokens,
+            num_shared, t.num_experts, t.num_entries, t.mode, t.debug,
         )  # fmt: skip
     return out
 
@@ -213,9 +224,7 @@ def _count(
 def _map_torch(
     ids: torch.Tensor,
     out: torch.Tensor,
-    candidates: torch.Tensor,
-    num_candidates: torch.Tensor,
-    thresholds: torch.Tensor,
+    table: torch.Tensor,
     settings: torch.Tensor,
     draws: torch.Tensor,
     count: torch.Tensor,
@@ -225,6 +234,8 @@ def _map_torch(
     blocks: torch.Tensor,
     num_tokens: torch.Tensor | None,
     num_shared: int,
+    num_experts: int,
+    num_entries: int,
     mode: str,
     debug: bool,
 ) -> None:
@@ -233,7 +244,6 @@ def _map_torch(
     if rows == 0:
         return
     routed = columns - num_shared
-    num_experts, width = candidates.shape
     row = torch.arange(rows, device=ids.device)[:, None]
     given = ids[:, :routed]
     setting = settings.to(torch.int64) & MASK
@@ -242,25 +252,25 @@ def _map_torch(
         if num_tokens is not None:
             valid = valid & (row < num_tokens.reshape(()))
         element = row * routed + torch.arange(routed, device=ids.device)
-        expert = ((element & MASK) + setting[BASE_PHASE] % num_experts) % num_experts
+        expert = ((element & MASK) + setting[BASE_PHASE]) % num_experts
     else:
         valid = _valid(given, num_experts, num_tokens, errors, debug and mode not in SOLVED_MODES)
         expert = torch.where(valid, given, 0).to(torch.int64)
     if mode not in SOLVED_MODES:
         _count(count, state, expert, valid, num_experts)
-    if width == 1:
-        slot = candidates.view(-1)[expert]
+    if num_entries == 0:
+        slot = table[expert]
     else:
+        run = table[2 * num_entries : 2 * num_entries + num_experts][expert].to(torch.int64)
+        first, number = run & (MOST_SLOTS - 1), run >> FIRST_BITS
         if mode in SOLVED_MODES:
-            u, starts = quota.places(expert, valid, num_experts), bounds
+            place = quota.places(expert, valid, num_experts)
+            slot = table[2 * _last_start(bounds, first, number, place)]
         else:
-            u, starts = _choice(mode, row, routed, expert, setting, draws), thresholds
-        # Where u falls among the starts of the candidates' parts; candidates past the last begin at the end.
-        number = num_candidates.to(torch.int64)[expert]
-        pick = torch.zeros_like(expert)
-        for k in range(1, width):
-            pick += (k < number) & (starts[:, k].to(torch.int64)[expert] <= u)
-        slot = candidates.view(-1)[expert * width + pick]
+            product = _choice(mode, row, routed, expert, setting, draws) * number
+            entry = first + (product >> 32)
+            other = ((product & MASK) >> 2) >= table[2 * num_entries + num_experts :][entry]
+            slot = table[2 * entry + other]
     if debug:
         slot = slot | TAG
     result = torch.where(valid, slot, -1)
@@ -277,19 +287,28 @@ def _map_torch(
 def _choice(
     mode: str, row: torch.Tensor, routed: int, expert: torch.Tensor, setting: torch.Tensor, draws: torch.Tensor
 ) -> torch.Tensor:
-    """The number u in [0, 2^30) that chooses among an expert's candidates."""
+    """The number u in [0, 2^32) that chooses among an expert's candidates."""
     if mode == "random":
-        draw = draws[DRAWS].to(torch.int64) & MASK
-        first = _mix((setting[KEY] + draw * GOLDEN) & MASK)
-        second = _mix(setting[KEY2] ^ draw)
+        first = _mix((setting[KEY] + (draws[DRAWS].to(torch.int64) & MASK) * GOLDEN) & MASK)
         element = row * routed + torch.arange(routed, device=row.device)
-        return _mix(first ^ _mix((element + second) & MASK)) >> 2
+        return _mix((first + element * GOLDEN) & MASK)
     # A rotation by the golden ratio: consecutive rows, and every other row, spread evenly; experts and layers start
     # apart.
     u = row * GOLDEN + _mix((setting[BASE_PHASE] + expert) & MASK)
     if mode == "weighted":
         u = u + setting[RANK_PHASE]
-    return (u & MASK) >> 2
+    return u & MASK
+
+
+def _last_start(bounds: torch.Tensor, first: torch.Tensor, number: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """The last of the expert's entries that begins at `place` or before; entries begin in ascending order."""
+    pick = torch.zeros_like(place)
+    for bit in reversed(range(min(bounds.numel(), MOST_REPLICAS).bit_length())):
+        further = pick + (1 << bit)
+        there = further < number
+        start = bounds[torch.where(there, first + further, first)]
+        pick = torch.where(there & (start <= place), further, pick)
+    return first + pick
 
 
 def _count_torch(
@@ -317,7 +336,8 @@ def _solve_torch(
     batch: torch.Tensor,
     bounds: torch.Tensor,
     blocks: torch.Tensor,
-    num_candidates: torch.Tensor,
+    runs: torch.Tensor,
+    span: torch.Tensor,
     shared: torch.Tensor,
     arm_rank: torch.Tensor,
     on_rank: torch.Tensor,
@@ -326,7 +346,7 @@ def _solve_torch(
     rank: int,
     mode: str,
 ) -> None:
-    quota.solve(batch, bounds, num_candidates, shared, arm_rank, on_rank, rank, fewest=mode == "fewest")
+    quota.solve(batch, bounds, runs, shared, arm_rank, on_rank, rank, fewest=mode == "fewest")
     batch.zero_()
 
 
@@ -334,8 +354,8 @@ def _solve_torch(
 
 # "mode" is a name that torch passes by itself, hence "how".
 _TABLES = (
-    "Tensor candidates, Tensor num_candidates, Tensor thresholds, Tensor settings, Tensor(b!) draws, Tensor(c!) count, "
-    "Tensor state, Tensor(d!) errors, Tensor bounds, Tensor blocks, Tensor? num_tokens, int num_shared, str how, "
+    "Tensor table, Tensor settings, Tensor(b!) draws, Tensor(c!) count, Tensor state, Tensor(d!) errors, "
+    "Tensor bounds, Tensor blocks, Tensor? num_tokens, int num_shared, int num_experts, int num_entries, str how, "
     "bool debug"
 )
 # define and impl of a library, not custom_op: a call then costs 3 us of host time and not 20.
@@ -349,7 +369,7 @@ _define(
     "Tensor? num_tokens, int num_shared, int rank, bool debug) -> ()"
 )
 _define(
-    "solve_batch(Tensor(a!) batch, Tensor(b!) bounds, Tensor(c!) blocks, Tensor num_candidates, Tensor shared, "
+    "solve_batch(Tensor(a!) batch, Tensor(b!) bounds, Tensor(c!) blocks, Tensor runs, Tensor span, Tensor shared, "
     "Tensor arm_rank, Tensor on_rank, Tensor ids, int num_shared, int rank, str how) -> ()"
 )
 

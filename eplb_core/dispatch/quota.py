@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from eplb_core.dispatch._rows import FIRST_BITS, MOST_SLOTS
+
 STEPS = 32
 """Common steps: they end within 0.5% of the optimum on all layouts and loads of docs/dispatch.md."""
 SCALE_BITS = 24
@@ -33,7 +35,7 @@ def places(expert: torch.Tensor, valid: torch.Tensor, num_experts: int) -> torch
 def solve(
     batch: torch.Tensor,
     bounds: torch.Tensor,
-    num_candidates: torch.Tensor,
+    runs: torch.Tensor,
     shared: torch.Tensor,
     arm_rank: torch.Tensor,
     on_rank: torch.Tensor,
@@ -48,24 +50,26 @@ def solve(
 
     Args:
         batch: int32 `[R, E]`: tokens of each rank and expert.
-        bounds: int32 `[E, W]`.
-        num_candidates: int32 `[E]`.
+        bounds: int32 `[P]`.
+        runs: int32 `[E]`: as in `LayerTables`.
         shared: int32 `[N]`, `arm_rank` int32 `[N, W]` and `on_rank` int32 `[R, S]`: as in `LayerTables`.
         arm_rank: See there.
         on_rank: See there.
         rank: Source rank.
         fewest: Choose one slot for each expert that the batch uses, so that the most slots used on a rank are few.
     """
-    width = bounds.shape[1]
+    if len(runs) == 0:  # no expert has a choice
+        return
+    width = arm_rank.shape[1]
     count = batch.to(torch.int64)
     total = count.sum(0)
     before = count[:rank].sum(0)
     shared, arm_rank, on_rank = shared.long(), arm_rank.long(), on_rank.long()
     known = shared >= 0
     expert = shared.clamp(min=0)
-    is_arm = known[:, None] & (
-        torch.arange(width, device=batch.device) < num_candidates.to(torch.int64)[expert][:, None]
-    )
+    run = runs.to(torch.int64)[expert][:, None]
+    k = torch.arange(width, device=batch.device)
+    is_arm = known[:, None] & (k < run >> FIRST_BITS)
     wanted = torch.where(known, total[expert], 0)
     if fewest:
         start = _choose_one(total > 0, wanted > 0, arm_rank, is_arm, on_rank)
@@ -76,8 +80,8 @@ def solve(
         until = x.cumsum(1)
         whole = until[:, -1:].clamp(min=1)
         start = (wanted[:, None] * (until - x) + whole // 2) // whole - before[expert][:, None]
-    # Rows of experts that are not shared are never read; of those past the last known one neither.
-    bounds[expert[known]] = start[known].to(torch.int32)
+    # Entries of experts that are not shared are never read.
+    bounds[((run & (MOST_SLOTS - 1)) + k)[is_arm]] = start[is_arm].to(torch.int32)
 
 
 def _by_rank(x: torch.Tensor, on_rank: torch.Tensor) -> torch.Tensor:

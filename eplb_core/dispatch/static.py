@@ -64,19 +64,20 @@ def static_dispatch_table(
     return table
 
 
-def layer_filler(layout: ExpertLayout, seed: int) -> Callable[[int, IntArray], IntArray]:
-    """A function of a layer's number and row that gives `[R, E]` slots by the rule, that layer by itself.
+def rank_filler(layout: ExpertLayout, seed: int, rank: int) -> Callable[[int, IntArray], IntArray]:
+    """A function of a layer's number and row that gives a rank's `[E]` slots by the rule, that layer by itself.
 
     All it needs is allocated here; every layer draws from one sequence of words, from another place on.
     """
     fill = _Filler(layout, seed, 1, True)
-    table = np.empty((layout.topology.num_ranks, 1, layout.num_experts), dtype=np.int64)
+    table = np.empty((1, 1, layout.num_experts), dtype=np.int64)
+    slots: IntArray = table[0, 0]
 
-    def fill_layer(layer: int, row: IntArray) -> IntArray:
-        fill(row[None], table, narrowed=False, start=layer * 61 % 1024)
-        return table[:, 0]
+    def fill_rank(layer: int, row: IntArray) -> IntArray:
+        fill(row[None], table, narrowed=False, start=layer * 61 % 1024, first_rank=rank)
+        return slots
 
-    return fill_layer
+    return fill_rank
 
 
 class _Filler:
@@ -102,11 +103,11 @@ class _Filler:
         _mersenne(self.state.copy(), words)
         return words
 
-    def __call__(self, p2l: IntArray, table: IntArray, *, narrowed: bool, start: int = 0) -> None:
+    def __call__(self, p2l: IntArray, table: IntArray, *, narrowed: bool, start: int = 0, first_rank: int = 0) -> None:
         while True:
             self.position[:] = start
             fixed = (self.owner, self.node, self.words, self.position, self.starts, self.by_expert, self.scratch)
-            if _fill(p2l, *fixed, self.picks, table, narrowed):
+            if _fill(p2l, *fixed, self.picks, table, narrowed, first_rank):
                 return
             self.words = self._draw_words(len(self.words) // 312)
 
@@ -142,9 +143,14 @@ def _fill(
     picks_of: IntArray,
     table: IntArray,
     narrowed: bool,
+    first_rank: int,
 ) -> bool:
-    """Fill `table`; False when the words ran out. `position[r]` is where rank r is in its stream of words."""
-    num_ranks, num_layers, num_experts = table.shape
+    """Fill `table`, of ranks from `first_rank` on; False when the words ran out.
+
+    `position[r]` is where rank r is in its stream of words.
+    """
+    _, num_layers, num_experts = table.shape
+    num_ranks = position.size
     remaining, sample, swaps, picked, home, shared, on_node = scratch
     for layer in range(num_layers):
         group_slots(p2l[layer], starts, by_expert)
@@ -179,19 +185,19 @@ def _fill(
                     return False
                 for i in range(left):
                     picks[remaining[i]] = by_expert[first + picked[i]]
-        for rank in range(num_ranks):  # row by row: a rank's rows are far apart in memory
+        for rank in range(table.shape[0]):  # row by row: a rank's rows are far apart in memory
             row = table[rank, layer]
             for expert in range(num_experts):
                 row[expert] = home[expert]
             for i in range(num_shared):
-                row[shared[i]] = picks_of[i, rank]
+                row[shared[i]] = picks_of[i, first_rank + rank]
     return True
 
 
 @inline_kernel
 def _nearest(slots: IntArray, owner: IntArray, node: IntArray, on_node: IntArray, picks: IntArray) -> None:
     """Put into `picks[r]` the first slot on the own rank, else on the own node if that leaves some out, else -1."""
-    on_node[:] = 0
+    on_node[: picks.size] = 0
     for slot in slots:
         on_node[node[owner[slot]]] += 1
     for rank in range(picks.size):

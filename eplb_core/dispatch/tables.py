@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -54,8 +54,8 @@ class DispatchTables:
         rank: This rank, the source of the tokens.
         mode: As above.
         device: Where the buffers live.
-        max_replicas: Most replicas that an expert can ever have. Default: P - E + 1; with `quota` and `fewest` at most
-            8192 over the number of redundant experts, and less makes them faster.
+        max_replicas: Most replicas that an expert can ever have, up to 2047. Default: P - E + 1; with `quota` and
+            `fewest` at most 8192 over the number of redundant experts.
         slot_ids: What the all-to-all calls each slot, ints `[P]`, not negative. Default: 0 .. P - 1.
         shares: Fraction of its expert's tokens for each slot, `[L, P]`, as `replica_shares` gives.
         seed: Seed of `static`, `random` and of the phases of the others; equal on all ranks.
@@ -70,8 +70,9 @@ class DispatchTables:
         IndexError: `rank` is out of range.
 
     Cost:
-        4 * L * E * (1 + 2 * max_replicas) bytes on the device and as much on the host; static modes 8 * L * E. `quota`
-        and `fewest` add 4 * E * (R + 256 + max_replicas) a layer. All of it is allocated here.
+        4 * L * (3 * P + E) bytes on the device and as much on the host; static modes 4 * L * E. `quota` and `fewest`
+        add 4 * (E * (R + 256) + 2 * P + N * (max_replicas + 1)) a layer for N redundant experts. All of it is allocated
+        here.
 
     Threads:
         One at a time. Calls for one layer must follow each other on the device.
@@ -83,9 +84,6 @@ class DispatchTables:
         >>> tables.map(0, torch.zeros(8, 1, dtype=torch.int32)).reshape(-1).tolist()
         [0, 5, 0, 5, 0, 0, 5, 0]
     """
-
-    layout: ExpertLayout
-    """What the buffers hold; follows `install`."""
 
     def __init__(
         self,
@@ -114,18 +112,26 @@ class DispatchTables:
             )
         solved = mode in SOLVED_MODES
         num_shared = max(1, min(experts, slots - experts)) if solved else 0
-        room = SOLVER_ARMS // (1 << (num_shared - 1).bit_length()) if solved else slots
+        room = _rows.MOST_REPLICAS
+        if solved:
+            room = min(room, SOLVER_ARMS // (1 << (num_shared - 1).bit_length()))
         most = min(slots - experts + 1, room) if max_replicas is None else check_int(max_replicas, "max_replicas", 1)
         if most > room:
             raise ValueError(
                 f"`max_replicas` (={most}) must be at most {room} for mode {mode!r} with {slots - experts} redundant "
-                "experts: the solver of a batch has no room for more"
+                "experts: there is no room for more"
             )
-        self.layout, self.rank, self.mode, self.debug = layout, int(rank), mode, bool(debug)
+        if slots > _rows.MOST_SLOTS:
+            raise ValueError(f"`layout` has {slots} slots a layer; tables hold at most {_rows.MOST_SLOTS}")
+        self._layout: ExpertLayout | None = layout
+        self._p2l = layout.physical_to_logical_map.copy()
+        self._num_experts, self._topology = experts, layout.topology
+        self.rank, self.mode, self.debug = int(rank), mode, bool(debug)
         self.device = torch.device(device)
         self.max_replicas = most
         self._shape = _rows.RowShape(
             num_experts=experts,
+            num_slots=slots,
             width=1 if mode in STATIC_MODES else most,
             num_shared=num_shared,
             num_ranks=ranks,
@@ -138,17 +144,16 @@ class DispatchTables:
         self.install(layout, shares=shares)
 
     def _allocate(self, load: LoadCounter | None) -> None:
-        layers, experts = self.layout.num_layers, self._shape.num_experts
+        layers, experts = len(self._p2l), self._shape.num_experts
         ranks, size, device = self._shape.num_ranks, self._shape.size, self.device
         pinned = device.type == "cuda"
         self._mirror = torch.full((layers, size), -1, dtype=torch.int32, pin_memory=pinned)
-        self._host = self._mirror.numpy()
-        self._host[:, :experts] = 0
-        self._host[:, self._shape.thresholds : self._shape.shared] = _rows.UNIT
+        self._host = list(self._mirror.numpy())
         self._packed = self._mirror.to(device)  # on the CPU they are one
-        self._copied = [_event() for _ in range(layers)] if pinned else []
+        # Views, made once: what is made in `install` costs more than what it does there.
+        self._copies = list(zip(self._packed, self._mirror, map(_event, range(layers)), strict=True)) if pinned else []
         settings = [_settings(self._seed, layer, self.rank) for layer in range(layers)]
-        self._settings = torch.tensor(settings, dtype=torch.int64).reshape(layers, 4).to(torch.int32).to(device)
+        self._settings = torch.tensor(settings, dtype=torch.int64).reshape(layers, 3).to(torch.int32).to(device)
         self._draws = torch.zeros((layers, 2), dtype=torch.int32, device=device)
         self._errors = torch.zeros(2, dtype=torch.int32, device=device)
         nothing = torch.zeros((layers, 0, experts), dtype=torch.int32, device=device)
@@ -157,12 +162,20 @@ class DispatchTables:
         solved = self._shape.num_shared > 0
         self._batch = torch.zeros((layers, ranks if solved else 0, experts), dtype=torch.int32, device=device)
         self._blocks = torch.zeros((layers, NUM_BLOCKS if solved else 0, experts), dtype=torch.int32, device=device)
-        width = self._shape.width if solved else 0
-        self._bounds = torch.zeros((layers, experts, width), dtype=torch.int32, device=device)
-        # Scratch of the host kernels that fill rows.
-        self._starts = np.empty(experts + 1, dtype=np.int64)
-        self._by_expert = np.empty(self.layout.num_slots, dtype=np.int64)
-        self._filler = _static_filler(self.mode, self.layout, self._seed) if self._shape.width == 1 else None
+        slots = self._shape.num_slots
+        self._bounds = torch.zeros((layers, slots if solved else 0), dtype=torch.int32, device=device)
+        self._scratch = np.empty((3, max(slots, experts + 1)), dtype=np.int64)
+        self._equal = np.empty(0)
+        self._filler = (
+            _static_filler(self.mode, self.layout, self._seed, self.rank) if self.mode in STATIC_MODES else None
+        )
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """What the buffers hold; follows `install`."""
+        if self._layout is None:
+            self._layout = ExpertLayout._of_valid(self._p2l.copy(), self._num_experts, self._topology)
+        return self._layout
 
     # ---- use -------------------------------------------------------------------------------------------------------
 
@@ -174,8 +187,8 @@ class DispatchTables:
             ValueError: The buffers cannot serve `mode`: static ones serve themselves only, and `quota` and `fewest`
                 need tables made for one of them.
         """
-        if not 0 <= layer < self.layout.num_layers:
-            raise IndexError(f"`layer` (={layer}) must be in [0, {self.layout.num_layers})")
+        if not 0 <= layer < len(self._p2l):
+            raise IndexError(f"`layer` (={layer}) must be in [0, {len(self._p2l)})")
         mode = self.mode if mode is None else mode
         if mode not in MODES:
             raise ValueError(f"`mode` (={mode!r}) must be one of {', '.join(MODES)}")
@@ -183,11 +196,14 @@ class DispatchTables:
         if mode != self.mode and (static_only or (mode in SOLVED_MODES and not self._shape.num_shared)):
             raise ValueError(f"`mode` (={mode!r}) does not fit tables made for {self.mode!r}; make tables for it")
         shape, row = self._shape, self._packed[layer]
-        experts, width, shared = shape.num_experts, shape.width, shape.num_shared
+        width, shared = shape.width, shape.num_shared
+        ranks, per_rank = shape.num_ranks, shape.slots_per_rank if shared else 0
         return LayerTables(
-            candidates=row[shape.candidates : shape.thresholds].view(experts, width),
-            num_candidates=row[:experts],
-            thresholds=row[shape.thresholds : shape.shared].view(experts, width if width > 1 else 0),
+            table=row,
+            candidates=row[: shape.runs].view(-1, 2 if width > 1 else 1),
+            runs=row[shape.runs : shape.thresholds],
+            thresholds=row[shape.thresholds : shape.span],
+            span=row[shape.span : shape.shared],
             settings=self._settings[layer],
             draws=self._draws[layer],
             count=self._count[layer],
@@ -198,7 +214,9 @@ class DispatchTables:
             blocks=self._blocks[layer],
             shared=row[shape.shared : shape.arm_rank],
             arm_rank=row[shape.arm_rank : shape.on_rank].view(shared, width if shared else 0),
-            on_rank=row[shape.on_rank : shape.size].view(shape.num_ranks, shape.slots_per_rank if shared else 0),
+            on_rank=row[shape.on_rank : shape.on_rank + ranks * per_rank].view(ranks, per_rank),
+            num_experts=shape.num_experts,
+            num_entries=shape.num_slots if width > 1 else 0,
             mode=mode,
             rank=self.rank,
             debug=self.debug,
@@ -233,7 +251,7 @@ class DispatchTables:
             dtype: Of `topk_ids`.
             out_dtype: Of `out`. Default: as `dtype`.
         """
-        if self.layout.num_layers == 0:
+        if len(self._p2l) == 0:
             return
         draws = self._draws.clone()
         for elements in (1, 8193, 65537):  # a kernel for few, some and many
@@ -290,34 +308,21 @@ class DispatchTables:
             O(rows) of host time, tens of microseconds a row; one copy to the device a row. No allocation on the device
             and no synchronization, unless a row is installed again before its last copy has run.
         """
-        live = self.layout
-        if layout.topology is not live.topology or layout.num_experts != live.num_experts:
-            live.check_same_frame(layout)
         p2l = layout.physical_to_logical_map
-        if p2l.shape != live.physical_to_logical_map.shape:
-            live.check_same_frame(layout)
-        rows = np.arange(len(p2l)) if layers is None else layer_rows(layers, len(p2l))
-        fractions = self._check_shares(p2l, shares)
-        if len(rows) > 1 or self._filler is not None:  # else the fill itself looks before it writes
+        frame = (layout.topology, layout.num_experts, p2l.shape)
+        if frame != (self._topology, self._num_experts, self._p2l.shape):
+            self.layout.check_same_frame(layout)
+        fractions = self._equal if shares is None else self._check_shares(p2l, shares)
+        rows = range(len(p2l)) if layers is None else _rows_of(layers, len(p2l))
+        if len(rows) > 1:  # a row is looked at before it is written: for one, that is enough
             self._check(p2l, rows, fractions)
-        for layer in rows.tolist():
-            if self._copied:
-                self._copied[layer].synchronize()
+        for layer in rows:
             self._fill(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
-            if self._copied:
-                self._packed[layer].copy_(self._mirror[layer], non_blocking=True)
-                self._copied[layer].record()
-        if layers is None:
-            self.layout = layout
-        elif layout is not live:
-            mixed = live.physical_to_logical_map.copy()
-            mixed[rows] = p2l[rows]
-            self.layout = ExpertLayout._of_valid(mixed, live.num_experts, live.topology)
+            self._p2l[layer] = p2l[layer]
+        self._layout = layout if layers is None else None
 
-    def _check_shares(self, p2l: IntArray, shares: ArrayLike | None) -> FloatArray:
-        """The shares as float64 `[L, P]`; `[0]` for equal ones. Their values are looked at row by row."""
-        if shares is None:
-            return read_only(np.empty(0))
+    def _check_shares(self, p2l: IntArray, shares: ArrayLike) -> FloatArray:
+        """The shares as float64 `[L, P]`. Their values are looked at row by row."""
         if self.mode in STATIC_MODES:
             raise ValueError(
                 f"`shares` cannot be kept by mode {self.mode!r}; use 'weighted', or `repeated_dispatch_table`"
@@ -328,12 +333,14 @@ class DispatchTables:
             raise ValueError(f"`shares` (shape {list(fractions.shape)}) must be {list(p2l.shape)}, a fraction a slot")
         return fractions
 
-    def _check(self, p2l: IntArray, rows: IntArray, fractions: FloatArray) -> None:
+    def _check(self, p2l: IntArray, rows: Sequence[int], fractions: FloatArray) -> None:
         """Raise if any of the rows does not fit, before the first is written."""
-        experts = self._shape.num_experts
-        for layer in rows.tolist():
-            share = fractions[layer] if fractions.size else fractions
-            found = _rows.check_row(p2l[layer], share, experts, self.max_replicas, self._starts, self._by_expert)
+        for layer in rows:
+            self._check_row(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
+
+    def _check_row(self, layer: int, row: IntArray, shares: FloatArray) -> None:
+        found = _rows.check_row(row, shares, self._num_experts, self.max_replicas, self._scratch)
+        if found[0]:
             self._raise(layer, *found)
 
     def _raise(self, layer: int, fault: int, where: int, value: float) -> None:
@@ -350,21 +357,36 @@ class DispatchTables:
             raise ValueError(f"`shares` of expert {where} (sum {value}) must sum to 1 at layer {layer}")
 
     def _fill(self, layer: int, row: IntArray, shares: FloatArray) -> None:
+        """Write a row on the host and send it to the device."""
         shape, packed = self._shape, self._host[layer]
+        if self._copies:
+            on_device, on_host, copied = self._copies[layer]
+            copied.synchronize()  # the last copy of this row may not have run
         if self._filler is not None:
-            packed[: shape.num_experts] = 1
-            packed[shape.candidates : shape.thresholds] = self._slot_ids[self._filler(layer, row)[self.rank]]
-            return
-        starts, by_expert = self._starts, self._by_expert
-        found = _rows.fill_candidates(row, shares, self._slot_ids, shape.width, starts, by_expert, packed)
-        if found[0]:
-            self._raise(layer, *found)
-        if shape.num_shared:
-            part = packed[shape.shared :]
-            _rows.fill_solver(row, shape.width, shape.slots_per_rank, shape.num_shared, starts, by_expert, part)
+            if self.max_replicas <= shape.num_slots - shape.num_experts:  # else none can have too many
+                self._check_row(layer, row, shares)
+            np.take(self._slot_ids, self._filler(layer, row), out=packed[: shape.num_experts], mode="clip")
+        else:
+            found = _rows.fill_row(
+                row, shares, self._slot_ids, shape.num_experts, shape.width, shape.slots_per_rank, shape.num_shared,
+                self._scratch, packed,
+            )  # fmt: skip
+            if found[0]:
+                self._raise(layer, *found)
+        if self._copies:
+            on_device.copy_(on_host, non_blocking=True)
+            copied.record()
 
 
-def _event() -> torch.cuda.Event:
+def _rows_of(layers: ArrayLike, num_layers: int) -> list[int]:
+    """As `layer_rows`; one number in a list, what a migration gives, costs nothing."""
+    if isinstance(layers, list) and len(layers) == 1 and type(layers[0]) is int and 0 <= layers[0] < num_layers:
+        return layers
+    rows: list[int] = layer_rows(layers, num_layers).tolist()
+    return rows
+
+
+def _event(layer: int) -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
@@ -386,27 +408,14 @@ def _mix(x: int) -> int:
 
 
 def _settings(seed: int, layer: int, rank: int) -> list[int]:
-    """Phases and keys of a layer, as int32 (BASE_PHASE, RANK_PHASE, KEY, KEY2)."""
+    """Phases and key of a layer, as int32 (BASE_PHASE, RANK_PHASE, KEY)."""
     base = _mix((_mix((seed ^ (seed >> 32)) & MASK) + layer * GOLDEN) & MASK)
-    rank_key = _mix((base ^ _mix(rank + 1)) & MASK)
-    words = [base, (rank * GOLDEN) & MASK, rank_key, _mix(rank_key ^ 0x5BD1E995)]
+    words = [base, (rank * GOLDEN) & MASK, _mix((base ^ _mix(rank + 1)) & MASK)]
     return [word - (1 << 32) if word >= 1 << 31 else word for word in words]
 
 
-def _static_filler(mode: str, layout: ExpertLayout, seed: int) -> Callable[[int, IntArray], IntArray]:
-    """A function of layer and row that gives `[R, E]` slots; what it needs is allocated once."""
-    ranks, experts, slots = layout.topology.num_ranks, layout.num_experts, layout.num_slots
-    owner = np.arange(slots) // layout.slots_per_rank
-    node = layout.topology.rank_to_node
+def _static_filler(mode: str, layout: ExpertLayout, seed: int, rank: int) -> Callable[[int, IntArray], IntArray]:
+    """A function of layer and row that gives a rank's `[E]` slots; what it needs is allocated once."""
     if mode == "even":
-        sent, width = read_only(np.ones((experts, 1))), slots + ranks + experts + 1
-        ints, floats = np.empty((8, width), dtype=np.int64), np.empty((3, width))
-        picks = np.empty((max(1, slots - experts), ranks), dtype=np.int64)
-        table = np.empty((ranks, experts), dtype=np.int64)
-
-        def fill_even(layer: int, row: IntArray) -> IntArray:
-            even.fill_layer(row, owner, node, sent, ints, floats, picks, table)
-            return table
-
-        return fill_even
-    return static.layer_filler(layout, seed)
+        return even.rank_filler(layout, rank)
+    return static.rank_filler(layout, seed, rank)

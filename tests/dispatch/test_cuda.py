@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 
 from eplb_core import DispatchTables, LoadCounter, replica_shares, topk_to_slots
 from eplb_core.dispatch.tables import MODES

@@ -317,8 +317,8 @@ def test_the_operators_schemas_hold() -> None:
     t = DispatchTables(layout, mode="random", load=LoadCounter(4, 32)).layer(0)
     ids = random_ids(5, 4, 32)
     args = (
-        ids, torch.empty_like(ids), t.candidates.clone(), t.num_candidates.clone(), t.thresholds.clone(),
-        t.settings.clone(), t.draws.clone(), t.count.clone(), t.state.clone(), t.errors.clone(), t.bounds.clone(),
-        t.blocks.clone(), torch.tensor([4], dtype=torch.int32), 0, "random", False,
+        ids, torch.empty_like(ids), t.table.clone(), t.settings.clone(), t.draws.clone(), t.count.clone(),
+        t.state.clone(), t.errors.clone(), t.bounds.clone(), t.blocks.clone(), torch.tensor([4], dtype=torch.int32), 0,
+        t.num_experts, t.num_entries, "random", False,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.eplb_core.map.default, args, test_utils=("test_schema", "test_faketensor"))

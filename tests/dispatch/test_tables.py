@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -20,8 +22,8 @@ from eplb_core.dispatch.tables import MODES, Mode
 from tests.dispatch.cases import PAIR, layouts, random_layout
 
 TENSORS = [
-    "candidates", "num_candidates", "thresholds", "settings", "draws", "count", "state", "errors", "batch", "bounds",
-    "blocks", "shared", "arm_rank", "on_rank",
+    "table", "candidates", "runs", "thresholds", "span", "settings", "draws", "count", "state", "errors", "batch",
+    "bounds", "blocks", "shared", "arm_rank", "on_rank",
 ]  # fmt: skip
 
 
@@ -58,6 +60,65 @@ def test_any_order_of_installs_ends_in_the_same_tables(layout: ExpertLayout, mod
     assert torch.equal(tables._packed, DispatchTables(other, mode=mode)._packed)  # type: ignore[arg-type]
 
 
+@given(layouts(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_entries_give_every_slot_its_share_exactly(layout: ExpertLayout, data: st.DataObject) -> None:
+    """Each of an expert's n entries is worth 1 / n: its own slot up to the threshold, one other past it."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    p2l, experts = layout.physical_to_logical_map, layout.num_experts
+    weight = rng.choice([0.0, 1e-9, 0.1, 1.0, 5.0], p2l.shape) + 1e-12 * (rng.random(p2l.shape) < 0.5)
+    shares = np.zeros(p2l.shape)
+    for layer, expert in itertools.product(range(layout.num_layers), range(experts)):
+        slots = layout.slots(layer, expert)
+        total = weight[layer, slots].sum()
+        shares[layer, slots] = weight[layer, slots] / total if total else 1 / len(slots)
+    tables = DispatchTables(layout, mode="weighted", shares=shares)
+    if tables.max_replicas == 1:
+        return
+    for layer, expert in itertools.product(range(layout.num_layers), range(experts)):
+        t, slots = tables.layer(layer), layout.slots(layer, expert)
+        first, number = int(t.runs[expert]) & 0xFFFFF, int(t.runs[expert]) >> 20
+        assert t.candidates[first : first + number, 0].tolist() == list(slots)
+        got = dict.fromkeys([int(slot) for slot in slots], 0)
+        for i in range(first, first + number):
+            (own, other), part = t.candidates[i].tolist(), int(t.thresholds[i])
+            assert 0 <= part <= 1 << 30
+            got[own] += part
+            got[other] += (1 << 30) - part
+        for slot, amount in got.items():
+            assert abs(amount / number / (1 << 30) - shares[layer, slot]) <= 1e-9
+            assert amount > 0 or shares[layer, slot] < 1e-9
+            assert shares[layer, slot] > 0 or amount == 0
+    widest = int(layout.replica_count.max(axis=1)[0])
+    span = int(tables.layer(0).span)
+    assert (span == 0 and widest == 1) or span < widest <= 2 * span
+
+
+def test_shares_that_sum_to_a_little_less_than_one_count_relative_to_their_sum() -> None:
+    layout = ExpertLayout([[0, 0, 0]], num_experts=1, topology=Topology(num_ranks=3))
+    t = DispatchTables(layout, mode="row", shares=[[0.5, 0.4999995, 0.0]]).layer(0)
+    assert abs(int(t.thresholds[0]) - (3 * 0.5 / 0.9999995 - 1) * 2**30) <= 4
+    assert int(t.thresholds[2]) == 0
+    assert sorted(t.candidates[:, 1].tolist()) == [0, 1, 1]
+
+
+@given(layouts(max_layers=1))
+@settings(max_examples=60, deadline=None)
+def test_the_solver_sees_every_expert_with_a_choice(layout: ExpertLayout) -> None:
+    tables = DispatchTables(layout, mode="quota")
+    if tables.max_replicas == 1:
+        return
+    t, count = tables.layer(0), layout.replica_count[0]
+    seen = [int(e) for e in t.shared if e >= 0]
+    assert sorted(seen) == np.flatnonzero(count > 1).tolist()
+    assert [int(count[e]) for e in seen] == sorted(int(count[e]) for e in seen)
+    for n, expert in enumerate(seen):
+        slots = layout.slots(0, expert)
+        assert t.arm_rank[n, : len(slots)].tolist() == [int(s) // layout.slots_per_rank for s in slots]
+        places = t.on_rank.flatten()[torch.tensor(slots)].tolist()
+        assert places == [n * tables.max_replicas + k for k in range(len(slots))]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_addresses_shapes_and_types_stay(mode: str) -> None:
     """FAULTS B6, B11: the most replicas of an expert go from 1 to 5; captured graphs read by address."""
@@ -88,6 +149,7 @@ def test_more_replicas_than_there_is_room_for_are_refused_before_anything_is_wri
         tables = DispatchTables(layout, mode=mode, max_replicas=most)
         before = tables._packed.clone()
         rows = layout.physical_to_logical_map.copy()
+        rows[0] = rows[0][::-1]
         rows[3] = np.r_[np.arange(32), np.full(16, 7)]
         text = rf"expert 7 has 17 replicas.*`max_replicas` \(={most}\) at layer 3"
         for layers in (None, [3], [0, 3]):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_core import DispatchTables, ExpertLayout, LoadCounter
+from eplb_core import DispatchTables, ExpertLayout, LoadCounter, replica_shares
+from eplb_core._arrays import FloatArray
 from eplb_core.dispatch.ops import SOLVED_MODES, TAG, LayerTables, topk_to_slots
 from eplb_core.dispatch.tables import MODES
 from tests.dispatch.cases import random_layout
@@ -53,12 +54,12 @@ def map_by_kernels(
         if t.all_reduce is not None:
             t.all_reduce(t.batch)
         _triton.solve_batch(
-            t.batch, t.bounds, t.blocks, t.num_candidates, t.shared, t.arm_rank, t.on_rank, ids, num_shared, t.rank,
+            t.batch, t.bounds, t.blocks, t.runs, t.span, t.shared, t.arm_rank, t.on_rank, ids, num_shared, t.rank,
             t.mode,
         )  # fmt: skip
     _triton.map(
-        ids, out, t.candidates, t.num_candidates, t.thresholds, t.settings, t.draws, t.count, t.state, t.errors,
-        t.bounds, t.blocks, num_tokens, num_shared, t.mode, t.debug,
+        ids, out, t.table, t.settings, t.draws, t.count, t.state, t.errors, t.bounds, t.blocks, num_tokens, num_shared,
+        t.num_experts, t.num_entries, t.mode, t.debug,
     )  # fmt: skip
     return out
 
@@ -83,6 +84,7 @@ def compare(
     calls: int = 2,
     rank: int = 3,
     ids: torch.Tensor | None = None,
+    shares: FloatArray | None = None,
 ) -> None:
     """Same slots, counts, bounds and draws from both paths, call after call."""
     experts, layer = layout.num_experts, layout.num_layers - 1
@@ -97,7 +99,7 @@ def compare(
         reduced.append(batch.cpu().clone())
         batch.add_(others.to(batch))
 
-    make = {"rank": rank, "mode": mode, "seed": 11, "all_reduce": all_reduce}
+    make = {"rank": rank, "mode": mode, "seed": 11, "all_reduce": all_reduce, "shares": shares}
     plain = DispatchTables(layout, load=plain_load, **make)  # type: ignore[arg-type]
     kernels = DispatchTables(layout, load=kernel_load, device=DEVICE, **make)  # type: ignore[arg-type]
     tokens = None if limit is None else torch.tensor([limit], dtype=torch.int32)
@@ -145,9 +147,17 @@ def test_kernels_agree_where_blocks_are_large(mode: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("mode", ["random", "row", "weighted"])
+def test_kernels_agree_on_unequal_shares(mode: str) -> None:
+    layout = random_layout(layers=2)
+    load = np.random.default_rng(2).integers(1, 1000, (2, layout.num_experts))
+    compare(layout, mode, 300, shares=replica_shares(layout, load))
+
+
+@needs_kernels
 @pytest.mark.parametrize("mode", ["row", "quota"])
 def test_kernels_agree_on_experts_with_many_replicas(mode: str) -> None:
-    """Past the eighth candidate the thresholds are searched."""
+    """The solver takes a way of its own where no expert has more than eight, the usual case."""
     rows = [[0] * 21 + [1] * 9 + [2, 3, 4, 5, 6, 7]]
     layout = ExpertLayout(rows, 8, topology=random_layout(ranks=4, experts=4, slots=4, nodes=1).topology)
     compare(layout, mode, 200, columns=3)

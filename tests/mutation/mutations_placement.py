@@ -20,6 +20,7 @@ TEST_SCORE = "tests/placement/test_score.py"
 TEST_RELABEL = "tests/placement/test_relabel.py"
 
 REFUSALS = f"{TEST_PLACE}::test_bad_arguments_raise_with_their_values"
+SPREAD = f"{TEST_KERNELS}::test_spare_slots_spread_over_equal_shares"
 COUNTS = f"{TEST_KERNELS}::test_replica_counts_follow_the_divisor_method"
 PACKING = f"{TEST_KERNELS}::test_packing_fills_every_slot_without_pairs_and_keeps_shares_in_order"
 BOOKS = f"{TEST_REFINE}::test_a_long_search_keeps_its_books_and_never_ends_worse"
@@ -44,7 +45,7 @@ MUTATIONS = [
         f"{TEST_KERNELS}::test_loads_that_crowd_into_one_bucket_are_ordered_too",
     ),
     # counts: equal shares go to an expert that has several already
-    (KERNELS, "load[order[size]] >= heap[0]", "load[order[size]] > heap[0]", COUNTS),
+    (KERNELS, "load[order[size]] >= heap[0]", "load[order[size]] > heap[0]", SPREAD),
     # counts: no limit on replicas
     (
         KERNELS,
@@ -120,8 +121,8 @@ MUTATIONS = [
     # search: the queue loses its order
     (
         REFINE,
-        "_requeue(at, last - 1, ",
-        "_requeue(at, last, ",
+        "_requeue(last, last, load[full] * pace[full], queue, queue_time)",
+        "pass",
         f"{TEST_REFINE}::test_the_time_that_a_search_reports_is_that_of_the_fullest_rank",
     ),
     (
@@ -145,7 +146,7 @@ MUTATIONS = [
         REFINE,
         "        if count[f] < 2 or (home[f] == node[full] and home_count[f] < 2):\n",
         "        if home[f] == node[full] and home_count[f] < 2:\n",
-        f"{TEST_REFINE}::test_a_slot_of_the_fullest_rank_goes_to_a_lighter_expert",
+        BOOKS,
     ),
     # search: the first try stays, however bad
     (REFINE, "            _restore(num_experts, cap, stride, scratch)\n", "            pass\n", BOOKS),
@@ -217,7 +218,13 @@ MUTATIONS = [
         "    return True\n",
         f"{TEST_SCORE}::test_shares_fit_where_each_expert_needs_few_enough_slots",
     ),
-    (SCORE, "fastest = max(fastest, rank_speed[r])", "fastest = rank_speed[r]", BOUND),
+    (
+        SCORE,
+        "fastest = max(fastest, rank_speed[r])",
+        "fastest = rank_speed[r]",
+        f"{TEST_SCORE}::test_the_largest_share_may_be_on_the_fastest_rank",
+    ),
+    (SCORE, "                total += weights[t]\n", "                total += 0.5 * weights[t]\n", BOUND),
     # renaming: across nodes where groups bind them; speeds that differ
     (
         RELABEL,
@@ -253,13 +260,6 @@ MUTATIONS = [
         "            p2l[np.ix_(skip, open_slots)] = np.arange(open_slots.sum()) // 2 % experts\n",
         f"{TEST_PLACE}::test_layers_without_load_get_the_trivial_spread_and_no_balancedness",
     ),
-    # place: a proof for another load
-    (
-        PLACE,
-        "    limit[idle] = 0.0  # proven for a load that is not theirs\n",
-        "",
-        f"{TEST_PLACE}::test_a_layer_whose_only_window_has_no_weight_has_no_tighter_bound",
-    ),
     (
         PLACE,
         "    if count == 1 and weights[0] > 0.0:\n",
@@ -269,8 +269,8 @@ MUTATIONS = [
     # place: limits
     (
         PLACE,
-        "    keep = stays & (too_dear | ~",
-        "    keep = stays & (~",
+        "        moved[stays] = present[stays]\n",
+        "        pass\n",
         f"{TEST_PLACE}::test_groups_bind_the_limit_of_transfers_too",
     ),
     # place: refusals

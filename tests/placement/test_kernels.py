@@ -64,10 +64,10 @@ def count(load: list[float], slots: int, most: int) -> tuple[list[int], Scratch]
     return got, scratch
 
 
-@given(LOADS, st.integers(1, 6), st.integers(0, 200))
-def test_replica_counts_follow_the_divisor_method(load: list[float], most: int, more: int) -> None:
+@given(st.lists(st.integers(0, 12).map(float), min_size=1, max_size=20) | LOADS, st.integers(1, 6), st.integers(0, 100))
+def test_replica_counts_follow_the_divisor_method(load: list[float], most: int, percent: int) -> None:
     load = [abs(value) for value in load]
-    slots = min(len(load) + more, len(load) * most)
+    slots = len(load) + len(load) * (most - 1) * percent // 100
     got, scratch = count(load, slots, most)
     assert got == counts_by_definition(load, slots, most)
     share = scratch.reals[k.ITEM_SHARE, : len(load)].tolist()
@@ -92,6 +92,8 @@ def test_no_counts_have_a_smaller_largest_share(load: list[int], most: int, more
 def test_spare_slots_spread_over_equal_shares() -> None:
     """Once the giant has its 4, the rest goes to different experts of no load, not twice to the first."""
     assert count([100.0, 0, 0, 0], 10, 4)[0] == [4, 2, 2, 2]
+    assert count([2.0, 1.0], 4, 3)[0] == [2, 2]
+    assert count([9.0, 10.0], 4, 3)[0] == [2, 2]
 
 
 def packed(load: list[float], cap: list[int], how: str) -> tuple[list[list[int]], Scratch]:
@@ -162,7 +164,8 @@ def test_the_largest_share_goes_to_the_least_loaded_rank() -> None:
 def test_a_slot_is_made_where_only_holders_have_room(load: list[float], cap: list[int], rows: list[list[int]]) -> None:
     """A1: the last replicas of one expert meet ranks that are full, or hold it already."""
     got, scratch = packed(load, cap, "pack")
-    assert sorted(map(sorted, got)) == sorted(map(sorted, rows))
+    assert all(len(set(row)) == len(row) == slots for row, slots in zip(got, cap, strict=True))
+    assert sorted(e for row in got for e in row) == sorted(e for row in rows for e in row)
     check_shares(got, scratch, load, max(cap))
 
 

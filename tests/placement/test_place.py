@@ -154,6 +154,7 @@ def test_degenerate_shapes_have_the_one_answer_that_there_is() -> None:
     """A21: no layers, one expert, as many slots as experts, one slot a rank."""
     empty = place(np.zeros((0, 8)), Topology(2), num_slots=8)
     assert (empty.layout.num_layers, empty.balancedness.shape, empty.transfers.shape) == (0, (0,), (0,))
+    assert place(np.zeros((0, 8)), Topology(2), num_slots=8, current=empty.layout).layout == empty.layout
     assert place([[7]], Topology(4), num_slots=4).layout.physical_to_logical_map.tolist() == [[0, 0, 0, 0]]
     permutation = place([[3, 1, 4, 1]], Topology(2), num_slots=4).layout.physical_to_logical_map[0]
     assert sorted(permutation.tolist()) == [0, 1, 2, 3]
@@ -269,11 +270,10 @@ def test_the_weight_of_the_only_window_changes_nothing(weight: float) -> None:
     assert plain.layout == weighed.layout
 
 
-def test_a_layer_whose_only_window_has_no_weight_has_no_tighter_bound() -> None:
-    placement = place(
-        [[[3, 1]]], Topology(1), num_slots=2, window_weights=[0], locality="group", num_groups=1, effort=0.25
-    )
-    assert np.isnan(placement.bound[0]) or placement.bound[0] == 1.0
+@pytest.mark.parametrize("locality", ["none", "group"])
+def test_a_layer_whose_only_window_has_no_weight_is_one_without_load(locality: str) -> None:
+    placement = place([[[3, 1]]], Topology(1), num_slots=2, window_weights=[0], locality=locality, num_groups=1)
+    assert np.isnan([placement.balancedness[0], placement.bound[0]]).all()
 
 
 def test_a_window_of_weight_zero_does_not_decide() -> None:
