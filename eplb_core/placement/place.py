@@ -291,7 +291,6 @@ def _solve(problem: _Problem, load: FloatArray, skip: BoolArray, effort: float) 
     scratch = new_scratch(experts, ranks, problem.stride)
     p2l = np.full((layers, ranks * problem.stride), -1, dtype=np.int64)
     limit = np.zeros(layers)
-    idle = skip
     if skip.any():
         if problem.pin:
             # The trivial spread knows no groups: place these layers as if all experts were equally loaded.
@@ -314,7 +313,6 @@ def _solve(problem: _Problem, load: FloatArray, skip: BoolArray, effort: float) 
         p2l,
         limit,
     )
-    limit[idle] = 0.0  # proven for a load that is not theirs
     return _Solution(p2l, limit, scratch)
 
 
@@ -375,8 +373,9 @@ def _start_from(
     layers, ranks = current.num_layers, topology.num_ranks
     was = current.physical_to_logical_map.copy()  # writable as all others: kernels compile for one kind
     present = was.copy()
-    present.reshape(layers, ranks, -1)[:, capacity == 0] = -1
-    fits = ((present.reshape(layers, ranks, -1) >= 0).sum(axis=2) <= capacity).all(axis=1)
+    by_rank = present.reshape(layers, ranks, problem.stride)
+    by_rank[:, capacity == 0] = -1
+    fits = ((by_rank >= 0).sum(axis=2) <= capacity).all(axis=1)
     stays = fits & (count_replicas(present, problem.num_experts) > 0).all(axis=1)
 
     _keep_in_place(was, solution.p2l, problem)
@@ -413,8 +412,7 @@ def _start_from(
     (new, new_cost, new_received), (near, near_cost, near_received) = judged(solution.p2l), judged(moved)
     anew = (new_cost <= price.budget) & (new - price.each * new_cost > near - price.each * near_cost)
     chosen = np.where(anew, new, near)
-    too_dear = np.where(anew, new_cost, near_cost) > price.budget
-    keep = stays & (too_dear | ~(chosen - before >= max(price.min_gain, _SOME_GAIN)))
+    keep = stays & ~(chosen - before >= max(price.min_gain, _SOME_GAIN))
     np.copyto(solution.p2l, moved, where=~anew[:, None])
     np.copyto(solution.p2l, present, where=keep[:, None])
     return np.where(keep, 0, np.where(anew, new_received, near_received))

@@ -66,10 +66,10 @@ def count(load: list[float], slots: int, most: int) -> tuple[list[int], Scratch]
     return got, scratch
 
 
-@given(LOADS, st.integers(1, 6), st.integers(0, 200))
-def test_replica_counts_follow_the_divisor_method(load: list[float], most: int, more: int) -> None:
+@given(st.lists(st.integers(0, 12).map(float), min_size=1, max_size=20) | LOADS, st.integers(1, 6), st.integers(0, 100))
+def test_replica_counts_follow_the_divisor_method(load: list[float], most: int, percent: int) -> None:
     load = [abs(value) for value in load]
-    slots = min(len(load) + more, len(load) * most)
+    slots = len(load) + len(load) * (most - 1) * percent // 100
     got, scratch = count(load, slots, most)
     assert got == counts_by_definition(load, slots, most)
     share = scratch.reals[k.ITEM_SHARE, : len(load)].tolist()
@@ -94,6 +94,8 @@ def test_no_counts_have_a_smaller_largest_share(load: list[int], most: int, more
 def test_spare_slots_spread_over_equal_shares() -> None:
     """Once the giant has its 4, the rest goes to different experts of no load, not twice to the first."""
     assert count([100.0, 0, 0, 0], 10, 4)[0] == [4, 2, 2, 2]
+    assert count([2.0, 1.0], 4, 3)[0] == [2, 2]
+    assert count([9.0, 10.0], 4, 3)[0] == [2, 2]
 
 
 def packed(load: list[float], cap: list[int], how: str) -> tuple[list[list[int]], Scratch]:

@@ -154,6 +154,7 @@ def test_degenerate_shapes_have_the_one_answer_that_there_is() -> None:
     """A21: no layers, one expert, as many slots as experts, one slot a rank."""
     empty = place(np.zeros((0, 8)), Topology(2), num_slots=8)
     assert (empty.layout.num_layers, empty.balancedness.shape, empty.transfers.shape) == (0, (0,), (0,))
+    assert place(np.zeros((0, 8)), Topology(2), num_slots=8, current=empty.layout).layout == empty.layout
     assert place([[7]], Topology(4), num_slots=4).layout.physical_to_logical_map.tolist() == [[0, 0, 0, 0]]
     permutation = place([[3, 1, 4, 1]], Topology(2), num_slots=4).layout.physical_to_logical_map[0]
     assert sorted(permutation.tolist()) == [0, 1, 2, 3]
@@ -222,6 +223,15 @@ def test_a_perfect_layout_stays() -> None:
     assert (placement.layout, placement.transfers.tolist()) == (current, [0])
 
 
+@pytest.mark.parametrize("locality", ["group", "first_copy"])
+def test_groups_bind_the_limit_of_transfers_too(locality: str) -> None:
+    current = ExpertLayout([[0, 1, 2, -1, 3, -1]], 4, topology=Topology(3, 3))
+    placement = place(
+        [[3, 2, 2, 1]], Topology(3, 3), num_slots=4, locality=locality, num_groups=4, current=current, max_transfers=0
+    )
+    assert (placement.layout, placement.transfers.tolist()) == (current, [0])
+
+
 def test_experts_of_a_dead_rank_are_placed_on_the_others() -> None:
     """H1: experts 2 and 3 take one of the two slots of 0 and of 1."""
     current = ExpertLayout([[0, 1, 2, 3, 0, 1]], 4, topology=Topology(3))
@@ -258,6 +268,12 @@ def test_the_weight_of_the_only_window_changes_nothing(weight: float) -> None:
     weighed = place([[[7, 1, 1, 1]]], Topology(4), num_slots=4, window_weights=[weight])
     assert plain.bound.tolist() == weighed.bound.tolist() == pytest.approx([10 / 4 / 7])
     assert plain.layout == weighed.layout
+
+
+@pytest.mark.parametrize("locality", ["none", "group"])
+def test_a_layer_whose_only_window_has_no_weight_is_one_without_load(locality: str) -> None:
+    placement = place([[[3, 1]]], Topology(1), num_slots=2, window_weights=[0], locality=locality, num_groups=1)
+    assert np.isnan([placement.balancedness[0], placement.bound[0]]).all()
 
 
 def test_a_window_of_weight_zero_does_not_decide() -> None:

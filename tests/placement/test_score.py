@@ -90,6 +90,10 @@ def test_the_bound_of_one_window_is_the_limit_that_the_search_proved() -> None:
     assert bound([[6, 2]], [1, 1], [1.0, 1.0], 0.0, True) == 1.0
 
 
+def test_the_largest_share_may_be_on_the_fastest_rank() -> None:
+    assert bound([[6, 2]], [1, 1], [3.0, 1.0], 0.0, False) == score([[6, 2]], [0, 1], [1, 1], [3.0, 1.0]) == 1.0
+
+
 def test_the_bound_of_windows_is_the_mean_of_theirs() -> None:
     """One slot each: 4 of 6 where the hot expert has 6 of 8, all of it where both have the same."""
     assert bound([[6, 2], [3, 3], [0, 0]], [1, 1], [1.0, 1.0], 0.0, False) == pytest.approx((4 / 6 + 1) / 2)

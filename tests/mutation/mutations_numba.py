@@ -1,0 +1,23 @@
+"""Changes to the way kernels are compiled that a test must notice; tried with compilation."""
+
+from __future__ import annotations
+
+FILE = "eplb_core/_numba.py"
+TESTS = "tests/test_numba.py"
+OPTIONS = f"{TESTS}::test_every_kernel_lets_go_of_the_lock_is_cached_and_rounds_as_written"
+
+MUTATIONS = [
+    (
+        FILE,
+        'numba.njit(cache=True, nogil=True, error_model="numpy")(function)',
+        'numba.njit(cache=True, error_model="numpy", nogil=False)(function)',
+        OPTIONS,
+    ),
+    (FILE, 'error_model="numpy", forceinline=True)', 'error_model="numpy", forceinline=True, fastmath=True)', OPTIONS),
+    (
+        FILE,
+        "        compiled._cache._cache_file._source_stamp = _stamp()\n",
+        "        _stamp()\n",
+        f"{TESTS}::test_the_disk_cache_notices_a_change_in_a_called_kernels_file",
+    ),
+]
