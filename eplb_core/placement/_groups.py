@@ -28,7 +28,14 @@ def assign_groups(group_load: FloatArray, capacity: IntArray, node_speed: FloatA
         A proven lower limit of the largest load / speed of a node: the optimum where the search ended, else 0.
     """
     groups, nodes = group_load.size, capacity.size
-    order = np.argsort(-group_load, kind="mergesort")
+    order = np.arange(groups)
+    for i in range(1, groups):  # few: by insertion, which is stable and soon compiled
+        g = order[i]
+        j = i
+        while j > 0 and group_load[order[j - 1]] < group_load[g]:
+            order[j] = order[j - 1]
+            j -= 1
+        order[j] = g
     load = np.zeros(nodes)
     left = capacity.copy()
     tried = np.full(groups, -1, dtype=np.int64)

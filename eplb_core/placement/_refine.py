@@ -474,21 +474,29 @@ def _draw(below: int, work: IntArray) -> int:
 
 
 @kernel
+def _copy(reals: bool, source: int, to: int, size: int, scratch: Scratch) -> None:
+    """Copy the start of one row of the scratch to another; a loop compiles faster than slices."""
+    for i in range(size):
+        if reals:
+            scratch.reals[to, i] = scratch.reals[source, i]
+        else:
+            scratch.ints[to, i] = scratch.ints[source, i]
+
+
+@kernel
 def _keep(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> None:
-    places = cap.size * stride
-    scratch.reals[BEST_SHARE][:places] = scratch.reals[SHARE][:places]
-    scratch.ints[BEST_EXPERT][:places] = scratch.ints[EXPERT][:places]
-    scratch.reals[BEST_LOAD][: cap.size] = scratch.reals[LOAD][: cap.size]
-    scratch.ints[BEST_REPLICAS][:num_experts] = scratch.ints[REPLICAS][:num_experts]
+    _copy(True, SHARE, BEST_SHARE, cap.size * stride, scratch)
+    _copy(False, EXPERT, BEST_EXPERT, cap.size * stride, scratch)
+    _copy(True, LOAD, BEST_LOAD, cap.size, scratch)
+    _copy(False, REPLICAS, BEST_REPLICAS, num_experts, scratch)
 
 
 @kernel
 def _restore(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> None:
-    places = cap.size * stride
-    scratch.reals[SHARE][:places] = scratch.reals[BEST_SHARE][:places]
-    scratch.ints[EXPERT][:places] = scratch.ints[BEST_EXPERT][:places]
-    scratch.reals[LOAD][: cap.size] = scratch.reals[BEST_LOAD][: cap.size]
-    scratch.ints[REPLICAS][:num_experts] = scratch.ints[BEST_REPLICAS][:num_experts]
+    _copy(True, BEST_SHARE, SHARE, cap.size * stride, scratch)
+    _copy(False, BEST_EXPERT, EXPERT, cap.size * stride, scratch)
+    _copy(True, BEST_LOAD, LOAD, cap.size, scratch)
+    _copy(False, BEST_REPLICAS, REPLICAS, num_experts, scratch)
     home, home_count, node, expert = (
         scratch.ints[HOME],
         scratch.ints[HOME_COUNT],

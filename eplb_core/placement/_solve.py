@@ -206,12 +206,14 @@ def _whole_limit(load: FloatArray, capacity: IntArray, rank_speed: FloatArray, s
     """The limit of the layer without groups: it holds with them too."""
     speed, weight = scratch.reals[SPEED], scratch.reals[WEIGHT]
     live = np.flatnonzero(capacity)
-    speed[: live.size] = rank_speed[live]
-    weight[: load.size] = load
+    for i in range(live.size):
+        speed[i] = rank_speed[live[i]]
+    for e in range(load.size):
+        weight[e] = load[e]
     slots = min(capacity.sum(), load.size * live.size)
     sort_by_load(load.size, scratch)
     sort_by_share(load.size, count_replicas(load.size, slots, live.size, scratch), scratch)
-    return _lower_limit(load.size, slots, capacity[live], scratch)
+    return _lower_limit(load.size, slots, live, scratch)  # of the ranks, only their number is asked
 
 
 @kernel

@@ -148,8 +148,8 @@ def place(
     else:
         _check_current(current, problem, windows.shape[1])
         transfers = _start_from(current, problem, windows, weights, load, solution, price)
-    layout = ExpertLayout._of_valid(solution.p2l, problem.num_experts, topology)
     reached, bound = _judge(problem, windows, weights, solution)
+    layout = ExpertLayout._of_valid(solution.p2l, problem.num_experts, topology)
     return Placement(layout, read_only(reached), read_only(bound), read_only(transfers))
 
 
