@@ -2,6 +2,8 @@
 
     python -m benchmarks.placement --loads R1.npz --peer eplb.py --json benchmarks/results/placement.json
     python -m benchmarks.startup --json benchmarks/results/startup.json
+    python -m benchmarks.over_time --peer eplb.py --json benchmarks/results/over_time.json
+    python -m benchmarks.dispatch_gpu --json benchmarks/results/dispatch_gpu.json       # on a GPU
     python -m benchmarks.readme
 
 A test holds the README to the records, so no figure in it is typed by hand.
@@ -41,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def rewritten(text: str) -> str:
     """The README with each part between two marks made anew."""
-    for name, make in (("placement", placement), ("startup", startup)):
+    parts = (("placement", placement), ("over_time", over_time), ("dispatch_gpu", dispatch_gpu), ("startup", startup))
+    for name, make in parts:
         start, end = f"<!-- {name}: python -m benchmarks.readme -->\n", f"<!-- end of {name} -->"
         before, found, rest = text.partition(start)
         _, closed, after = rest.partition(end)
@@ -77,6 +80,28 @@ def placement(record: dict[str, Any]) -> str:
         f"has already. {_machine(record)}."
     )
     return f"{measure.table(head, table)}\n\n{_filled(said)}"
+
+
+def over_time(record: dict[str, Any]) -> str:
+    """A line a policy: balance on windows not seen yet, and transfers."""
+    rows = [
+        [row["policy"], f"{row['balancedness']:.4f}", f"{row['transfers']:,}", measure.milliseconds(row["median_s"])]
+        for row in record["rows"]
+    ]
+    return f"{measure.table(['policy', 'balance', 'transfers', 'ms a call'], rows)}\n\n{_machine(record)}."
+
+
+def dispatch_gpu(record: dict[str, Any]) -> str:
+    """Microseconds of the map and count of a layer, by tokens."""
+    tokens = ("512", "4096", "16384")
+    rows = [
+        [name, *(f"{each[number][0]:.1f}" for number in tokens)]
+        for name, each in record["microseconds"].items()
+        if name.startswith("torch: ") or name in [f"{m}: map + count" for m in ("static", "random", "weighted", "quota")]
+    ]
+    environment = record["environment"]
+    said = f"{environment['gpu']}, torch {environment['versions']['torch']}, commit {environment['commit'][:9]}."
+    return f"{measure.table(['us', *(f'{int(number):,} x 8' for number in tokens)], rows)}\n\n{said}"
 
 
 def startup(record: dict[str, Any]) -> str:
