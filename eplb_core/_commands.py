@@ -117,10 +117,10 @@ def _plan_text(facts: dict[str, Any]) -> str:
     ]
     bound = facts["bound"]
     for label, name, limit in (
-        ("all windows as one, mean of layers", "", bound["mean"]),
-        ("    its worst layer", "", bound["worst"]),
-        ("window by window, mean", "windows_", None),
-        ("    its worst layer", "windows_", None),
+        ("all windows as one, mean of layers", "", None),
+        ("    its worst layer", "", None),
+        ("window by window, mean", "windows_", bound["mean"]),
+        ("    its worst layer", "windows_", bound["worst"]),
         ("    sum of means / sum of maxima", "windows_", None),
     ):
         key = "worst" if "worst" in label else "total" if "sum" in label else "mean"
