@@ -23,7 +23,7 @@ from benchmarks import measure
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 SLOTS = 288
-LEFT_OUT = ("effort 0.25", "effort 4")
+LEFT_OUT = ("effort 0.25", "effort 4", "elasticity_aware", "given the old map")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,6 +87,7 @@ def over_time(record: dict[str, Any]) -> str:
     rows = [
         [row["policy"], f"{row['balancedness']:.4f}", f"{row['transfers']:,}", measure.milliseconds(row["median_s"])]
         for row in record["rows"]
+        if row["policy"].endswith(("old map", "deepseek", "EPLB", "=0.001", "=0.00025"))
     ]
     return f"{measure.table(['policy', 'balance', 'transfers', 'ms a call'], rows)}\n\n{_machine(record)}."
 
@@ -94,10 +95,11 @@ def over_time(record: dict[str, Any]) -> str:
 def dispatch_gpu(record: dict[str, Any]) -> str:
     """Microseconds of the map and count of a layer, by tokens."""
     tokens = ("512", "4096", "16384")
+    shown = ["torch: random replicas", "torch: count", *(f"{m}: map + count" for m in ("static", "weighted", "quota"))]
     rows = [
         [name, *(f"{each[number][0]:.1f}" for number in tokens)]
         for name, each in record["microseconds"].items()
-        if name.startswith("torch: ") or name in [f"{m}: map + count" for m in ("static", "random", "weighted", "quota")]
+        if name in shown
     ]
     environment = record["environment"]
     said = f"{environment['gpu']}, torch {environment['versions']['torch']}, commit {environment['commit'][:9]}."
