@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one small case")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="a picture of time against P, R and L; needs matplotlib")
     parser.add_argument("--case", nargs=5, metavar=("FUNCTION", "L", "E", "R", "P"), help="one case, as JSON")
     options = parser.parse_args(argv)
     if options.case:
@@ -80,7 +81,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = lines[: len(functions())]
     print("\n" + "\n".join(lines))
     measure.write_json(options.json, {"summary": lines, "rows": record})
+    if options.plot is not None:
+        plot(record, options.plot)
     return 0
+
+
+def plot(record: Sequence[dict[str, Any]], path: Path) -> None:
+    """Time of a call against each number by itself, on logarithmic axes."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(10, 3.2), sharey=True, layout="constrained")
+    marks = {"place": "o-", "rebalance_experts": "s--"}
+    series = (
+        ("slots P (R = 256, L = 61)", 3, (LAYERS, EXPERTS, 256, None)),
+        ("ranks R (P = 4096, L = 61)", 2, (LAYERS, EXPERTS, None, SLOTS)),
+        ("layers L (R = 256, P = 4096)", 0, (None, EXPERTS, 256, SLOTS)),
+    )
+    for axis, (label, column, like) in zip(axes, series, strict=True):
+        for function in dict.fromkeys(row["function"] for row in record):
+            rows = [
+                row
+                for row in record
+                if row["function"] == function
+                and all(want in (None, have) for want, have in zip(like, row["case"], strict=True))
+            ]
+            points = sorted((row["case"][column], row["second_s"] * 1e3) for row in rows)
+            if points:
+                axis.loglog(*zip(*points, strict=True), marks.get(function, "^:"), color="black", label=function)
+        axis.set_xlabel(label)
+        ticks = sorted({row["case"][column] for row in record})
+        axis.set_xticks(ticks, map(str, ticks), fontsize=7)
+        axis.minorticks_off()
+        axis.grid(True, which="both", linewidth=0.3)
+    axes[0].set_ylabel("ms a call")
+    axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=120)
 
 
 def functions() -> dict[str, Callable[[Any, int, int], Any]]:

@@ -87,15 +87,22 @@ def check_int(value: object, name: str, at_least: int) -> int:
     return int(value)
 
 
-def check_real(value: object, name: str, *, above: float | None = None, at_least: float | None = None) -> float:
+def check_real(
+    value: object, name: str, *, above: float | None = None, at_least: float | None = None, at_most: float | None = None
+) -> float:
     """A finite real argument; bool is refused."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"`{name}` (={value!r}) must be a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = np.inf
     if not np.isfinite(number):
         raise ValueError(f"`{name}` (={number}) must be finite")
     if above is not None and not number > above:
         raise ValueError(f"`{name}` (={number}) must be above {above:g}")
     if at_least is not None and not number >= at_least:
         raise ValueError(f"`{name}` (={number}) must be at least {at_least:g}")
+    if at_most is not None and not number <= at_most:
+        raise ValueError(f"`{name}` (={number}) must be at most {at_most:g}")
     return number

@@ -235,6 +235,8 @@ def write_atomic(path: PathLike, content: bytes) -> None:
         raise FileNotFoundError(errno.ENOENT, "No such folder", str(target.parent))
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "Is a folder; name a file in it", str(target))
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "Is a device or pipe, which a file may not replace; name a file", str(target))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:

@@ -89,6 +89,11 @@ class Topology:
                 f"`rank_speed` (={speed[rank]}) must be positive and finite at rank {rank}; "
                 "a rank that must take nothing is left out by `active_ranks`"
             )
+        if speed.max() > 1e6 * speed.min() or speed.max() > 1e100 or speed.min() < 1e-100:
+            raise ValueError(
+                f"`rank_speed` (from {speed.min():g} to {speed.max():g}) must differ by a factor of a million at most, "
+                "and lie within 1e-100 and 1e100; give speeds relative to each other"
+            )
         set_field = object.__setattr__
         set_field(self, "num_ranks", ranks)
         set_field(self, "num_nodes", nodes)

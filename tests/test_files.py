@@ -296,3 +296,11 @@ def test_writing_through_a_link_keeps_the_link(tmp_path: Path) -> None:
     _files.write_atomic(tmp_path / "link.json", b"new")
     assert (tmp_path / "link.json").is_symlink()
     assert (tmp_path / "real.json").read_text() == "new"
+
+
+def test_a_device_is_never_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="Is a device or pipe"):
+        _files.write_atomic(pipe, b"layout")
+    assert not pipe.is_file()

@@ -126,6 +126,9 @@ def topk_to_slots(
         raise ValueError(
             f"`num_shared` (={num_shared}) must be in [0, {topk_ids.shape[-1]}], the columns of `topk_ids`"
         )
+    for name, ids in (("topk_ids", topk_ids), ("out", topk_ids if out is None else out)):
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"`{name}` (dtype {ids.dtype}) must be int32 or int64: it holds slots, and -1")
     if out is None:
         out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
     elif out.shape != topk_ids.shape:
@@ -136,7 +139,11 @@ def topk_to_slots(
             topk_ids, t.batch, t.blocks, t.count, t.state, t.errors, num_tokens, num_shared, t.rank, t.debug
         )
         if t.all_reduce is not None:
-            t.all_reduce(t.batch)
+            try:
+                t.all_reduce(t.batch)
+            except BaseException:
+                t.batch.zero_()  # the next batch starts from nothing
+                raise
         torch.ops.eplb_core.solve_batch(
             t.batch, t.bounds, t.blocks, t.runs, t.span, t.shared, t.arm_rank, t.on_rank, topk_ids, num_shared,
             t.rank, t.mode,

@@ -160,7 +160,7 @@ def _shards(files: str | Path | Iterable[str | Path]) -> list[Path]:
         return found
     try:
         names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileFormatError(f"{index} has no `weight_map` of shards", path=str(index)) from error
     return [folder / name for name in names]
 

@@ -375,3 +375,40 @@ def restore_lost(load: FloatArray, capacity: IntArray, p2l: IntArray) -> None:
                 filled[place // stride] += 1
             row[place] = e
             count[e] = 1
+
+
+@kernel
+def drop_surplus(load: FloatArray, capacity: IntArray, p2l: IntArray) -> None:
+    """Empty slots of ranks that hold more than their capacity, as far as no expert is lost: smallest shares first.
+
+    Args:
+        load: `[L, E]`.
+        capacity: Slots to fill of each rank `[R]`.
+        p2l: `[L, P]`, changed in place.
+    """
+    ranks = capacity.size
+    stride = p2l.shape[1] // ranks
+    count = np.zeros(load.shape[1], dtype=np.int64)
+    for layer in range(p2l.shape[0]):
+        row = p2l[layer]
+        count[:] = 0
+        for p in range(row.size):
+            if row[p] >= 0:
+                count[row[p]] += 1
+        for r in range(ranks):
+            filled = 0
+            for p in range(r * stride, r * stride + stride):
+                filled += row[p] >= 0
+            while filled > capacity[r]:
+                place = -1
+                least = np.inf
+                for p in range(r * stride, r * stride + stride):
+                    e = row[p]
+                    if e >= 0 and count[e] > 1 and load[layer, e] / count[e] < least:
+                        least = load[layer, e] / count[e]
+                        place = p
+                if place < 0:
+                    break
+                count[row[place]] -= 1
+                row[place] = -1
+                filled -= 1

@@ -21,7 +21,7 @@ from eplb_core._arrays import (
 from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.layout import ExpertLayout, check_num_slots, count_replicas, rank_capacity
 from eplb_core.placement._kernels import Scratch, new_scratch
-from eplb_core.placement._moves import improve_layers, restore_lost
+from eplb_core.placement._moves import drop_surplus, improve_layers, restore_lost
 from eplb_core.placement._relabel import keep_in_place, settle
 from eplb_core.placement._score import bound_layers, cost_of_transfers, score_layers
 from eplb_core.placement._solve import solve_layers
@@ -87,7 +87,8 @@ def place(
             as long as that pays; a layer that would gain less than `min_gain` keeps its row; what stays on a rank
             stays in its slot.
         max_transfers: Most experts that ranks may receive on one layer, as cost where `transfer_cost` is given. More
-            only for experts that have lost their last slot with a rank.
+            only for experts that have lost their last slot with a rank. With "group" and "first_copy" a row that cannot
+            stay (an expert lost, groups torn apart) is solved anew and may take more.
         min_gain: Least rise of the predicted balancedness for which a layer of `current` changes, 0 or more.
         transfer_price: Gain in predicted balancedness that each transfer must bring, 0 or more. Default 0.001.
         transfer_cost: Floats `[R, R]`, not negative: relative cost of a transfer from rank to rank, which multiplies
@@ -98,7 +99,7 @@ def place(
         num_groups: Groups of E / num_groups consecutive experts. Needed for "group" and "first_copy".
         active_ranks: Bools `[R]`; slots of the other ranks become -1. Default: all.
         effort: More time for a better answer, never a worse one: multiplies the work that the search may do, and
-            divides the distance from the bound at which it stops. 1 stops at 0.001.
+            divides the distance from the bound at which it stops. 1 stops at 0.001. At most 10,000.
 
     Returns:
         The layout, its predicted balancedness and the bound of each layer, and the transfers from `current`. A layer
@@ -129,10 +130,10 @@ def place(
         windows = windows[None]
     if windows.shape[0] == 0 or windows.shape[2] == 0:
         raise ValueError(f"`expert_load` (shape {list(windows.shape)}) must have one window and one expert or more")
-    effort = check_real(effort, "effort", above=0.0)
+    effort = check_real(effort, "effort", above=0.0, at_most=10_000.0)
     problem = _state_problem(windows, topology, num_slots, locality, num_groups, active_ranks)
     price = _Price(
-        0.001 if transfer_price is None else check_real(transfer_price, "transfer_price", at_least=0.0),
+        0.001 if transfer_price is None else check_real(transfer_price, "transfer_price", at_least=0.0, at_most=1e9),
         _check_cost(transfer_cost, topology.num_ranks),
         np.inf if max_transfers is None else float(check_int(max_transfers, "max_transfers", 0)),
         check_real(min_gain, "min_gain", at_least=0.0),
@@ -263,12 +264,10 @@ def _check_cost(transfer_cost: ArrayLike | None, ranks: int) -> FloatArray:
     cost = np.array(to_numpy(transfer_cost), dtype=np.float64)
     if cost.shape != (ranks, ranks):
         raise ValueError(f"`transfer_cost` (shape {list(cost.shape)}) must be [{ranks}, {ranks}], from rank to rank")
-    good = (cost >= 0) & (cost < np.inf)
+    good = (cost >= 0) & (cost <= 1e9)
     if not good.all():
         source, to = (int(i) for i in np.argwhere(~good)[0])
-        raise ValueError(
-            f"`transfer_cost` (={cost[source, to]}) must be finite and not negative from rank {source} to rank {to}"
-        )
+        raise ValueError(f"`transfer_cost` (={cost[source, to]}) must be in [0, 1e9] from rank {source} to rank {to}")
     return cost
 
 
@@ -375,7 +374,11 @@ def _start_from(
     present = was.copy()
     by_rank = present.reshape(layers, ranks, problem.stride)
     by_rank[:, capacity == 0] = -1
+    if problem.pin == 0:
+        drop_surplus(load, capacity, present)
     fits = ((by_rank >= 0).sum(axis=2) <= capacity).all(axis=1)
+    if problem.pin:
+        fits &= _keeps_groups(present, problem)
     stays = fits & (count_replicas(present, problem.num_experts) > 0).all(axis=1)
 
     _keep_in_place(was, solution.p2l, problem)
@@ -416,6 +419,20 @@ def _start_from(
     np.copyto(solution.p2l, moved, where=~anew[:, None])
     np.copyto(solution.p2l, present, where=keep[:, None])
     return np.where(keep, 0, np.where(anew, new_received, near_received))
+
+
+def _keeps_groups(p2l: IntArray, problem: _Problem) -> BoolArray:
+    """Which rows keep the locality: all replicas of each group in one node, or one of each expert of it? `[L]`."""
+    layers, nodes = len(p2l), problem.topology.num_nodes
+    here: BoolArray = np.zeros((layers, nodes, problem.num_experts + 1), dtype=np.bool_)
+    node = np.repeat(problem.topology.rank_to_node, problem.stride)
+    here[np.arange(layers)[:, None], node[None, :], p2l] = True  # empty slots mark the column beyond the experts
+    groups = here[:, :, :-1].reshape(layers, nodes, problem.num_groups, -1)
+    if problem.pin == 2:
+        one: BoolArray = np.all(np.sum(np.any(groups, axis=3), axis=1) == 1, axis=1)
+        return one
+    whole: BoolArray = np.all(np.any(np.all(groups, axis=3), axis=1), axis=1)
+    return whole
 
 
 def _keep_in_place(was: IntArray, p2l: IntArray, problem: _Problem) -> None:

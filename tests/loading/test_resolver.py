@@ -322,3 +322,18 @@ def test_threads_that_share_a_resolver_get_the_same_answers() -> None:
 
 def test_the_name_is_public() -> None:
     assert eplb.SlotResolver is SlotResolver
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts())
+def test_every_pick_of_static_tables_is_a_slot_that_its_owner_loads(layout: ExpertLayout) -> None:
+    """R44, C16: a table may only point to slots that loading fills."""
+    stride, ranks = layout.slots_per_rank, layout.topology.num_ranks
+    resolvers = [SlotResolver(layout, rank=rank) for rank in range(ranks)]
+    for candidates in ("all", "narrowed"):
+        table = eplb.static_dispatch_table(layout, candidates=candidates)
+        for layer in range(layout.num_layers):
+            for expert in range(layout.num_experts):
+                for slot in table[:, layer, expert].tolist():
+                    assert layout.physical_to_logical_map[layer, slot] == expert
+                    assert slot % stride in resolvers[slot // stride].local_slots(layer, expert)

@@ -381,3 +381,25 @@ def test_bad_arguments_raise_with_their_values(change: dict[str, Any], error: ty
     given: dict[str, Any] = {"expert_load": np.ones((1, 8)), "topology": Topology(4, 2), "num_slots": 12, **change}
     with pytest.raises(error, match=message):
         place(given.pop("expert_load"), given.pop("topology"), **given)
+
+
+def test_a_row_with_too_many_slots_drops_copies_before_it_moves_experts() -> None:
+    """A smaller `num_slots` needs no transfer as long as copies can go."""
+    current = ExpertLayout([[0, 1, 2, -1, 3, 4, 5, 0]], 6, topology=Topology(num_ranks=2))
+    placed = eplb.place([[6.0, 5, 4, 3, 2, 1]], current.topology, num_slots=7, current=current, max_transfers=0)
+    assert placed.transfers.tolist() == [0]
+    assert placed.layout.physical_to_logical_map.tolist() == [[0, 1, 2, -1, 3, 4, 5, -1]]
+
+
+@pytest.mark.parametrize("locality", ["group", "first_copy"])
+def test_a_row_that_tears_groups_apart_does_not_stay(locality: str) -> None:
+    topology = Topology(num_ranks=4, num_nodes=2)
+    torn = ExpertLayout([[0, 1, 2, 0, 1, 3, 0, 1]], 4, topology=topology)
+    load = [[6.0, 5, 1, 1]]
+    placed = eplb.place(load, topology, num_slots=8, locality=locality, num_groups=2, current=torn)
+    nodes = {e: {slot // 4 for slot in placed.layout.slots(0, e)} for e in range(4)}
+    assert nodes[0] & nodes[1]
+    assert nodes[2] & nodes[3]
+    assert placed.balancedness[0] <= placed.bound[0]
+    again = eplb.place(load, topology, num_slots=8, locality=locality, num_groups=2, current=placed.layout)
+    assert again.layout == placed.layout
