@@ -36,15 +36,22 @@ if TYPE_CHECKING:
     from eplb_core.errors import InfeasiblePlacementError as InfeasiblePlacementError
     from eplb_core.errors import LayoutError as LayoutError
     from eplb_core.errors import MissingExpertError as MissingExpertError
+    from eplb_core.errors import TransportError as TransportError
     from eplb_core.layout import ExpertLayout as ExpertLayout
     from eplb_core.layout import min_redundant as min_redundant
     from eplb_core.layout_file import load_layout as load_layout
     from eplb_core.layout_file import save_layout as save_layout
+    from eplb_core.loading.agreement import Agreement as Agreement
     from eplb_core.loading.checkpoint import CheckpointError as CheckpointError
     from eplb_core.loading.checkpoint import load_checkpoint as load_checkpoint
     from eplb_core.loading.fingerprint import fingerprints as fingerprints
     from eplb_core.loading.resolver import SlotResolver as SlotResolver
     from eplb_core.loading.store import ExpertStore as ExpertStore
+    from eplb_core.loading.transport import Caps as Caps
+    from eplb_core.loading.transport import ReadBatch as ReadBatch
+    from eplb_core.loading.transport import ReadState as ReadState
+    from eplb_core.loading.transport import Region as Region
+    from eplb_core.loading.transport import Transport as Transport
     from eplb_core.loading.verify import verify_weights as verify_weights
     from eplb_core.metrics import balancedness as balancedness
     from eplb_core.metrics import mean_balancedness as mean_balancedness
@@ -69,10 +76,12 @@ _HOMES = {
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
     "layout_file": "load_layout save_layout",
+    "loading.agreement": "Agreement",
     "loading.checkpoint": "CheckpointError load_checkpoint",
     "loading.fingerprint": "fingerprints",
     "loading.resolver": "SlotResolver",
     "loading.store": "ExpertStore",
+    "loading.transport": "Caps ReadBatch ReadState Region Transport",
     "loading.verify": "verify_weights",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
     "dispatch.static": "static_dispatch_table",
@@ -85,7 +94,7 @@ _HOMES = {
     "trace": "Trace load_trace save_trace",
     "placement.deepseek": "rebalance_experts",
     "placement.place": "Placement place",
-    "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError",
+    "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -8,6 +8,7 @@ program order: no `fastmath`, no parallel reductions. Equal inputs then give equ
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -31,18 +32,34 @@ def inline_kernel(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _cached(compiled: Any) -> Any:
-    """Let the disk cache see every source file of the package, not only the one that the kernel is in.
+    """Let the disk cache see every file that a kernel's file imports, not only its own.
 
-    numba keeps a compiled kernel, with the kernels that it calls inside, until its own file changes; a change of a
-    called kernel's file would go unseen. Without compilation (NUMBA_DISABLE_JIT) there is no cache to tell.
+    numba keeps a compiled kernel, with the kernels that it calls and the constants that it reads inside, until its own
+    file changes; a change of an imported file would go unseen. Without compilation (NUMBA_DISABLE_JIT) there is no
+    cache to tell.
     """
     with contextlib.suppress(AttributeError):
-        compiled._cache._cache_file._source_stamp = _stamp()
+        compiled._cache._cache_file._source_stamp = _stamp(Path(compiled.py_func.__code__.co_filename))
     return compiled
 
 
 @cache
-def _stamp() -> tuple[tuple[str, int, int], ...]:
-    root = Path(__file__).parent
-    stats = ((str(file.relative_to(root)), file.stat()) for file in sorted(root.rglob("*.py")))
+def _stamp(file: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, time and size of a file and of all files of the package that it imports."""
+    seen: set[Path] = set()
+    todo = [file]
+    while todo:
+        path = todo.pop()
+        if path not in seen:
+            seen.add(path)
+            todo += _imported(path)
+    stats = ((path.name, path.stat()) for path in sorted(seen))
     return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+
+
+@cache
+def _imported(file: Path) -> tuple[Path, ...]:
+    root = Path(__file__).parent.parent
+    found = re.findall(r"^ *from (eplb_core[\w.]*) import \(?\s*(\w+)", file.read_text("utf-8"), re.MULTILINE)
+    paths = (root.joinpath(*path.split(".")).with_suffix(".py") for name in found for path in (name[0], ".".join(name)))
+    return tuple(path for path in paths if path.exists())

@@ -57,3 +57,15 @@ class FileFormatError(EplbError, ValueError):
     def __init__(self, message: str, *, path: str) -> None:
         super().__init__(message)
         self.path = path
+
+
+class TransportError(EplbError, RuntimeError):
+    """Memory that cannot be registered, a peer that cannot be reached or a read that must not begin.
+
+    Attributes:
+        rank: The peer, or None where it is about this rank.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
