@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from eplb_core.metrics import rank_load as rank_load
     from eplb_core.metrics import total_balancedness as total_balancedness
     from eplb_core.metrics import transfers as transfers
+    from eplb_core.placement.costs import CostModel as CostModel
+    from eplb_core.placement.decide import Verdict as Verdict
+    from eplb_core.placement.decide import should_rebalance as should_rebalance
     from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
     from eplb_core.placement.place import Placement as Placement
     from eplb_core.placement.place import place as place
@@ -92,6 +95,8 @@ _HOMES = {
     "dispatch.counter": "LoadCounter",
     "simulation": "simulate",
     "trace": "Trace load_trace save_trace",
+    "placement.costs": "CostModel",
+    "placement.decide": "Verdict should_rebalance",
     "placement.deepseek": "rebalance_experts",
     "placement.place": "Placement place",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError",
