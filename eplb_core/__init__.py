@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
     from eplb_core.placement.place import Placement as Placement
     from eplb_core.placement.place import place as place
+    from eplb_core.placement.report import GainReport as GainReport
+    from eplb_core.placement.report import gain_report as gain_report
     from eplb_core.simulation import simulate as simulate
     from eplb_core.topology import Topology as Topology
     from eplb_core.trace import Trace as Trace
@@ -99,6 +101,7 @@ _HOMES = {
     "placement.decide": "Verdict should_rebalance",
     "placement.deepseek": "rebalance_experts",
     "placement.place": "Placement place",
+    "placement.report": "GainReport gain_report",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
