@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     from eplb_core.placement.decide import Verdict as Verdict
     from eplb_core.placement.decide import should_rebalance as should_rebalance
     from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
+    from eplb_core.placement.elastic import drop_ranks as drop_ranks
+    from eplb_core.placement.elastic import lost_experts as lost_experts
+    from eplb_core.placement.elastic import retire_ranks as retire_ranks
     from eplb_core.placement.place import Placement as Placement
     from eplb_core.placement.place import place as place
     from eplb_core.placement.report import GainReport as GainReport
@@ -100,6 +103,7 @@ _HOMES = {
     "placement.costs": "CostModel",
     "placement.decide": "Verdict should_rebalance",
     "placement.deepseek": "rebalance_experts",
+    "placement.elastic": "drop_ranks lost_experts retire_ranks",
     "placement.place": "Placement place",
     "placement.report": "GainReport gain_report",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError",
