@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eplb_core._warm_up import warm_up as warm_up
+    from eplb_core.backtesting import backtest as backtest
     from eplb_core.dispatch.counter import LoadCounter as LoadCounter
     from eplb_core.dispatch.even import even_dispatch_table as even_dispatch_table
     from eplb_core.dispatch.even import repeated_dispatch_table as repeated_dispatch_table
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from eplb_core.placement.elastic import drop_ranks as drop_ranks
     from eplb_core.placement.elastic import lost_experts as lost_experts
     from eplb_core.placement.elastic import retire_ranks as retire_ranks
+    from eplb_core.placement.forecast import forecast as forecast
     from eplb_core.placement.place import Placement as Placement
     from eplb_core.placement.place import place as place
     from eplb_core.placement.report import GainReport as GainReport
@@ -98,12 +100,14 @@ _HOMES = {
     "dispatch.tables": "DispatchTables",
     "dispatch.ops": "LayerTables topk_to_slots",
     "dispatch.counter": "LoadCounter",
+    "backtesting": "backtest",
     "simulation": "simulate",
     "trace": "Trace load_trace save_trace",
     "placement.costs": "CostModel",
     "placement.decide": "Verdict should_rebalance",
     "placement.deepseek": "rebalance_experts",
     "placement.elastic": "drop_ranks lost_experts retire_ranks",
+    "placement.forecast": "forecast",
     "placement.place": "Placement place",
     "placement.report": "GainReport gain_report",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError",
