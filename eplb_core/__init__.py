@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from eplb_core.metrics import rank_load as rank_load
     from eplb_core.metrics import total_balancedness as total_balancedness
     from eplb_core.metrics import transfers as transfers
+    from eplb_core.placement.budget import SlotPlan as SlotPlan
+    from eplb_core.placement.budget import plan_slots as plan_slots
+    from eplb_core.placement.budget import spend_budget as spend_budget
     from eplb_core.placement.costs import CostModel as CostModel
     from eplb_core.placement.decide import Verdict as Verdict
     from eplb_core.placement.decide import should_rebalance as should_rebalance
@@ -103,6 +106,7 @@ _HOMES = {
     "backtesting": "backtest",
     "simulation": "simulate",
     "trace": "Trace load_trace save_trace",
+    "placement.budget": "SlotPlan plan_slots spend_budget",
     "placement.costs": "CostModel",
     "placement.decide": "Verdict should_rebalance",
     "placement.deepseek": "rebalance_experts",
