@@ -1,13 +1,14 @@
 """Forecasts: which windows should a placement be made for, so that those that follow are balanced?
 
-    python -m benchmarks.forecast --loads FOLDER --json forecast.json
+    python -m benchmarks.forecast --traces FOLDER --json forecast.json
 
 Every forecaster is replayed on every trace at several prices of a transfer: more balance for more transfers is a matter
 of the price, so what counts is the balance at equally many transfers. `gain` is that: the mean distance of a
-forecaster's points from the line through the points of `all` (every window as it was seen), over the logarithm of
-transfers and where both have points. A positive gain on one trace says little; on all of them it says something.
+forecaster's points from the line through the points of `interval` (each window since the last rebalance as it was
+seen), over the logarithm of transfers and where both have points. A gain on one trace says little; on all of them it
+says something. "4 x" and "2 x" see windows from four and two intervals, the others from one.
 
-moe128's first 256 windows ship. FOLDER may hold recorded loads of other models as .npz: `load [T, L, E]` each.
+moe128's first 256 windows ship. FOLDER may hold recorded loads of other models as .npz, `load [T, L, E]` each.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import eplb_core as eplb
 from benchmarks import measure, traces
 from eplb_core.placement import forecast
 
-PEER_OPTIONS = ("--loads",)
 PRICES = (0.004, 0.002, 0.001, 0.0005, 0.00025)
 
 
@@ -40,21 +40,33 @@ class Replay(NamedTuple):
     interval: int
 
 
-def forecasters() -> dict[str, forecast.Forecaster]:
-    """All that are compared."""
+def forecasters(interval: int) -> dict[str, forecast.Forecaster]:
+    """All that are compared; the first is what the others are compared with."""
+
+    def since(intervals: int, then: forecast.Forecaster = forecast.all_windows) -> forecast.Forecaster:
+        return lambda load: then(load[-intervals * interval :])
+
     return {
-        "all": forecast.all_windows,
+        "interval": since(1),
         "last": forecast.last_windows,
-        "last half": lambda load: load[len(load) // 2 :],
-        "mean": forecast.mean_window,
-        "ewma 0.9": forecast.ewma_window,
-        "recent 0.95": partial(forecast.recent_windows, decay=0.95),
-        "recent 0.9": forecast.recent_windows,
-        "trend 0.25": partial(forecast.trend_windows, damping=0.25),
-        "trend 0.5": forecast.trend_windows,
-        "widened 1.15": partial(forecast.widened_windows, factor=1.15),
-        "widened 1.3": forecast.widened_windows,
-        "widened 1.6": partial(forecast.widened_windows, factor=1.6),
+        "last half": lambda load: load[-((interval + 1) // 2) :],
+        "mean": since(1, forecast.mean_window),
+        "ewma 0.9": since(1, forecast.ewma_window),
+        "recent 0.95": since(1, partial(forecast.recent_windows, decay=0.95)),
+        "trend 0.25": since(1, partial(forecast.trend_windows, damping=0.25)),
+        "trend 0.5": since(1, forecast.trend_windows),
+        "widened 1.15": since(1, partial(forecast.widened_windows, factor=1.15)),
+        "widened 1.3": since(1, forecast.widened_windows),
+        "2 x": since(2),
+        "4 x": since(4),
+        "4 x, every second": lambda load: load[-4 * interval :][::-1][::2][::-1],
+        "4 x, every fourth": lambda load: load[-4 * interval :][::-1][::4][::-1],
+        "4 x, mean": since(4, forecast.mean_window),
+        "4 x, recent 0.98": since(4, partial(forecast.recent_windows, decay=0.98)),
+        "4 x, recent 0.95": since(4, partial(forecast.recent_windows, decay=0.95)),
+        "4 x, trend 0.25": since(4, partial(forecast.trend_windows, damping=0.25)),
+        "4 x, widened 1.15": since(4, partial(forecast.widened_windows, factor=1.15)),
+        "4 x, widened 1.3": since(4, forecast.widened_windows),
     }
 
 
@@ -62,18 +74,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.forecast", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one short trace, three forecasters")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--loads", type=Path, help="folder of .npz files with `load [T, L, E]`")
+    parser.add_argument("--traces", type=Path, help="folder of .npz files with `load [T, L, E]`")
     options = parser.parse_args(argv)
     measure.one_thread()
-    compared = forecasters()
-    replays = [Replay("moe128", traces.drift_load()[:256], 16, 144, 32), *others(options.loads)]
+    replays = [Replay("moe128", traces.drift_load()[:256], 16, 144, 32), *others(options.traces)]
     if options.quick:
-        compared = {name: compared[name] for name in ("all", "last", "widened 1.3")}
         replays = [Replay("moe128", traces.drift_load()[:96, :2], 16, 144, 16)]
     record, gains = [], dict[str, dict[str, float]]()
     for replay in replays:
+        compared = forecasters(replay.interval)
+        if options.quick:
+            compared = {name: compared[name] for name in ("interval", "last", "4 x")}
         points = {name: run(replay, name, forecaster) for name, forecaster in compared.items()}
-        gains[replay.name] = {name: gain(points["all"], mine) for name, mine in points.items()}
+        gains[replay.name] = {name: gain(points["interval"], mine) for name, mine in points.items()}
         for name, mine in points.items():
             record += [
                 {"trace": replay.name, "forecaster": name, "price": price, "balancedness": balance, "transfers": moved}
@@ -82,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(report(replay, points))
     rows = [
         [name, *(f"{gains[replay.name][name]:+.4f}" for replay in replays), f"{mean_gain(gains, name):+.4f}"]
-        for name in compared
+        for name in next(iter(gains.values()))
     ]
-    print("Gain over `all` at equally many transfers:\n")
+    print("Gain over `interval` at equally many transfers:\n")
     print(measure.table(["forecast", *(replay.name for replay in replays), "mean"], rows))
     best = max(compared, key=lambda name: mean_gain(gains, name))
     summary = [
@@ -118,6 +131,7 @@ def run(replay: Replay, name: str, forecaster: forecast.Forecaster) -> list[tupl
             topology=eplb.Topology(replay.ranks),
             num_slots=replay.num_slots,
             interval=replay.interval,
+            history=4 * replay.interval,
             place_options={"transfer_price": price, "min_gain": 0.0},
         )
         points.append((row.mean_balancedness, row.transfers))

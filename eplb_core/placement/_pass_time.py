@@ -68,6 +68,11 @@ def time_layers(
         if not good.all():
             at = np.argwhere(~good)[0].tolist()
             raise ValueError(f"`{name}` (={fraction[tuple(at)]}) must be in [0, 1] at layer {at[1]}, slot {at[2]}")
+    # Not even a rank that took all tokens of all windows may overflow.
+    most = float(load.max(initial=0.0))
+    slowest = float(layout.topology.rank_speed.min()) * min(passes, 1.0)
+    if not most * slots * windows * (model.token_s + model.expert_s) / slowest < np.inf:
+        raise ValueError(f"`expert_load` (up to {most:g}) is too large to be timed in float64; scale it down")
     times, lost = np.zeros(layers), np.zeros(layers, dtype=np.bool_)
     _time_layers(
         load,
@@ -83,8 +88,6 @@ def time_layers(
         lost,
     )
     times += model.layer_s
-    if not (times < np.inf).all():
-        raise ValueError(f"`expert_load` (up to {load.max():g}) is too large to be timed in float64; scale it down")
     times[lost] = np.inf
     return times, lost
 

@@ -118,6 +118,7 @@ def test_slots_go_to_the_layers_that_need_them() -> None:
     assert plan.slots_per_rank.tolist() == [4, 3, 3]
     rows = plan.layout.physical_to_logical_map.reshape(3, 2, 4)
     assert ((rows >= 0).sum(axis=2) == plan.slots_per_rank[:, None]).all()
+    assert (rows[1:, :, 3] == -1).all()
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 6))

@@ -237,7 +237,7 @@ def test_an_expert_that_died_with_its_rank_moves_its_layer_whatever_that_costs()
     )
     assert verdict.layers.tolist() == [True, False]
     assert verdict.layer_reasons[0] == "an expert has no other slot on an active rank"
-    assert (verdict.gain, verdict.break_even_passes) == (math.inf, 0.0)
+    assert (verdict.gain, verdict.break_even_passes, verdict.layer_time[0]) == (math.inf, 0.0, math.inf)
     assert verdict.reason.startswith("move 1 of 2 layers: experts are reached again for 2 transfers")
     with pytest.raises(MissingExpertError, match="`placement` leaves an expert of layer 0 without a slot"):
         should_rebalance(old, load, old, active_ranks=alive)
