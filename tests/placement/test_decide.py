@@ -188,6 +188,18 @@ def test_there_is_no_way_back_at_the_same_load() -> None:
     assert not should_rebalance(LIVE, even, place(even, TWO, num_slots=4).layout)
 
 
+def test_noise_of_one_percent_moves_nothing() -> None:
+    """A10: 4 layers, 256 experts, 288 slots, 32 ranks; others change 182 to 247 slots of a layer."""
+    rng = np.random.default_rng(11)
+    topology = Topology(32, 4)
+    load = rng.lognormal(5.0, 1.0, (4, 256))
+    live = place(load, topology, num_slots=288).layout
+    noisy = load * (1.0 + 0.01 * rng.standard_normal((4, 256)))
+    # Not even a policy that starts from nothing has a gain to offer.
+    for offered in (place(noisy, topology, num_slots=288, current=live), place(noisy, topology, num_slots=288)):
+        assert not should_rebalance(live, noisy, offered, min_gain=0.02)
+
+
 def test_a_cost_of_any_rebalance_must_be_paid_by_all_layers_together() -> None:
     load = [LOAD[0], LOAD[0]]
     both = ExpertLayout([[0, 2, 1, 3]] * 2, num_experts=4, topology=TWO)
