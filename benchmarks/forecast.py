@@ -100,9 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("Gain over `interval` at equally many transfers:\n")
     print(measure.table(["forecast", *(replay.name for replay in replays), "mean"], rows))
     best = max(compared, key=lambda name: mean_gain(gains, name))
-    summary = [
-        f"forecast: best over {len(replays)} traces is `{best}`, {mean_gain(gains, best):+.4f} balance over `all`"
-    ]
+    summary = [f"forecast: `{best}` is best over {len(replays)} traces, {mean_gain(gains, best):+.4f} of balance"]
     measure.write_json(options.json, {"summary": summary, "rows": record, "gains": gains})
     return 0
 

@@ -45,6 +45,7 @@ with event.install_recorder("numba:compile") as compiled:
         eplb.rebalance_experts(torch.tensor(np.array(rows)), 16, 1, 1, 16)
         eplb.replica_shares(live, load)
         eplb.spend_budget(np.ones((2, 3), np.float32), [[1, 0, 2]] * 2, 3)
+        eplb.should_rebalance(live, load, live, dispatch="weighted")
         eplb.should_rebalance(live, load, live, passes_since=3, new_shares=eplb.replica_shares(live, load))
         eplb.even_dispatch_table(live, expert_load=rows)
     eplb.place(fixed, topology, num_slots=20, window_weights=[1, 0.5, 2])

@@ -7,6 +7,7 @@ import numpy as np
 from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_load, to_numpy
 from eplb_core._numba import kernel
 from eplb_core.layout import ExpertLayout
+from eplb_core.placement._search import score_weighted
 from eplb_core.placement.costs import CostModel
 
 
@@ -42,6 +43,7 @@ def time_layers(
     name: str,
     model: CostModel,
     passes: float,
+    weighted: bool = False,
 ) -> tuple[FloatArray, BoolArray]:
     """Seconds of each layer in a pass, mean over passes, and which layers have an expert without a live slot, `[L]`.
 
@@ -49,10 +51,11 @@ def time_layers(
         layout: Where the experts are.
         load: `[T, L, E]`.
         active: Ranks that live, `[R]`.
-        shares: Of each slot, `[L, P]` or `[T, L, P]`; None = live replicas share equally.
+        shares: Of each slot, `[L, P]` or `[T, L, P]`; None = as `weighted` says.
         name: How the caller calls the shares.
         model: Seconds of a token, an expert and a layer.
         passes: Passes of a window.
+        weighted: Live replicas share as is best for each window, not equally; experts are read as if equally.
     """
     windows, layers, experts = load.shape
     slots = layout.num_slots
@@ -74,22 +77,57 @@ def time_layers(
     if not most * slots * windows * (model.token_s + model.expert_s) / slowest < np.inf:
         raise ValueError(f"`expert_load` (up to {most:g}) is too large to be timed in float64; scale it down")
     times, lost = np.zeros(layers), np.zeros(layers, dtype=np.bool_)
+    solved = weighted and shares is None
     _time_layers(
         load,
         layout.physical_to_logical_map,
         active,
         fraction,
         layout.topology.rank_speed,
-        model.token_s,
+        0.0 if solved else model.token_s,
         model.expert_s,
         passes,
         np.zeros(experts, dtype=np.int64),
         times,
         lost,
     )
+    if solved:
+        times += _solved_times(layout, load, active, lost) * model.token_s / passes
     times += model.layer_s
     times[lost] = np.inf
     return times, lost
+
+
+def _solved_times(layout: ExpertLayout, load: FloatArray, active: BoolArray, lost: BoolArray) -> FloatArray:
+    """Tokens over speed of the fullest rank under the best shares of each window, mean over windows, `[L]`."""
+    windows, layers, _ = load.shape
+    topology = layout.topology
+    capacity = np.where(active, layout.slots_per_rank, 0).astype(np.int64)
+    rows = np.where(np.repeat(active, layout.slots_per_rank), layout.physical_to_logical_map, -1)
+    rows[lost] = np.arange(layout.num_slots) % layout.num_experts  # any: the time of these layers is not asked for
+    even, balance = np.zeros((windows, layers)), np.zeros(layers)
+    mean: FloatArray = np.zeros(layers)
+    _even_times(load, active, topology.rank_speed, even)
+    for window in range(windows):
+        score_weighted(load[window : window + 1], np.ones(1), rows, capacity, 1.0 / topology.rank_speed, balance)
+        mean += np.divide(even[window], balance, out=np.zeros(layers), where=even[window] > 0.0)
+    mean /= windows
+    return mean
+
+
+@kernel
+def _even_times(load: FloatArray, active: BoolArray, rank_speed: FloatArray, even: FloatArray) -> None:
+    """All tokens over the speed of all live ranks, `[T, L]`."""
+    speed = 0.0
+    for r in range(active.size):
+        if active[r]:
+            speed += rank_speed[r]
+    for t in range(load.shape[0]):
+        for layer in range(load.shape[1]):
+            total = 0.0
+            for e in range(load.shape[2]):
+                total += load[t, layer, e]
+            even[t, layer] = total / speed
 
 
 @kernel

@@ -93,6 +93,7 @@ def should_rebalance(
     payback: float = 1.0,
     frozen: ArrayLike | None = None,
     active_ranks: ArrayLike | None = None,
+    dispatch: str = "even",
     current_shares: ArrayLike | None = None,
     new_shares: ArrayLike | None = None,
 ) -> Verdict:
@@ -117,8 +118,10 @@ def should_rebalance(
         frozen: Layers that must stay, bools `[L]` or ints. Thaw a layer by leaving it out. They move only if an expert
             would otherwise have no slot on an active rank.
         active_ranks: Bools `[R]`. Default: all. A layer whose expert has lost its last slot moves whatever it costs.
+        dispatch: How replicas share their expert's tokens, as for `place`: "even", or "weighted" as is best for each
+            window. Both layouts are judged by it; give the one that the placement was made for.
         current_shares: Fraction of its expert's tokens that each slot takes under `current`, floats `[L, P]` or
-            `[T, L, P]`. Default: replicas share equally.
+            `[T, L, P]`, where it is known. Default: as `dispatch` says.
         new_shares: The same under the placement.
 
     Returns:
@@ -129,7 +132,8 @@ def should_rebalance(
         MissingExpertError: The placement leaves an expert without a slot on an active rank.
 
     Cost:
-        O(T * L * P): 4 ms for 32 windows of 58 layers with 288 slots; kernels without the interpreter lock.
+        O(T * L * P): 4 ms for 32 windows of 58 layers with 288 slots; "weighted" as much as `place` takes to score.
+        Kernels without the interpreter lock.
 
     Threads:
         Any; no global state.
@@ -159,8 +163,11 @@ def should_rebalance(
         stays[layer_rows(frozen, current.num_layers)] = True
     active = check_active(active_ranks, current.topology.num_ranks)
 
-    before, lost = time_layers(current, load, active, current_shares, "current_shares", model, passes)
-    after, gone = time_layers(target, load, active, new_shares, "new_shares", model, passes)
+    if dispatch not in ("even", "weighted"):
+        raise ValueError(f"`dispatch` (={dispatch!r}) must be 'even' or 'weighted'")
+    solved = dispatch == "weighted"
+    before, lost = time_layers(current, load, active, current_shares, "current_shares", model, passes, solved)
+    after, gone = time_layers(target, load, active, new_shares, "new_shares", model, passes, solved)
     _check_reached(gone)
     received, move_s = time_transfers(current, target, active, model)
     changed: list[bool] = (current.physical_to_logical_map != target.physical_to_logical_map).any(axis=1).tolist()

@@ -22,6 +22,7 @@ TEST_BUDGET = "tests/placement/test_budget.py"
 
 GAIN = f"{TEST_DECIDE}::test_gain_is_the_difference_of_the_slowest_ranks_times"
 WORTH = f"{TEST_DECIDE}::test_a_layer_moves_exactly_if_it_gains_and_pays_back"
+WEIGHTED = f"{TEST_DECIDE}::test_weighted_dispatch_is_judged_by_the_best_shares_of_each_window"
 DIED = f"{TEST_DECIDE}::test_an_expert_that_died_with_its_rank_moves_its_layer_whatever_that_costs"
 OPTIMAL = f"{TEST_BUDGET}::test_no_other_choice_within_the_budget_gains_more"
 RETIRE = f"{TEST_ELASTIC}::test_retiring_moves_exactly_what_only_the_leaving_ranks_hold"
@@ -44,6 +45,9 @@ MUTATIONS = [
         "if shares.shape[0] >= 0:",
         f"{TEST_DECIDE}::test_shares_say_what_a_slot_takes",
     ),
+    # weighted dispatch: tokens counted twice, or a window whose load is not divided by what balance it reaches
+    (TIMES, "0.0 if solved else model.token_s", "model.token_s", WEIGHTED),
+    (TIMES, "np.divide(even[window], balance,", "np.divide(even[window], 1.0,", WEIGHTED),
     # an expert that the rank holds crosses the wire, or one counted twice
     (
         TIMES,

@@ -268,6 +268,34 @@ def test_shares_say_what_a_slot_takes() -> None:
     assert windows.layer_gain[0] < 0.0
 
 
+def test_weighted_dispatch_is_judged_by_the_best_shares_of_each_window() -> None:
+    rng = np.random.default_rng(8)
+    topology = Topology(4, rank_speed=[1.0, 1.0, 0.5, 2.0])
+    load = rng.lognormal(3.0, 1.0, (3, 2, 12))
+    load[1, 0] = 0.0
+    live = ExpertLayout.trivial(2, 12, num_slots=16, topology=topology)
+    offered = place(load, topology, num_slots=16, current=live, dispatch="weighted")
+    model = CostModel(token_s=2.0, layer_s=1.0)
+    verdict = should_rebalance(live, load, offered, cost=model, window_passes=4, dispatch="weighted")
+    for layer in range(2):
+        top = 0.0
+        for window in load:
+            shares = eplb.replica_shares(live, window)
+            top += float((eplb.rank_load(live, window, shares=shares)[layer] / topology.rank_speed).max()) / 4
+        assert verdict.layer_time[layer] == pytest.approx(2.0 * top / 3 + 1.0, rel=1e-2)
+    assert (verdict.layer_gain >= 0.0).all()
+    assert verdict
+    # A rank that died takes nothing, and shares that are given stand.
+    alive = np.array([True, True, False, True])
+    moved = place(load, topology, num_slots=16, current=live, active_ranks=alive, dispatch="weighted")
+    after = should_rebalance(live, load, moved, active_ranks=alive, dispatch="weighted")
+    lost = {layer for layer, _ in eplb.lost_experts(live, alive).tolist()}
+    assert {layer for layer in range(2) if after.layer_time[layer] == math.inf} == lost
+    fixed = eplb.replica_shares(live, load.sum(axis=0))
+    given = should_rebalance(live, load, live, current_shares=fixed, dispatch="weighted")
+    assert given.layer_time.tolist() == should_rebalance(live, load, live, current_shares=fixed).layer_time.tolist()
+
+
 def test_equal_arguments_give_equal_bytes() -> None:
     rng = np.random.default_rng(5)
     load = rng.lognormal(3, 1, (5, 3, 16))
@@ -303,6 +331,7 @@ def test_an_empty_model_has_nothing_to_move() -> None:
         ({"window_passes": 0}, r"`window_passes` \(=0.0\) must be above 0"),
         ({"min_gain": -0.1}, r"`min_gain` \(=-0.1\) must be at least 0"),
         ({"payback": -2}, r"`payback` \(=-2.0\) must be at least 0"),
+        ({"dispatch": "best"}, r"`dispatch` \(='best'\) must be 'even' or 'weighted'"),
         ({"frozen": [True]}, r"`layers` \(shape \[1\]\) must be bools \[2\]"),
         ({"active_ranks": [True]}, r"`active_ranks` \(dtype bool, shape \[1\]\) must be bools \[2\]"),
         (
