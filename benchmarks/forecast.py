@@ -61,6 +61,7 @@ def forecasters(interval: int) -> dict[str, forecast.Forecaster]:
         "4 x": since(4),
         "4 x, every second": lambda load: load[-4 * interval :][::-1][::2][::-1],
         "4 x, every fourth": lambda load: load[-4 * interval :][::-1][::4][::-1],
+        "4 x, newest held back": lambda load: load[-4 * interval :][: max(interval, len(load) - interval)],
         "4 x, mean": since(4, forecast.mean_window),
         "4 x, recent 0.98": since(4, partial(forecast.recent_windows, decay=0.98)),
         "4 x, recent 0.95": since(4, partial(forecast.recent_windows, decay=0.95)),
