@@ -32,6 +32,7 @@ def value_of(gains: Any, prices: Any, choice: Any) -> tuple[float, int]:
     return sum(gain for gain, _ in taken), sum(price for _, price in taken)
 
 
+@pytest.mark.slow
 @given(offers(), st.integers(0, 16))
 def test_no_other_choice_within_the_budget_gains_more(case: Any, budget: int) -> None:
     gains, prices = case
@@ -49,6 +50,7 @@ def test_no_other_choice_within_the_budget_gains_more(case: Any, budget: int) ->
     assert all(gains[c][layer] > 0 for layer, c in enumerate(chosen) if c >= 0)
 
 
+@pytest.mark.slow
 @given(offers())
 def test_more_budget_never_gains_less(case: Any) -> None:
     gains, prices = case
@@ -121,6 +123,7 @@ def test_slots_go_to_the_layers_that_need_them() -> None:
     assert (rows[1:, :, 3] == -1).all()
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32 - 1), st.integers(0, 6))
 def test_no_other_slots_of_layers_are_faster(seed: int, spare: int) -> None:
     load = np.random.default_rng(seed).integers(1, 99, (3, 6))

@@ -32,6 +32,7 @@ def test_no_time_is_negative_where_the_plain_answer_is() -> None:
     assert model.fit_error > 1e-4
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=8))
 def test_no_other_times_that_are_not_negative_fit_better(rows: list[tuple[int, int, int]]) -> None:
     tokens, experts, seconds = zip(*rows, strict=True)

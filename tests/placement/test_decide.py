@@ -81,6 +81,7 @@ def moves(draw: st.DrawFn) -> tuple[ExpertLayout, ExpertLayout, Any]:
     return layout(), layout(), load
 
 
+@pytest.mark.slow
 @given(moves(), st.sampled_from([1.0, 7.0]))
 @settings(max_examples=60)
 def test_gain_is_the_difference_of_the_slowest_ranks_times(case: Any, passes: float) -> None:
@@ -94,6 +95,7 @@ def test_gain_is_the_difference_of_the_slowest_ranks_times(case: Any, passes: fl
     assert verdict.layer_gain.tolist() == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.slow
 @given(moves())
 @settings(max_examples=60)
 def test_transfers_are_counted_as_the_metric_counts_them(case: Any) -> None:
@@ -102,6 +104,7 @@ def test_transfers_are_counted_as_the_metric_counts_them(case: Any) -> None:
     assert verdict.layer_transfers.tolist() == eplb.transfers(old, new).sum(axis=1).tolist()
 
 
+@pytest.mark.slow
 @given(moves())
 @settings(max_examples=60)
 def test_a_layer_moves_exactly_if_it_gains_and_pays_back(case: Any) -> None:
@@ -176,6 +179,7 @@ def test_a_move_must_pay_back_what_it_costs_within_the_passes_that_the_layout_li
     assert unknown.layer_break_even_passes.tolist() == pytest.approx([5.0, math.inf])
 
 
+@pytest.mark.slow
 def test_there_is_no_way_back_at_the_same_load() -> None:
     """Hysteresis: what was worth its move is never worth the move back, and noise below `min_gain` moves nothing."""
     rng = np.random.default_rng(3)

@@ -61,6 +61,7 @@ def departures(draw: st.DrawFn) -> tuple[ExpertLayout, list[int], Any]:
 # ---- leaving ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(departures(), st.booleans())
 @settings(max_examples=80)
 def test_retiring_moves_exactly_what_only_the_leaving_ranks_hold(case: Any, with_load: bool) -> None:
@@ -80,6 +81,7 @@ def test_retiring_moves_exactly_what_only_the_leaving_ranks_hold(case: Any, with
     assert sorted(zip(changed.layer.tolist(), changed.new_expert.tolist(), strict=True)) == [tuple(x) for x in lost]
 
 
+@pytest.mark.slow
 @given(departures())
 @settings(max_examples=40)
 def test_ranks_that_were_retired_can_be_dropped(case: Any) -> None:
@@ -176,6 +178,7 @@ def test_too_few_live_slots_are_no_assertion() -> None:
         place(np.ones((1, 6)), Topology(4), num_slots=8, current=live, active_ranks=[True, False, True, False])
 
 
+@pytest.mark.slow
 @given(departures())
 @settings(max_examples=60)
 def test_after_a_death_no_more_moves_than_allowed_and_nothing_goes_to_the_dead(case: Any) -> None:
@@ -217,6 +220,7 @@ def test_ranks_that_join_are_filled_and_the_others_keep_their_slots() -> None:
                 assert before.index(expert) == after.index(expert)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(2, 8), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
 @settings(max_examples=30)
 def test_scaling_up_and_down_loses_no_expert(sizes: list[int], seed: int) -> None:

@@ -60,6 +60,7 @@ def test_widened_windows_keep_their_mean_where_none_falls_below_zero() -> None:
     assert windows_of(partial(forecasts.widened_windows, factor=1.0)) == windows_of("all")
 
 
+@pytest.mark.slow
 @given(arrays(np.int64, st.tuples(*[st.integers(1, 4)] * 3), elements=st.integers(0, 1000)))
 def test_every_forecaster_gives_loads_that_place_takes(load: Any) -> None:
     for name in forecasts.FORECASTERS:
