@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eplb_core._warm_up import warm_up as warm_up
+    from eplb_core.backtesting import backtest as backtest
     from eplb_core.dispatch.counter import LoadCounter as LoadCounter
     from eplb_core.dispatch.even import even_dispatch_table as even_dispatch_table
     from eplb_core.dispatch.even import repeated_dispatch_table as repeated_dispatch_table
@@ -58,9 +59,21 @@ if TYPE_CHECKING:
     from eplb_core.metrics import rank_load as rank_load
     from eplb_core.metrics import total_balancedness as total_balancedness
     from eplb_core.metrics import transfers as transfers
+    from eplb_core.placement.budget import SlotPlan as SlotPlan
+    from eplb_core.placement.budget import plan_slots as plan_slots
+    from eplb_core.placement.budget import spend_budget as spend_budget
+    from eplb_core.placement.costs import CostModel as CostModel
+    from eplb_core.placement.decide import Verdict as Verdict
+    from eplb_core.placement.decide import should_rebalance as should_rebalance
     from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
+    from eplb_core.placement.elastic import drop_ranks as drop_ranks
+    from eplb_core.placement.elastic import lost_experts as lost_experts
+    from eplb_core.placement.elastic import retire_ranks as retire_ranks
+    from eplb_core.placement.forecast import forecast as forecast
     from eplb_core.placement.place import Placement as Placement
     from eplb_core.placement.place import place as place
+    from eplb_core.placement.report import GainReport as GainReport
+    from eplb_core.placement.report import gain_report as gain_report
     from eplb_core.simulation import simulate as simulate
     from eplb_core.topology import Topology as Topology
     from eplb_core.trace import Trace as Trace
@@ -90,10 +103,17 @@ _HOMES = {
     "dispatch.tables": "DispatchTables",
     "dispatch.ops": "LayerTables topk_to_slots",
     "dispatch.counter": "LoadCounter",
+    "backtesting": "backtest",
     "simulation": "simulate",
     "trace": "Trace load_trace save_trace",
+    "placement.budget": "SlotPlan plan_slots spend_budget",
+    "placement.costs": "CostModel",
+    "placement.decide": "Verdict should_rebalance",
     "placement.deepseek": "rebalance_experts",
+    "placement.elastic": "drop_ranks lost_experts retire_ranks",
+    "placement.forecast": "forecast",
     "placement.place": "Placement place",
+    "placement.report": "GainReport gain_report",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
