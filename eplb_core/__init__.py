@@ -33,9 +33,16 @@ if TYPE_CHECKING:
     from eplb_core.dispatch.tables import DispatchTables as DispatchTables
     from eplb_core.errors import EplbError as EplbError
     from eplb_core.errors import FileFormatError as FileFormatError
+    from eplb_core.errors import HostAbsent as HostAbsent
+    from eplb_core.errors import HostBusy as HostBusy
+    from eplb_core.errors import HostRefused as HostRefused
     from eplb_core.errors import InfeasiblePlacementError as InfeasiblePlacementError
+    from eplb_core.errors import LayoutAgreementError as LayoutAgreementError
     from eplb_core.errors import LayoutError as LayoutError
     from eplb_core.errors import MissingExpertError as MissingExpertError
+    from eplb_core.errors import RecordLostError as RecordLostError
+    from eplb_core.errors import SocketInUseError as SocketInUseError
+    from eplb_core.errors import SocketOwnerError as SocketOwnerError
     from eplb_core.errors import TransportError as TransportError
     from eplb_core.layout import ExpertLayout as ExpertLayout
     from eplb_core.layout import min_redundant as min_redundant
@@ -45,6 +52,9 @@ if TYPE_CHECKING:
     from eplb_core.loading.checkpoint import CheckpointError as CheckpointError
     from eplb_core.loading.checkpoint import load_checkpoint as load_checkpoint
     from eplb_core.loading.fingerprint import fingerprints as fingerprints
+    from eplb_core.loading.layout_client import LayoutClient as LayoutClient
+    from eplb_core.loading.layout_server import LayoutServer as LayoutServer
+    from eplb_core.loading.record import LayoutRecord as LayoutRecord
     from eplb_core.loading.resolver import SlotResolver as SlotResolver
     from eplb_core.loading.store import ExpertStore as ExpertStore
     from eplb_core.loading.transport import Caps as Caps
@@ -79,6 +89,9 @@ _HOMES = {
     "loading.agreement": "Agreement",
     "loading.checkpoint": "CheckpointError load_checkpoint",
     "loading.fingerprint": "fingerprints",
+    "loading.layout_client": "LayoutClient",
+    "loading.layout_server": "LayoutServer",
+    "loading.record": "LayoutRecord",
     "loading.resolver": "SlotResolver",
     "loading.store": "ExpertStore",
     "loading.transport": "Caps ReadBatch ReadState Region Transport",
@@ -94,7 +107,8 @@ _HOMES = {
     "trace": "Trace load_trace save_trace",
     "placement.deepseek": "rebalance_experts",
     "placement.place": "Placement place",
-    "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError",
+    "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError "
+    "HostAbsent HostBusy HostRefused LayoutAgreementError RecordLostError SocketInUseError SocketOwnerError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

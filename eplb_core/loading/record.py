@@ -164,7 +164,7 @@ class LayoutRecord:
 
     def attach(self, engine: str) -> Reply:
         """An engine arrives, before it reads a weight. From now on no other one may begin a move."""
-        if not isinstance(engine, str) or not 0 < len(engine) <= MAX_ENGINE_ID or not engine.isprintable():
+        if not is_engine_id(engine):
             return self._refused(f"an engine's id must be printable, of 1 to {MAX_ENGINE_ID} characters")
         if engine in self._state.engines:
             return self._refused(f"engine {engine!r} is attached already")
@@ -339,6 +339,11 @@ class LayoutRecord:
 
     def _refused(self, reason: str) -> Reply:
         return Reply("refused", reason, self.version, self.digest)
+
+
+def is_engine_id(value: object) -> bool:
+    """Whether messages can name an engine so."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_ENGINE_ID and value.isprintable()
 
 
 def name_layers(layers: tuple[int, ...]) -> str:

@@ -338,9 +338,8 @@ class RecordAndModel(RuleBasedStateMachine):
     @rule(engine=st.sampled_from(ENGINES), layers=layer_lists, behind=st.sampled_from([0, 0, 0, 1]))
     def begin(self, engine: str, layers: list[int], behind: int) -> None:
         valid = layers and set(layers) <= {0, 1} and len(set(layers)) == len(layers)
-        if self.lost or engine not in self.present or behind or not valid or self.strangers:
-            expected = "refused"
-        elif self.move and self.move[0] == engine:
+        again = self.move is not None and self.move[0] == engine
+        if self.lost or engine not in self.present or behind or not valid or self.strangers or again:
             expected = "refused"
         elif self.move or self.present != {engine}:
             expected = "busy"
