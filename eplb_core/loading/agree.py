@@ -21,20 +21,24 @@ PAUSE = 0.05
 """Seconds between two looks at records with a move under way."""
 
 
+Shape: TypeAlias = tuple[int, int, int, int]
+"""Layers, slots, experts and ranks."""
+
+
 class Finding(NamedTuple):
     """What one rank says at start-up."""
 
     own: str
     """Digest of the layout that the engine would start with by itself."""
-    shape: tuple[int, int, int, int]
-    """Its layers, slots, experts and ranks."""
+    shape: Shape
+    """Of that layout."""
     adopts: bool = True
     """The engine can route by another layout than its own."""
     record: bool = False
     """This rank's keeper keeps a record, which was read."""
     version: int = 0
     digest: str = ""
-    record_shape: tuple[int, int, int, int] = (0, 0, 0, 0)
+    record_shape: Shape = (0, 0, 0, 0)
     pending: str = ""
     """The move that is under way, in words."""
     waited: float = 0.0
@@ -131,7 +135,8 @@ def decide(found: Sequence[Finding], deadline: float) -> Decision:
         if max(each.waited for each in found) < deadline:
             return Decision("wait")
         return _fail(
-            pending, f"rank {pending[0]}: {found[pending[0]].pending} has not ended for {deadline:g} s; stop that engine"
+            pending,
+            f"rank {pending[0]}: {found[pending[0]].pending} has not ended for {deadline:g} s; stop that engine",
         )
     recorded = _where(found, lambda each: each.record)
     others = _where(found, lambda each: not each.record)
@@ -142,12 +147,14 @@ def decide(found: Sequence[Finding], deadline: float) -> Decision:
         if moved:
             return _fail(
                 moved,
-                f"{name_ranks(others)} keep{'s' * (len(others) == 1)} no record, and the weights of rank {moved[0]} are at "
-                f"version {found[moved[0]].version} of theirs; start a keeper with a record on every rank, or restart all",
+                f"{name_ranks(others)} keep{'s' * (len(others) == 1)} no record, and the weights of rank {moved[0]} are "
+                f"at version {found[moved[0]].version} of theirs; give every rank a keeper with a record, or restart all",
             )
     differ = _where(found, lambda each: (each.own, each.shape) != (found[0].own, found[0].shape))
     if differ:
-        return _fail(differ, f"rank {differ[0]} starts from layout {found[differ[0]].own[:12]}, rank 0 from {found[0].own[:12]}")
+        return _fail(
+            differ, f"rank {differ[0]} starts from layout {found[differ[0]].own[:12]}, rank 0 from {found[0].own[:12]}"
+        )
     return Decision("own", version=0)
 
 
@@ -159,8 +166,8 @@ def _decide_recorded(found: Sequence[Finding]) -> Decision:
         other = found[differ[0]]
         return _fail(
             differ,
-            f"the records differ: rank 0 is at version {first.version}, digest {first.digest[:12]}, rank {differ[0]} at "
-            f"version {other.version}, digest {other.digest[:12]}; restart the keepers of the weights",
+            f"the records differ: rank 0 is at version {first.version}, digest {first.digest[:12]}, rank {differ[0]} "
+            f"at version {other.version}, digest {other.digest[:12]}; restart the keepers of the weights",
         )
     misfits = _where(found, lambda each: each.shape != each.record_shape)
     if misfits:
@@ -172,8 +179,8 @@ def _decide_recorded(found: Sequence[Finding]) -> Decision:
     if stuck:
         return _fail(
             stuck,
-            f"rank {stuck[0]}: experts have moved (version {first.version}), and the engine routes by its initial layout "
-            "only; turn its load balancing on, or restart the keepers of the weights",
+            f"rank {stuck[0]}: experts have moved (version {first.version}), and the engine routes by its initial "
+            "layout only; turn its load balancing on, or restart the keepers of the weights",
         )
     action: Literal["own", "adopt"] = "own" if all(each.own == each.digest for each in found) else "adopt"
     return Decision(action, version=first.version)
@@ -191,9 +198,6 @@ def _fail(ranks: Sequence[int], reason: str) -> Decision:
 
 def _where(found: Sequence[Finding], condition: Any) -> list[int]:
     return [rank for rank, each in enumerate(found) if condition(each)]
-
-
-Shape: TypeAlias = tuple[int, int, int, int]
 
 
 def _shape(layout: ExpertLayout) -> Shape:
@@ -226,6 +230,10 @@ def _look(
 
 
 def _parse(blob: bytes) -> Finding:
-    values = json.loads(blob)
-    finding = Finding(*values)
-    return finding._replace(shape=tuple(finding.shape), record_shape=tuple(finding.record_shape))
+    own, shape, adopts, record, version, digest, record_shape, *rest = json.loads(blob)
+    return Finding(own, _to_shape(shape), adopts, record, version, digest, _to_shape(record_shape), *rest)
+
+
+def _to_shape(numbers: Sequence[int]) -> Shape:
+    layers, slots, experts, ranks = numbers
+    return layers, slots, experts, ranks
