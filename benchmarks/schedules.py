@@ -2,8 +2,8 @@
 
 A world has two ranks, each with a keeper's record and the weights of its slots. Engines start, agree, map the weights,
 move experts slot by slot, commit, and die between any two steps; a keeper sees a death some steps later, on each rank
-at another time, and may itself be restarted with its memory kept. After every step each engine that serves must route by
-what the slots hold.
+at another time, and may itself be restarted with its memory kept. After every step each engine that serves must route
+by what the slots hold.
 
 python -m benchmarks.schedules --json schedules.json
 """

@@ -50,9 +50,11 @@ if TYPE_CHECKING:
     from eplb_core.layout_file import save_layout as save_layout
     from eplb_core.loading.agree import agree_on_layout as agree_on_layout
     from eplb_core.loading.agreement import Agreement as Agreement
+    from eplb_core.loading.attach import attach_weights as attach_weights
     from eplb_core.loading.checkpoint import CheckpointError as CheckpointError
     from eplb_core.loading.checkpoint import load_checkpoint as load_checkpoint
     from eplb_core.loading.fingerprint import fingerprints as fingerprints
+    from eplb_core.loading.host import WeightHost as WeightHost
     from eplb_core.loading.layout_client import LayoutClient as LayoutClient
     from eplb_core.loading.layout_server import LayoutServer as LayoutServer
     from eplb_core.loading.record import LayoutRecord as LayoutRecord
@@ -89,8 +91,10 @@ _HOMES = {
     "layout_file": "load_layout save_layout",
     "loading.agree": "agree_on_layout",
     "loading.agreement": "Agreement",
+    "loading.attach": "attach_weights",
     "loading.checkpoint": "CheckpointError load_checkpoint",
     "loading.fingerprint": "fingerprints",
+    "loading.host": "WeightHost",
     "loading.layout_client": "LayoutClient",
     "loading.layout_server": "LayoutServer",
     "loading.record": "LayoutRecord",

@@ -20,8 +20,12 @@ MALFORMED = "malformed"
 class Exports(Protocol):
     """What a weight host adds to a record: memory to map."""
 
-    def difference(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+    def difference(self, config: Mapping[str, Any], frame: Mapping[str, Any]) -> tuple[str, str] | None:
         """First field in which an engine's configuration differs from the host's, and in what; None if in none."""
+        ...
+
+    def about(self) -> Message:
+        """What there is, for `eplb record status`."""
         ...
 
     def export(self) -> tuple[Message, list[int]]:
@@ -87,7 +91,7 @@ class Keeper:
             if known is None:
                 return _say("refused", f"Unknown request type: {str(request)[:40]!r}", code=UNKNOWN_REQUEST)
             if self.record is None and request != "fetch":
-                return _say("refused", "this server keeps no record of a layout", code=NO_RECORD)
+                return _say("refused", "this server keeps no record of a layout", code=NO_RECORD, about=self._about())
             return known(session, message)
         except WireError as error:
             return _say("refused", str(error), code=MALFORMED)
@@ -120,7 +124,7 @@ class Keeper:
 
     def _query(self, session: Session, message: Message) -> Answer:
         record = self._record()
-        return _of(record.query(), state=_wire.encode_state(record.state))
+        return _of(record.query(), state=_wire.encode_state(record.state), about=self._about())
 
     def _begin(self, session: Session, message: Message) -> Answer:
         record = self._record()
@@ -145,12 +149,12 @@ class Keeper:
         return _of(reply)
 
     def _fetch(self, session: Session, message: Message) -> Answer:
-        config = message.get("config")
+        config, frame = message.get("config"), message.get("frame", {})
         if self.exports is None:
             return _say("refused", "this server keeps a record and no weights", code=UNKNOWN_REQUEST)
-        if not isinstance(config, dict):
-            raise WireError("`config` is no object")
-        differs = self.exports.difference(config)
+        if not isinstance(config, dict) or not isinstance(frame, dict):
+            raise WireError("`config` and `frame` must be objects")
+        differs = self.exports.difference(config, frame)
         if differs is not None:
             return _say("refused", differs[1], field=differs[0])
         reply = Reply("ok")
@@ -188,6 +192,9 @@ class Keeper:
                 self._write(self._record().state)
         except OSError as error:
             log.error("the record cannot be written down: %s; a restart will not know what the slots hold", error)
+
+    def _about(self) -> Message:
+        return {} if self.exports is None else self.exports.about()
 
     def _record(self) -> LayoutRecord:
         if self.record is None:  # pragma: no cover  `answer` has asked

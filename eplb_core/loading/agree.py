@@ -112,7 +112,7 @@ def agree_on_layout(
         without = tuple(rank for rank, each in enumerate(found) if not each.record)
         client.refuse_moves(f"{name_ranks(without)} keep{'s' * (len(without) == 1)} no record of shared weights")
     if client is not None:
-        client.adopted = decision.version
+        client.adopted, client.rank = decision.version, agreement.rank
     if decision.action == "own" or state is None:
         log.info("starting on the engine's own layout %s, version %d", own.digest[:12], decision.version)
         return own, decision.version
@@ -147,8 +147,8 @@ def decide(found: Sequence[Finding], deadline: float) -> Decision:
         if moved:
             return _fail(
                 moved,
-                f"{name_ranks(others)} keep{'s' * (len(others) == 1)} no record, and the weights of rank {moved[0]} are "
-                f"at version {found[moved[0]].version} of theirs; give every rank a keeper with a record, or restart all",
+                f"{name_ranks(others)} keep{'s' * (len(others) == 1)} no record, and the weights of rank {moved[0]} "
+                f"are at version {found[moved[0]].version}; give every rank a record, or restart all keepers",
             )
     differ = _where(found, lambda each: (each.own, each.shape) != (found[0].own, found[0].shape))
     if differ:

@@ -36,6 +36,7 @@ class LayoutClient:
         engine_id: Name of this engine, for messages: printable, up to 200 characters. Need not be unique.
         deadline: Seconds after which a server that does not answer counts as lost.
         wait: Seconds to wait for a server that is not there yet, for instance a host that still loads.
+        attach: False only looks: it is no presence, and may not begin a move.
 
     Raises:
         ValueError: The path is too long for a socket, or `engine_id` is empty or too long.
@@ -48,7 +49,13 @@ class LayoutClient:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], engine_id: str, *, deadline: float = 30.0, wait: float = 0.0
+        self,
+        path: str | os.PathLike[str],
+        engine_id: str,
+        *,
+        deadline: float = 30.0,
+        wait: float = 0.0,
+        attach: bool = True,
     ) -> None:
         self.path = check_path(path)
         if not is_engine_id(engine_id):
@@ -59,17 +66,21 @@ class LayoutClient:
         """Name of this engine; after attaching, the one that the keeper uses."""
         self.found: RecordState | None = None
         """What the record said last; None where there is none."""
+        self.about: Message = {}
+        """What a weight host says of its weights, since the last query."""
         self.error: EplbError | None = None
         """Why the keeper cannot be asked (any more), or None."""
         self.adopted: int = 0
         """Version that this engine routes by; `agree_on_layout` and commits set it."""
+        self.rank: int | None = None
+        """EP rank of this engine, once `agree_on_layout` has learnt it."""
         self._moves_off = ""
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._socket: socket.socket | None = None
         self._connect(wait)
         if self._socket is not None:
-            self._attach()
+            self._attach({"do": "attach", "engine": self.engine_id} if attach else {"do": "query"})
 
     @property
     def connected(self) -> bool:
@@ -119,13 +130,19 @@ class LayoutClient:
         """From now on `begin` is refused for this reason, without asking."""
         self._moves_off = reason
 
-    def fetch(self, config: Mapping[str, Any], digest: str) -> tuple[Message, list[int]]:
+    def fetch(self, config: Mapping[str, Any], digest: str, frame: Mapping[str, int]) -> tuple[Message, list[int]]:
         """Ask a weight host for its memory: its whole reply and the file descriptors, which are the caller's to close.
+
+        Args:
+            config: The engine's configuration, as JSON has it.
+            digest: Of the layout that it routes by; empty from an engine without balancing.
+            frame: What layout and rank say about the weights by themselves.
 
         Raises:
             RecordLostError: The host cannot be asked any more.
         """
-        return self._ask({"do": "fetch", "config": dict(config), "version": self.adopted, "digest": digest})
+        claim = {"version": self.adopted, "digest": digest or None}
+        return self._ask({"do": "fetch", "config": dict(config), "frame": dict(frame), **claim})
 
     def close(self) -> None:
         """Leave. A move that is pending makes the record dirty. Idempotent."""
@@ -174,17 +191,18 @@ class LayoutClient:
                 return
             time.sleep(min(0.05, max(end - time.monotonic(), 0.0)))
 
-    def _attach(self) -> None:
+    def _attach(self, hello: Message) -> None:
         try:
-            reply, _ = self._ask({"do": "attach", "engine": self.engine_id})
+            reply, _ = self._ask(hello)
             self._take_state(reply)
             self.engine_id = str(reply.get("engine") or self.engine_id)
-            if reply["status"] != "ok" and reply.get("code") not in _WITHOUT_RECORD:
+            if hello["do"] == "attach" and reply["status"] != "ok" and reply.get("code") not in _WITHOUT_RECORD:
                 raise self._lost(f"refused to attach this engine: {reply['reason']}")
         except RecordLostError:
             return  # `error` holds it
 
     def _take_state(self, reply: Message) -> None:
+        self.about = dict(reply.get("about") or {})
         if reply.get("code") in _WITHOUT_RECORD:
             self.found = None
             return

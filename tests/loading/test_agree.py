@@ -135,7 +135,7 @@ def test_ranks_start_together(found: list[Finding], expected: Decision) -> None:
         ([AT_1, AT_1._replace(version=2)], (1,), r"rank 0 is at version 1, digest \w{12}, rank 1 at version 2"),
         ([AT_1, AT_1._replace(digest="other")], (1,), "digest other; restart the keepers"),
         ([FRESH, AT_1], (1,), "rank 0 is at version 0, .*rank 1 at version 1"),
-        ([AT_1, PLAIN], (0,), "rank 1 keeps no record, and the weights of rank 0 are at version 1 of theirs"),
+        ([AT_1, PLAIN], (0,), "rank 1 keeps no record, and the weights of rank 0 are at version 1; give"),
         ([PLAIN, PLAIN, AT_1], (2,), "ranks 0, 1 keep no record, and the weights of rank 2"),
         ([AT_1, FRESH._replace(failure="cannot be read")], (1,), "^rank 1: cannot be read$"),
         ([AT_1._replace(failure="a"), AT_1._replace(failure="b")], (0, 1), "^rank 0: a; rank 1: b$"),
