@@ -124,7 +124,8 @@ class Keeper:
 
     def _query(self, session: Session, message: Message) -> Answer:
         record = self._record()
-        return _of(record.query(), state=_wire.encode_state(record.state), about=self._about())
+        state = _wire.encode_state(record.state, message.get("known"))
+        return _of(record.query(), state=state, about=self._about())
 
     def _begin(self, session: Session, message: Message) -> Answer:
         record = self._record()

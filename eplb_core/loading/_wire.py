@@ -120,8 +120,8 @@ def decode_rows(text: object, shape: tuple[int, int]) -> IntArray:
     return np.frombuffer(raw, dtype="<i4").reshape(shape).astype(np.int64)
 
 
-def encode_state(state: RecordState) -> Message:
-    """All of a record, for a client or a file."""
+def encode_state(state: RecordState, known: object = None) -> Message:
+    """All of a record, for a client or a file; without the map for one that knows the digest."""
     layout, topology = state.layout, state.layout.topology
     return {
         "version": state.version,
@@ -138,20 +138,18 @@ def encode_state(state: RecordState) -> Message:
         "num_experts": layout.num_experts,
         "rank_to_node": topology.rank_to_node.tolist(),
         "rank_speed": topology.rank_speed.tolist(),
-        "map": encode_rows(layout.physical_to_logical_map),
+        "map": None if known == state.digest else encode_rows(layout.physical_to_logical_map),
     }
 
 
-def decode_state(message: Message) -> RecordState:
-    """The record that `encode_state` wrote, checked.
+def decode_state(message: Message, known: ExpertLayout | None = None) -> RecordState:
+    """The record that `encode_state` wrote, checked; `known` is the layout whose digest was sent along.
 
     Raises:
         WireError: Something is missing, of the wrong kind, no valid layout, or the digest is of another one.
     """
     try:
-        topology = Topology(rank_to_node=message["rank_to_node"], rank_speed=message["rank_speed"])
-        rows = decode_rows(message["map"], (int(message["num_layers"]), int(message["num_slots"])))
-        layout = ExpertLayout(rows, message["num_experts"], topology=topology)
+        layout = _decode_layout(message) if known is None or message["map"] is not None else known
         pending = message["pending"]
         move = None if pending is None else Move(str(pending[0]), tuple(int(i) for i in pending[1]), int(pending[2]))
         version = LayoutRecord(layout, version=message["version"]).version
@@ -169,3 +167,9 @@ def decode_state(message: Message) -> RecordState:
     if layout.digest != message.get("digest"):
         raise WireError(f"a map of digest {layout.digest[:12]} under the digest {str(message.get('digest'))[:12]}")
     return state
+
+
+def _decode_layout(message: Message) -> ExpertLayout:
+    topology = Topology(rank_to_node=message["rank_to_node"], rank_speed=message["rank_speed"])
+    rows = decode_rows(message["map"], (int(message["num_layers"]), int(message["num_slots"])))
+    return ExpertLayout(rows, message["num_experts"], topology=topology)

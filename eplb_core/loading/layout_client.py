@@ -14,6 +14,7 @@ import numpy as np
 
 from eplb_core._arrays import ArrayLike, check_real, to_ids
 from eplb_core.errors import EplbError, RecordLostError, SocketOwnerError
+from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _wire
 from eplb_core.loading._requests import NO_RECORD, UNKNOWN_REQUEST
 from eplb_core.loading._socket_path import check_owner, check_path, check_peer
@@ -101,8 +102,10 @@ class LayoutClient:
             RecordLostError: There was one, and it cannot be asked any more, or nobody listens.
             SocketOwnerError: The socket is somebody else's.
         """
-        reply, _ = self._ask({"do": "query"})
-        self._take_state(reply)
+        found = self.found
+        known = None if found is None else found.layout
+        reply, _ = self._ask({"do": "query", "known": known and known.digest})
+        self._take_state(reply, known)
         return self.found
 
     def begin(self, layers: Iterable[int], version: int) -> Reply:
@@ -201,13 +204,13 @@ class LayoutClient:
         except RecordLostError:
             return  # `error` holds it
 
-    def _take_state(self, reply: Message) -> None:
+    def _take_state(self, reply: Message, known: ExpertLayout | None = None) -> None:
         self.about = dict(reply.get("about") or {})
         if reply.get("code") in _WITHOUT_RECORD:
             self.found = None
             return
         try:
-            self.found = _wire.decode_state(reply.get("state") or {})
+            self.found = _wire.decode_state(reply.get("state") or {}, known)
         except WireError as error:
             raise self._lost(f"answers with {error}") from error
 
