@@ -110,7 +110,7 @@ class LayoutServer:
 
 
 class _Connection:
-    __slots__ = ("closing", "fds", "inbox", "out", "session", "socket", "writing")
+    __slots__ = ("closing", "fds", "inbox", "out", "queued", "session", "socket", "writing")
 
     def __init__(self, accepted: socket.socket, number: int) -> None:
         self.socket = accepted
@@ -120,6 +120,8 @@ class _Connection:
         self.fds: list[int] = []
         self.closing = False
         """Ends when `out` has gone."""
+        self.queued = False
+        """May have a whole message in the inbox: nothing more is read before that is answered."""
         self.writing = False
         """Watched for room to write, not for bytes to read."""
 
@@ -151,6 +153,7 @@ class _Loop:
                     self._turn(self._connections[key.fileobj])
             for _ in range(len(self._more)):  # one message each, so that a flood from one is a turn among others
                 connection = self._more.popleft()
+                connection.queued = False
                 if connection.socket in self._connections:
                     self._answer_one(connection)
 
@@ -193,6 +196,8 @@ class _Loop:
         if connection.writing:
             self._flush(connection)
             return
+        if connection.queued:
+            return
         try:
             data = connection.socket.recv(1 << 16)
         except BlockingIOError:
@@ -219,7 +224,12 @@ class _Loop:
             return
         if body is None:
             return
-        answer = self._keeper.answer(connection.session, body)
+        try:
+            answer = self._keeper.answer(connection.session, body)
+        except Exception:  # a fault of this library's: it costs the one who met it, not all
+            log.exception("%s: a request of engine %r could not be answered", self._path, connection.session.engine)
+            self._drop(connection)
+            return
         connection.out, connection.fds = memoryview(_wire.pack(answer.message)), answer.fds
         self._flush(connection)
 
@@ -242,6 +252,7 @@ class _Loop:
             self._drop(connection)
         else:
             self._watch(connection, writing=False)
+            connection.queued = True
             self._more.append(connection)
 
     def _watch(self, connection: _Connection, *, writing: bool) -> None:

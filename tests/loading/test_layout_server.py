@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -12,6 +15,7 @@ import stat
 import struct
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -282,20 +286,37 @@ def test_an_engine_in_another_container_is_seen_to_die(server: LayoutServer, pat
 # ---- clients that are slow, hostile or broken ------------------------------------------------------------------------
 
 
-def test_a_slow_client_blocks_nobody(server: LayoutServer, path: Path) -> None:
+def test_a_slow_client_blocks_nobody_and_is_read_no_further(server: LayoutServer, path: Path) -> None:
     with raw(path) as half, raw(path) as deaf, LayoutClient(path, "a") as client:
         half.sendall(_wire.LENGTH.pack(1000) + b"{")
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
-        deaf.setblocking(False)
-        sent = 0
-        try:
-            while sent < 1 << 22:  # requests whose replies nobody reads
-                sent += deaf.send(_wire.pack({"do": "query"}))
-        except BlockingIOError:
-            pass
+        assert send_until_blocked(deaf, _wire.pack({"do": "query"})) < 1 << 19
         assert client.begin([0], 0).status == "ok"
         assert client.commit([0], [ROW]).version == 1
-    assert sent < 1 << 22
+
+
+def test_a_client_that_reads_late_gets_every_reply_whole(path: Path) -> None:
+    large = ExpertLayout.trivial(58, 256, num_slots=288, topology=Topology(num_ranks=32))
+    with LayoutServer(path, LayoutRecord(large)), raw(path) as late:
+        late.sendall(_wire.pack({"do": "query"}) * 50)
+        until(lambda: array.array("i", fcntl.ioctl(late, termios.FIONREAD, b"\0" * 4))[0] > 1 << 16)
+        inbox, replies = _wire.Inbox(), 0
+        while replies < 50:
+            body = inbox.take(_wire.MAX_REPLY)
+            if body is None:
+                inbox.add(late.recv(1 << 16))
+            else:
+                assert _wire.decode_state(_wire.unpack(body)["state"]).layout == large
+                replies += 1
+
+
+def send_until_blocked(connection: socket.socket, message: bytes) -> int:
+    """Send it over and over; bytes sent when the other side has taken none for a while."""
+    requests, sent = message * (1 << 12), 0
+    connection.settimeout(0.3)
+    with contextlib.suppress(TimeoutError):
+        while sent < 1 << 22:
+            sent += connection.send(requests[sent % len(message) :])
+    return sent
 
 
 def test_too_many_connections_are_closed_and_cost_nothing(server: LayoutServer, path: Path) -> None:
@@ -355,6 +376,28 @@ def test_a_malformed_message_is_answered_and_the_connection_stays(server: Layout
         done = ask(connection, {"do": "commit", "layers": [0], "rows": rows})
         assert done is not None
         assert (done["status"], done["version"]) == ("ok", 1)
+
+
+class Faulty:
+    """A weight host with a fault."""
+
+    def difference(self, config: Any, frame: Any) -> None:
+        raise ZeroDivisionError("a fault")
+
+    def about(self) -> dict[str, Any]:
+        return {}
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        return {}, []
+
+
+def test_a_fault_of_the_server_costs_the_one_who_met_it(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LayoutServer(path, LayoutRecord(LAYOUT), exports=Faulty()) as server, LayoutClient(path, "a") as client:
+        with raw(path) as connection, caplog.at_level(logging.ERROR, "eplb_core"):
+            assert ask(connection, {"do": "fetch", "config": {}}) is None
+        assert "ZeroDivisionError: a fault" in caplog.text
+        assert client.begin([0], 0).status == "ok"
+        assert server.state is not None
 
 
 json_values = st.recursive(
