@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -44,7 +45,9 @@ class SharedMemory:
     """
 
     def __init__(self, tensors: list[NamedTensor]) -> None:
-        spans, places = _find_spans(tensors)
+        found, places = _find_spans(tensors)
+        spans = deque(found)
+        found.clear()
         starts, end = [], 0
         for span in spans:
             starts.append(end)
@@ -73,7 +76,7 @@ class SharedMemory:
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
             memory = map_memfd(self._fd, self.nbytes)
             for start in starts:
-                span = spans.pop(0)
+                span = spans.popleft()
                 memory[start : start + span.nbytes].copy_(span.bytes())
                 del span
         except BaseException:

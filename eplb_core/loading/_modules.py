@@ -25,12 +25,9 @@ class Place(NamedTuple):
 def module_tensors(module: torch.nn.Module) -> list[NamedTensor]:
     """Everything that the module computes with: also what is in no state dict, such as scales kept as attributes.
 
-    Lists, tuples and dicts of tensors that are attributes are looked into, one level deep: `scales.0`.
+    Lists and dicts of tensors that are attributes are looked into, one level deep: `scales.0`.
     """
-    found = []
-    for name, place, tensor in walk(module):
-        found.append(NamedTensor(name, place.kind, tensor.detach()))
-    return found
+    return [NamedTensor(name, place.kind, tensor.detach()) for name, place, tensor in walk(module)]
 
 
 def walk(module: torch.nn.Module) -> Iterator[tuple[str, Place, torch.Tensor]]:

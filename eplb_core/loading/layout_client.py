@@ -35,7 +35,8 @@ class LayoutClient:
     Args:
         path: The server's socket.
         engine_id: Name of this engine, for messages: printable, up to 200 characters. Need not be unique.
-        deadline: Seconds after which a server that does not answer counts as lost.
+        deadline: Seconds after which a server that does not answer counts as lost; less than the agreement's, or ranks
+            that wait for this one give up before they hear why.
         wait: Seconds to wait for a server that is not there yet, for instance a host that still loads.
         attach: False only looks: it is no presence, and may not begin a move.
 
@@ -54,7 +55,7 @@ class LayoutClient:
         path: str | os.PathLike[str],
         engine_id: str,
         *,
-        deadline: float = 30.0,
+        deadline: float = 10.0,
         wait: float = 0.0,
         attach: bool = True,
     ) -> None:
@@ -182,6 +183,8 @@ class LayoutClient:
             except BlockingIOError:
                 connection.close()  # the server's queue is full: it is there, and soon accepts
                 end = max(end, start + self._deadline)
+                if time.monotonic() >= end:
+                    self.error = RecordLostError(f"{self.path} accepts nobody", path=self.path)
             except SocketOwnerError as error:
                 connection.close()
                 self.error = error

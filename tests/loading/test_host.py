@@ -509,6 +509,22 @@ def test_a_load_that_fails_leaves_the_path_free(stack: ExitStack, path: str) -> 
     host(stack, path)
 
 
+def test_a_host_that_cannot_keep_its_state_file_leaves_the_path_free(stack: ExitStack, path: str) -> None:
+    with pytest.raises(FileNotFoundError, match="No such folder"):
+        host(stack, path, state_file="/no/such/folder/state")
+    host(stack, path)
+
+
+def test_a_state_file_that_cannot_be_read_is_said_and_replaced(
+    stack: ExitStack, path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "state"
+    file.write_text("notes")
+    host(stack, path, state_file=file)
+    assert f"{file} does not say which engines keep a former host's memory" in caplog.text
+    assert file.read_text().startswith("{")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [

@@ -19,6 +19,7 @@ import termios
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from tests.loading.engine_process import Engine, until
 RANKS = Topology(num_ranks=2)
 LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=RANKS)
 ROW = [3, 2, 1, 0, 0, 3]
+MESSAGES = int(os.environ.get("EPLB_FUZZ_MESSAGES", "400"))
+"""Hypothesis' messages to the server; `make fuzz` sends 100,000."""
 
 
 @pytest.fixture
@@ -143,6 +146,31 @@ def test_a_server_that_goes_ends_moves_and_says_so(path: Path) -> None:
     assert not client.connected
     assert client.present
     assert not path.exists()
+
+
+def test_a_server_that_accepts_nobody_is_an_error_and_not_absent(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as queue:
+        listener.bind(str(path))
+        listener.listen(0)
+        waiting = queue.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        waiting.connect(str(path))
+        client = LayoutClient(path, "a", deadline=0.02)
+    assert client.present
+    assert client.begin([0], 0) == ("refused", f"{path} accepts nobody", None, None)
+
+
+def test_a_path_through_a_file_is_an_error(path: Path) -> None:
+    path.write_text("")
+    client = LayoutClient(path / "sock", "a")
+    assert f"{path / 'sock'} cannot be reached: [Errno 20] Not a directory" in str(client.error)
+
+
+def test_a_keeper_that_cannot_write_down_who_is_there_lets_nobody_in(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "states").mkdir()
+    with LayoutServer(path, LayoutRecord(LAYOUT), state_file=tmp_path / "states" / "record.json"):
+        shutil.rmtree(tmp_path / "states")
+        client = LayoutClient(path, "a")
+    assert "refused to attach this engine: the record cannot be written down: [Errno 2]" in str(client.error)
 
 
 def test_a_server_that_does_not_answer_is_lost_after_the_deadline(path: Path) -> None:
@@ -420,7 +448,7 @@ bodies = st.binary(max_size=200) | (json_values | fields).map(lambda value: json
 messages = bodies | fields.map(lambda message: _wire.pack(message)[4:])
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=MESSAGES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(body=messages, mine=st.booleans())
 def test_no_message_raises_or_changes_what_it_must_not(body: bytes, mine: bool) -> None:
     """Two engines are attached, so nobody may begin, and what is pending is the other engine's."""

@@ -171,6 +171,23 @@ def assert_matches(pattern: str, text: str) -> None:
     assert re.search(pattern, text), text
 
 
+def test_layers_may_be_an_array_and_long_lists_are_named_by_their_ends() -> None:
+    record = LayoutRecord(ExpertLayout([[0, 1]] * 9, 2, topology=RANKS))
+    record.attach("a")
+    assert record.begin("a", np.arange(9), np.int64(0)).status == "ok"  # type: ignore[arg-type]
+    assert "the move of layers 0, 1, 2, .., 7, 8 by" in record.begin("a", [0], 0).reason
+
+
+def test_what_cannot_be_shown_is_refused_in_words() -> None:
+    record = record_of("a")
+    endless: list[Any] = []
+    for _ in range(10**5):
+        endless = [endless]
+    assert "is at version 0, not some list;" in record.begin("a", [0], endless).reason  # type: ignore[arg-type]
+    assert "not some int;" in record.begin("a", [0], 10**5000).reason
+    assert record.begin("a", "x\n" * 99, 0).reason.startswith("`layers` (=x x x")  # type: ignore[arg-type]
+
+
 def test_a_second_begin_of_the_same_engine_is_refused_and_the_first_stays() -> None:
     record = record_of("a")
     record.begin("a", [0], 0)
