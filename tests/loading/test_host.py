@@ -38,7 +38,7 @@ from eplb_core import (
 from eplb_core.loading._memory import NamedTensor, SharedMemory, map_tensors
 from eplb_core.loading._modules import module_tensors
 from eplb_core.loading.host import weight_config
-from tests.loading.engine_process import Engine, until
+from tests.loading.engine_process import Engine, container, until
 from tests.loading.test_agree import on_all_ranks
 
 TOPOLOGY = Topology(num_ranks=2)
@@ -243,6 +243,18 @@ def test_engines_in_processes_share_one_copy_and_one_load(stack: ExitStack, path
         with pytest.raises(HostRefused, match=r"routes by layout .* \(version 0\), the weights hold .* \(version 1\)"):
             attach(client, {})
     assert loads == [0]
+
+
+@pytest.mark.slow
+def test_an_engine_in_another_container_maps_the_same_memory(stack: ExitStack, path: str) -> None:
+    host(stack, path)
+    client = stack.enter_context(LayoutClient(path, "here"))
+    tensors: dict[str, torch.Tensor] = {}
+    stack.callback(attach(client, tensors).close)
+    with Engine(path, "there", inside=container()) as engine:
+        engine.ask("map", CONFIG)
+        tensors["1.w"][2].fill_(3.0)
+        assert torch.tensor(engine.ask("read", "1.w"))[2].eq(3.0).all()
 
 
 HOST = """

@@ -34,7 +34,7 @@ from eplb_core.loading._requests import Keeper, Session
 from eplb_core.loading.layout_client import LayoutClient
 from eplb_core.loading.layout_server import MAX_CONNECTIONS, LayoutServer
 from eplb_core.loading.record import LayoutRecord, RecordState
-from tests.loading.engine_process import Engine, until
+from tests.loading.engine_process import Engine, container, until
 
 RANKS = Topology(num_ranks=2)
 LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=RANKS)
@@ -301,10 +301,7 @@ def test_a_client_is_not_used_from_a_forked_child(server: LayoutServer, path: Pa
 @pytest.mark.slow
 def test_an_engine_in_another_container_is_seen_to_die(server: LayoutServer, path: Path) -> None:
     """I5: its process number means nothing out here."""
-    inside = ["unshare", "--pid", "--mount", "--fork", "--kill-child"]
-    if shutil.which("unshare") is None or subprocess.run([*inside, "true"], capture_output=True).returncode:
-        pytest.skip("unshare --pid --mount is not permitted here")
-    with Engine(path, "a", inside=inside) as engine:
+    with Engine(path, "a", inside=container()) as engine:
         assert engine.ask("begin", [1], 0)[0] == "ok"
         assert state_of(server).engines == ("a",)
         engine.kill()
