@@ -34,18 +34,31 @@ if TYPE_CHECKING:
     from eplb_core.dispatch.tables import DispatchTables as DispatchTables
     from eplb_core.errors import EplbError as EplbError
     from eplb_core.errors import FileFormatError as FileFormatError
+    from eplb_core.errors import HostAbsent as HostAbsent
+    from eplb_core.errors import HostBusy as HostBusy
+    from eplb_core.errors import HostRefused as HostRefused
     from eplb_core.errors import InfeasiblePlacementError as InfeasiblePlacementError
+    from eplb_core.errors import LayoutAgreementError as LayoutAgreementError
     from eplb_core.errors import LayoutError as LayoutError
     from eplb_core.errors import MissingExpertError as MissingExpertError
+    from eplb_core.errors import RecordLostError as RecordLostError
+    from eplb_core.errors import SocketInUseError as SocketInUseError
+    from eplb_core.errors import SocketOwnerError as SocketOwnerError
     from eplb_core.errors import TransportError as TransportError
     from eplb_core.layout import ExpertLayout as ExpertLayout
     from eplb_core.layout import min_redundant as min_redundant
     from eplb_core.layout_file import load_layout as load_layout
     from eplb_core.layout_file import save_layout as save_layout
+    from eplb_core.loading.agree import agree_on_layout as agree_on_layout
     from eplb_core.loading.agreement import Agreement as Agreement
+    from eplb_core.loading.attach import attach_weights as attach_weights
     from eplb_core.loading.checkpoint import CheckpointError as CheckpointError
     from eplb_core.loading.checkpoint import load_checkpoint as load_checkpoint
     from eplb_core.loading.fingerprint import fingerprints as fingerprints
+    from eplb_core.loading.host import WeightHost as WeightHost
+    from eplb_core.loading.layout_client import LayoutClient as LayoutClient
+    from eplb_core.loading.layout_server import LayoutServer as LayoutServer
+    from eplb_core.loading.record import LayoutRecord as LayoutRecord
     from eplb_core.loading.resolver import SlotResolver as SlotResolver
     from eplb_core.loading.store import ExpertStore as ExpertStore
     from eplb_core.loading.transport import Caps as Caps
@@ -89,9 +102,15 @@ _HOMES = {
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
     "layout_file": "load_layout save_layout",
+    "loading.agree": "agree_on_layout",
     "loading.agreement": "Agreement",
+    "loading.attach": "attach_weights",
     "loading.checkpoint": "CheckpointError load_checkpoint",
     "loading.fingerprint": "fingerprints",
+    "loading.host": "WeightHost",
+    "loading.layout_client": "LayoutClient",
+    "loading.layout_server": "LayoutServer",
+    "loading.record": "LayoutRecord",
     "loading.resolver": "SlotResolver",
     "loading.store": "ExpertStore",
     "loading.transport": "Caps ReadBatch ReadState Region Transport",
@@ -114,7 +133,8 @@ _HOMES = {
     "placement.forecast": "forecast",
     "placement.place": "Placement place",
     "placement.report": "GainReport gain_report",
-    "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError",
+    "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError "
+    "HostAbsent HostBusy HostRefused LayoutAgreementError RecordLostError SocketInUseError SocketOwnerError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
