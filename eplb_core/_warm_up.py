@@ -51,6 +51,7 @@ def _warm_place() -> None:
     for load in (_LOAD, np.stack([_LOAD, _LOAD[::-1]])):  # one window and several
         place(load, _TOPOLOGY, num_slots=6)
         place(load, _TOPOLOGY, num_slots=6, current=live)
+        place(load, _TOPOLOGY, num_slots=6, dispatch="weighted")
 
 
 def _warm_dispatch() -> None:

@@ -1,17 +1,102 @@
-"""What the disk cache of kernels looks at."""
+"""Kernels compile one way: cached, without the interpreter lock, in strict arithmetic."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import pkgutil
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import numba
 import pytest
 
 import eplb_core
 from eplb_core._numba import _imported, _stamp
+from eplb_core.placement._kernels import sort_by_load
 
 ROOT = Path(eplb_core.__file__).parent
+compiled = pytest.mark.skipif(not hasattr(sort_by_load, "py_func"), reason="runs without compilation")
+
 WITH_KERNELS = [file for file in sorted(ROOT.rglob("*.py")) if "_numba import" in file.read_text("utf-8")]
+
+
+def kernels() -> dict[str, Any]:
+    """All compiled functions of the package by module and name."""
+    found = {}
+    for info in pkgutil.walk_packages([str(ROOT)], "eplb_core."):
+        if info.name.rpartition(".")[2] in ("__main__", "_triton") or ".adapters." in info.name:
+            continue
+        module = importlib.import_module(info.name)
+        for name, value in vars(module).items():
+            if isinstance(value, numba.core.dispatcher.Dispatcher) and value.py_func.__module__ == info.name:
+                found[f"{info.name}.{name}"] = value
+    return found
+
+
+@compiled
+@pytest.mark.slow
+def test_every_kernel_lets_go_of_the_lock_is_cached_and_rounds_as_written() -> None:
+    pytest.importorskip("torch", reason="some modules with kernels work on tensors")
+    all_kernels = kernels()
+    assert len(all_kernels) > 30
+    for name, dispatcher in all_kernels.items():
+        options = dispatcher.targetoptions
+        assert options["nogil"] is True, name
+        assert not options.get("fastmath"), name
+        assert not options.get("parallel"), name
+        assert options["error_model"] == "numpy", name
+        assert type(dispatcher._cache).__name__ == "FunctionCache", name
+
+
+def test_kernels_are_compiled_through_one_function_only() -> None:
+    for file in sorted(ROOT.rglob("*.py")):
+        if file.name != "_numba.py":
+            text = file.read_text()
+            assert "import numba" not in text, file
+            assert "\nfrom numba" not in text, file
+
+
+@compiled
+@pytest.mark.slow
+def test_the_disk_cache_notices_a_change_in_a_called_kernels_file(tmp_path: Path) -> None:
+    """numba itself looks at the caller's file alone and would go on with the old callee inside."""
+    package = tmp_path / "eplb_core"
+    package.mkdir()
+    shutil.copy(ROOT / "_numba.py", package)
+    (package / "__init__.py").touch()
+    callee = package / "_callee.py"
+    (package / "caller.py").write_text(
+        "from eplb_core._callee import amount\nfrom eplb_core._numba import kernel\n\n"
+        "@kernel\ndef total(x: int) -> int:\n    return x + amount()\n"
+    )
+    body = "from eplb_core._numba import kernel\n\n@kernel\ndef amount() -> int:\n    return {}\n"
+
+    def run() -> tuple[str, int]:
+        program = "from eplb_core.caller import total\nprint(total(1))\nprint(sum(total.stats.cache_misses.values()))"
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment.pop("NUMBA_CACHE_DIR", None)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        answer, misses = done.stdout.split()
+        return answer, int(misses)
+
+    callee.write_text(body.format(10))
+    assert run() == ("11", 1)
+    assert run() == ("11", 0)  # from the disk
+    callee.write_text(body.format(2000))
+    assert run() == ("2001", 1)
 
 
 @pytest.mark.parametrize("file", WITH_KERNELS, ids=lambda file: file.stem)

@@ -38,6 +38,7 @@ with event.install_recorder("numba:compile") as compiled:
         live = eplb.place(load, topology, num_slots=22, effort=2, active_ranks=[True, True, False, True]).layout
         eplb.place(load, topology, num_slots=22, current=live, max_transfers=3, transfer_price=0.01)
         eplb.place(load, topology, num_slots=22, current=live, transfer_cost=cost)
+        eplb.place(load, topology, num_slots=22, current=live, dispatch="weighted", transfer_price=0)
         for locality in ("group", "first_copy"):
             eplb.place(load, topology, num_slots=20, locality=locality, num_groups=4)
         rows = load if np.ndim(load) == 2 else np.asarray(load)[0]

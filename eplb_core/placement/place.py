@@ -411,7 +411,7 @@ def _start_from(
     before = np.where(stays, _score(problem, windows, weights, present), np.nan)
     changed = (near != present).any(axis=1)
     balance = before.copy()
-    balance[changed] = _score(problem, windows[:, changed], weights, near[changed])
+    balance[changed] = _score(problem, read_only(np.compress(changed, windows, axis=1)), weights, near[changed])
     cost, received = _transfers(was, near, price, problem)
 
     # A row that fits nowhere near is taken from the solution, and others where that pays although more has to move.

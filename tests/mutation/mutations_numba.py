@@ -16,8 +16,8 @@ MUTATIONS = [
     (FILE, 'error_model="numpy", forceinline=True)', 'error_model="numpy", forceinline=True, fastmath=True)', OPTIONS),
     (
         FILE,
-        "        compiled._cache._cache_file._source_stamp = _stamp()\n",
-        "        _stamp()\n",
+        "        compiled._cache._cache_file._source_stamp = _stamp(Path(compiled.py_func.__code__.co_filename))\n",
+        "        _stamp(Path(compiled.py_func.__code__.co_filename))\n",
         f"{TESTS}::test_the_disk_cache_notices_a_change_in_a_called_kernels_file",
     ),
 ]

@@ -269,8 +269,8 @@ MUTATIONS = [
     # place: limits
     (
         PLACE,
-        "        moved[stays] = present[stays]\n",
-        "        pass\n",
+        "    near[stays if problem.pin else fits] = present[stays if problem.pin else fits]\n",
+        "    near[fits & (problem.pin == 0)] = present[fits & (problem.pin == 0)]\n",
         f"{TEST_PLACE}::test_groups_bind_the_limit_of_transfers_too",
     ),
     # place: refusals
