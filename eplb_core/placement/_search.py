@@ -134,11 +134,17 @@ def improve_layers(
         row = p2l[layer]
         dearest = _price_fetches(old[layer], link_cost, work.fetch)
         _begin(weight, pace, weighted, row, work)
-        spent[layer] = now = kept_net = usual = 0.0
+        spent[layer] = now = usual = 0.0
+        kept_net = -np.inf
         barred = barred_rank = taken_back = -1
-        for tries in range(_MOST_TRIES + 1):
+        for _ in range(_MOST_TRIES + 1):
             for _ in range(most_steps):
-                unit = _unit(weight, work.time, work.power)
+                balance = _balance(weight, work.time)
+                if balance - price * now > kept_net + _SOME_GAIN:
+                    kept_net, spent[layer] = balance - price * now, now
+                    _copy(row, kept)
+                # With M the largest time, sum(time^8) is near M^8: 1 / M falls by (1 / M) / 8 per relative rise of it.
+                unit = balance / (8.0 * _sum(work.power))
                 # Steps back refund at most this.
                 refund = 2.0 * price * dearest if now > 0.0 else 0.0
                 gifts = _list_gifts(weight, capacity, pace, weighted, row, work)
@@ -160,13 +166,10 @@ def improve_layers(
                     break
                 now += found[4]
             net = _balance(weight, work.time) - price * now
-            if tries == 0 or net > kept_net + _SOME_GAIN:
-                kept_net = net
-                spent[layer] = now
+            if net > kept_net + _SOME_GAIN:
+                kept_net, spent[layer] = net, now
                 _copy(row, kept)
-            else:
-                _copy(kept, row)
-                _begin(weight, pace, weighted, row, work)
+            _copy(kept, row)
             if spent[layer] + dearest <= budget[layer]:
                 break
             # The budget has ended the search: take each transfer back in turn and look for better ones in its place.
@@ -431,15 +434,6 @@ def _sum(values: FloatArray) -> float:
     for value in values:
         total += value
     return total
-
-
-@kernel
-def _unit(weight: FloatArray, time: FloatArray, power: FloatArray) -> float:
-    """Balancedness that a unit of power is worth.
-
-    With M the largest time, sum(time^8) is near M^8, so that 1 / M falls by (1 / M) / 8 per relative rise of the sum.
-    """
-    return _balance(weight, time) / (8.0 * _sum(power))
 
 
 @kernel

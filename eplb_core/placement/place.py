@@ -29,7 +29,7 @@ from eplb_core.placement._solve import solve_layers
 from eplb_core.topology import Topology
 
 # Steps of a layer that is placed from nothing for several windows, at effort 1.
-_FREE_STEPS = 16
+_FREE_STEPS = 128
 # Gain in balancedness that a transfer must bring; with a budget, which says what may be spent, less.
 _PRICE, _PRICE_IN_BUDGET = 0.001, 0.0001
 # A row never changes for less: rounding is no gain.
@@ -154,9 +154,11 @@ def place(
     weights = _check_weights(window_weights, len(windows))
     load = _add_windows(windows, weights)
     has_load = load.max(axis=1, initial=0.0) > 0.0
-    solution = _solve(problem, load, ~has_load, effort)
+    # What is searched further starts from one place, so that more effort goes on where less has ended.
+    further = problem.pin == 0 and (len(windows) > 1 or problem.weighted)
+    solution = _solve(problem, load, ~has_load, 1.0 if further else effort)
     if current is None:
-        if problem.pin == 0 and (len(windows) > 1 or problem.weighted):
+        if further:
             _balance_windows(problem, windows, weights, solution, ~has_load, effort)
         reached = _score(problem, windows, weights, solution.p2l)
         transfers = np.zeros(windows.shape[1], dtype=np.int64)
