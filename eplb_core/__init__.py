@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from eplb_core.loading.checkpoint import CheckpointError as CheckpointError
     from eplb_core.loading.checkpoint import load_checkpoint as load_checkpoint
     from eplb_core.loading.fingerprint import fingerprints as fingerprints
+    from eplb_core.loading.pull_plan import PullPlan as PullPlan
+    from eplb_core.loading.pull_plan import plan_pull as plan_pull
     from eplb_core.loading.resolver import SlotResolver as SlotResolver
     from eplb_core.loading.store import ExpertStore as ExpertStore
     from eplb_core.loading.transport import Caps as Caps
@@ -79,6 +81,7 @@ _HOMES = {
     "loading.agreement": "Agreement",
     "loading.checkpoint": "CheckpointError load_checkpoint",
     "loading.fingerprint": "fingerprints",
+    "loading.pull_plan": "PullPlan plan_pull",
     "loading.resolver": "SlotResolver",
     "loading.store": "ExpertStore",
     "loading.transport": "Caps ReadBatch ReadState Region Transport",
