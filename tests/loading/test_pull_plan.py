@@ -141,12 +141,15 @@ def test_avoided_ranks_and_unloaded_slots_are_no_source(
             elif slot in inside:
                 assert (kind, source) == (KEEP, slot)
             elif inside:
-                assert kind == COPY_OLD and source in inside
+                assert kind == COPY_OLD
+                assert source in inside
             elif kind == COPY_NEW:
                 assert plan.kind[i, source - plan.rank * per_rank] in (READ, RESTORE)
-                assert new.physical_to_logical_map[i, source] == expert and source < slot
+                assert new.physical_to_logical_map[i, source] == expert
+                assert source < slot
             elif kind == READ:
-                assert source in able and source // per_rank not in avoid
+                assert source in able
+                assert source // per_rank not in avoid
             else:
                 assert (kind, source) == (RESTORE, -1)
                 assert not [s for s in able if s // per_rank not in avoid]
