@@ -1,0 +1,30 @@
+"""What moves experts between ranks: one file a transport, imported when first used.
+
+Optional packages are imported by the constructor, whose error names the extra to install.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eplb_core.loading.transports.shared_memory import SharedMemory as SharedMemory
+
+_HOMES = {
+    "SharedMemory": "shared_memory",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
