@@ -23,7 +23,7 @@ class Staging:
 
     Args:
         memory: uint8 `[n]` on the stores' device, or its size in bytes, or None for a whole layer.
-        store: Any layer's store: all have the same tensors.
+        stores: One a layer; a tensor's rows may differ in size between layers, the largest counts.
 
     Raises:
         ValueError: Not one slot fits, or the tensor is of another kind.
@@ -38,8 +38,10 @@ class Staging:
     addresses: IntArray
     """Its first byte, int64 `[capacity, tensors]`."""
 
-    def __init__(self, memory: int | torch.Tensor | None, store: ExpertStore) -> None:
-        nbytes = store.slot_bytes
+    def __init__(self, memory: int | torch.Tensor | None, stores: Sequence[ExpertStore]) -> None:
+        store = stores[0]
+        row_bytes = np.max([layer.row_bytes for layer in stores], axis=0)
+        nbytes = int(row_bytes.sum())
         if memory is None:
             memory = store.num_slots * nbytes
         if isinstance(memory, torch.Tensor):
@@ -58,19 +60,19 @@ class Staging:
             memory if isinstance(memory, torch.Tensor) else torch.empty(size, dtype=torch.uint8, device=store.device)
         )
         # Large rows first: these keep the alignment of the memory whatever odd sizes come after them.
-        order = np.argsort(-store.row_bytes, kind="stable")
-        begin = np.empty_like(store.row_bytes)
-        begin[order] = np.cumsum(store.row_bytes[order]) - store.row_bytes[order]
-        self.offsets = self.capacity * begin + np.arange(self.capacity)[:, None] * store.row_bytes
+        order = np.argsort(-row_bytes, kind="stable")
+        begin = np.empty_like(row_bytes)
+        begin[order] = np.cumsum(row_bytes[order]) - row_bytes[order]
+        self.offsets = self.capacity * begin + np.arange(self.capacity)[:, None] * row_bytes
         self.addresses = self.offsets + self.memory.data_ptr()
         self._views = [
-            [self.memory[start : start + size] for start, size in zip(row, store.row_bytes.tolist(), strict=True)]
+            [self.memory[start : start + size] for start, size in zip(row, row_bytes.tolist(), strict=True)]
             for row in self.offsets.tolist()
         ]
 
-    def row(self, place: int) -> list[torch.Tensor]:
-        """One staged slot, uint8 `[row bytes]` for each tensor, views."""
-        return self._views[place]
+    def row(self, place: int, store: ExpertStore) -> list[torch.Tensor]:
+        """One staged slot of a layer, uint8 `[row bytes]` for each tensor, views."""
+        return [view[:size] for view, size in zip(self._views[place], store.row_bytes.tolist(), strict=True)]
 
 
 class Copies(NamedTuple):
@@ -157,7 +159,7 @@ class Installer:
     def _view(self, store: ExpertStore, name: str, index: int, slots: int, place: int) -> torch.Tensor:
         if place < 0:
             return self._spare[: int(store.row_bytes[index])]
-        return store.row(name, place) if place < slots else self.staging.row(place - slots)[index]
+        return store.row(name, place) if place < slots else self.staging.row(place - slots, store)[index]
 
 
 def whole_sources(old: IntArray, new: IntArray, num_experts: int) -> IntArray:

@@ -81,13 +81,13 @@ def test_an_install_leaves_every_slot_with_its_expert(
             {"w": own[:, None].repeat(1, 5), "scale": own[:, None].repeat(1, 3) + 100},
             whole={"alpha": torch.from_numpy(row.copy()).to(torch.uint8)[:, None] + 50},
         )
-        staging = Staging(None, store)
+        staging = Staging(None, [store])
         installer = Installer([store], staging)
         for step in plan_steps(old, new, rank=rank, capacity=staging.capacity):
             place_of = np.array(data.draw(st.permutations(range(per_rank))))
             for slot in np.flatnonzero(step.kind == READ).tolist():
                 expert = int(step.after.physical_to_logical_map[0, rank * per_rank + slot])
-                for tensor, label in zip(staging.row(int(place_of[slot])), (expert, expert + 100), strict=True):
+                for tensor, label in zip(staging.row(int(place_of[slot]), store), (expert, expert + 100), strict=True):
                     tensor.fill_(label)
             installer.run(0, installer.plan(step, place_of))
         for slot in range(per_rank):
@@ -106,17 +106,24 @@ def test_whole_rows_come_from_a_row_that_stays_if_there_is_one() -> None:
 
 def test_staging_lies_tensor_by_tensor_large_rows_first() -> None:
     store = ExpertStore({"scale": torch.zeros(4, 3), "w": torch.zeros(4, 16)})
-    staging = Staging(2 * store.slot_bytes + 1, store)
+    staging = Staging(2 * store.slot_bytes + 1, [store])
     assert staging.capacity == 2
     assert staging.offsets.tolist() == [[128, 0], [140, 64]]
-    assert Staging(None, store).capacity == 4
-    assert Staging(100 * store.slot_bytes, store).capacity == 4
-    assert [view.numel() for view in staging.row(1)] == [12, 64]
+    assert Staging(None, [store]).capacity == 4
+    assert Staging(100 * store.slot_bytes, [store]).capacity == 4
+    assert [view.numel() for view in staging.row(1, store)] == [12, 64]
+
+
+def test_the_largest_layer_counts_for_staging() -> None:
+    stores = [ExpertStore({"a": torch.zeros(2, 4), "b": torch.zeros(2, rows)}) for rows in (1, 9)]
+    staging = Staging(None, stores)
+    assert staging.memory.numel() == 2 * (16 + 36)
+    assert [[view.numel() for view in staging.row(1, store)] for store in stores] == [[16, 4], [16, 36]]
 
 
 def test_staging_that_does_not_fit_is_refused() -> None:
     store = ExpertStore({"w": torch.zeros(4, 16)})
     with pytest.raises(ValueError, match=r"`staging` \(=63 bytes\) must hold at least one slot \(=64 bytes\)"):
-        Staging(63, store)
+        Staging(63, [store])
     with pytest.raises(ValueError, match=r"`staging` \(torch.float32 \[64\]\) must be uint8 \[bytes\], contiguous"):
-        Staging(torch.zeros(64), store)
+        Staging(torch.zeros(64), [store])

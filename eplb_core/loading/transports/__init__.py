@@ -9,9 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eplb_core.loading.transports.local import DeferredCopy as DeferredCopy
+    from eplb_core.loading.transports.local import LocalCopy as LocalCopy
     from eplb_core.loading.transports.shared_memory import SharedMemory as SharedMemory
 
 _HOMES = {
+    "DeferredCopy": "local",
+    "LocalCopy": "local",
     "SharedMemory": "shared_memory",
 }
 
