@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from eplb_core.dispatch.shares import replica_shares as replica_shares
     from eplb_core.dispatch.static import static_dispatch_table as static_dispatch_table
     from eplb_core.dispatch.tables import DispatchTables as DispatchTables
+    from eplb_core.errors import AgreementError as AgreementError
     from eplb_core.errors import EplbError as EplbError
     from eplb_core.errors import FileFormatError as FileFormatError
     from eplb_core.errors import InfeasiblePlacementError as InfeasiblePlacementError
     from eplb_core.errors import LayoutError as LayoutError
+    from eplb_core.errors import MigrationError as MigrationError
     from eplb_core.errors import MissingExpertError as MissingExpertError
     from eplb_core.errors import TransportError as TransportError
     from eplb_core.layout import ExpertLayout as ExpertLayout
@@ -42,9 +44,13 @@ if TYPE_CHECKING:
     from eplb_core.layout_file import load_layout as load_layout
     from eplb_core.layout_file import save_layout as save_layout
     from eplb_core.loading.agreement import Agreement as Agreement
+    from eplb_core.loading.agreement import GroupAgreement as GroupAgreement
     from eplb_core.loading.checkpoint import CheckpointError as CheckpointError
     from eplb_core.loading.checkpoint import load_checkpoint as load_checkpoint
     from eplb_core.loading.fingerprint import fingerprints as fingerprints
+    from eplb_core.loading.migrator import Migrator as Migrator
+    from eplb_core.loading.migrator import MigratorStatus as MigratorStatus
+    from eplb_core.loading.mover import move_experts as move_experts
     from eplb_core.loading.pull_plan import PullPlan as PullPlan
     from eplb_core.loading.pull_plan import plan_pull as plan_pull
     from eplb_core.loading.resolver import SlotResolver as SlotResolver
@@ -78,9 +84,11 @@ _HOMES = {
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
     "layout_file": "load_layout save_layout",
-    "loading.agreement": "Agreement",
+    "loading.agreement": "Agreement GroupAgreement",
     "loading.checkpoint": "CheckpointError load_checkpoint",
     "loading.fingerprint": "fingerprints",
+    "loading.migrator": "Migrator MigratorStatus",
+    "loading.mover": "move_experts",
     "loading.pull_plan": "PullPlan plan_pull",
     "loading.resolver": "SlotResolver",
     "loading.store": "ExpertStore",
@@ -97,7 +105,8 @@ _HOMES = {
     "trace": "Trace load_trace save_trace",
     "placement.deepseek": "rebalance_experts",
     "placement.place": "Placement place",
-    "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError",
+    "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError "
+    "AgreementError MigrationError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numba
 
@@ -17,11 +17,12 @@ CHUNK_BYTES = 256 << 10
 
 def _memmove() -> Callable[[int, int, int], Any]:
     """The C library's; in kernels as an external symbol, so that they can be cached, and as a call without compiler."""
-    if numba.config.DISABLE_JIT:
+    compiler: Any = numba
+    if compiler.config.DISABLE_JIT:
         return lambda to, source, nbytes: ctypes.memmove(int(to), int(source), int(nbytes))
-    word = numba.types.uintp
-    function: Callable[[int, int, int], Any] = numba.types.ExternalFunction("memmove", word(word, word, word))
-    return function
+    word = compiler.types.uintp
+    function: Any = compiler.types.ExternalFunction("memmove", word(word, word, word))
+    return cast("Callable[[int, int, int], Any]", function)
 
 
 memmove = _memmove()

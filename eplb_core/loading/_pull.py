@@ -1,4 +1,4 @@
-"""One rank's reads: what peers must know of each other, batches for a step, and staging rows that are in whose hands."""
+"""One rank's reads: what peers must know of each other, batches for a step, who may write to which staging row."""
 
 from __future__ import annotations
 
@@ -199,14 +199,15 @@ class Puller:
         for _, rows in still:  # several reads may have shared a row
             self._taken[rows] = True
         self._quarantined = still
-        return int(self._taken.sum())
+        return len({row for _, rows in still for row in rows.tolist()})
 
     def _free_rows(self, count: int, deadline: float) -> IntArray:
         until = time.monotonic() + deadline
         while True:
             held = self.num_quarantined()
-            if len(self._taken) - held >= count:
-                return np.flatnonzero(~self._taken)[:count]
+            free = np.flatnonzero(~self._taken)
+            if len(free) >= count:
+                return free[:count]
             if time.monotonic() > until:
                 raise Trouble(
                     "deadline", f"{held} of {len(self._taken)} slots of staging are still owned by reads given up on"

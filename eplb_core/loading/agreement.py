@@ -76,10 +76,11 @@ class GroupAgreement:
         self._group = cpu_group
         self._timeout = timedelta(seconds=self.deadline)
         self._words = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-        self._options = dist.AllreduceOptions()
+        options: Any = dist.distributed_c10d
+        self._options = options.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MIN
         self._options.timeout = self._timeout
-        self._gather_options = dist.AllgatherOptions()
+        self._gather_options = options.AllgatherOptions()
         self._gather_options.timeout = self._timeout
         self._pending: tuple[Any, torch.Tensor] | None = None
         self._failure: AgreementError | None = None
@@ -223,7 +224,8 @@ class LocalAgreement:
         if self._posted == 0:
             return None
         self._taken = self._posted
-        return min(self._room.get(("word", self._posted - 1), self.deadline))
+        lowest: int = min(self._room.get(("word", self._posted - 1), self.deadline))
+        return lowest
 
     def gather(self, blob: bytes) -> list[bytes]:
         """Every member's blob."""

@@ -157,8 +157,9 @@ class Answer(NamedTuple):
 class Keeper:
     """A record that follows the moves it is told of, and answers otherwise where told to."""
 
-    def __init__(self, layout: ExpertLayout, begin: Answer = Answer(), digest: str | None = None) -> None:
-        self.layout, self.adopted, self.answer, self.digest = layout, 0, begin, digest
+    def __init__(self, layout: ExpertLayout, begin: Answer | None = None, digest: str | None = None) -> None:
+        self.layout, self.adopted, self.digest = layout, 0, digest
+        self.answer = begin or Answer()
         self.pending: list[int] = []
         self.said: list[str] = []
 
