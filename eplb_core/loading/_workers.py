@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 
-
 _log = logging.getLogger("eplb_core")
 
 
@@ -56,12 +55,19 @@ class Worker:
         if device.type == "cuda":  # pragma: no cover
             torch.cuda.set_device(device)
             _relax_capture()
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception:  # a migration that hangs on it ends by its deadline
-                _log.exception("a job of %s failed", threading.current_thread().name)
+        while self._run_one():
             self._done += 1
+
+    def _run_one(self) -> bool:
+        """The next job; what it holds is let go of before the wait for another."""
+        job = self._jobs.get()
+        if job is None:
+            return False
+        try:
+            job()
+        except Exception:  # a migration that hangs on it ends by its deadline
+            _log.exception("a job of %s failed", threading.current_thread().name)
+        return True
 
 
 def _relax_capture() -> None:  # pragma: no cover

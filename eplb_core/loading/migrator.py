@@ -463,7 +463,7 @@ class Migrator:
             return
         if self._posted >= 0 and self._posted == _words.word(run.number, _words.MOVING, 2 * run.installed + 1):
             raise MigrationError(
-                f"{error} Other ranks may have installed layer {run.steps[run.installed].layer}, which this one has "
+                f"{error}. Other ranks may have installed layer {run.steps[run.installed].layer}, which this one has "
                 "staged; call `rejoin` with an agreement of the ranks that live before the next pass",
                 layout=self._layout,
                 reason="agreement",

@@ -1,12 +1,9 @@
-"""Migrations under a loop of passes: all ranks in one process, polled in turn; every slot is looked at after each pass."""
+"""Migrations under a loop of passes: all ranks in one process, polled in turn; each pass looks at every slot."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,109 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import DispatchTables, ExpertLayout, Topology, replica_shares
-from eplb_core.errors import AgreementError, MigrationError
-from eplb_core.loading.agreement import LocalAgreement
-from eplb_core.loading.migrator import Migrator
-from eplb_core.loading.transport import Transport
-from eplb_core.loading.transports import DeferredCopy, LocalCopy
-from tests.loading.test_mover import Answer, FailsAt, Keeper, Shelf
-from tests.loading.worlds import SIZES, World, layout_pairs, random_layout
+from eplb_core.errors import MigrationError
+from eplb_core.loading.transports import DeferredCopy
+from tests.loading.fleets import LONG, SLOT, Answer, FailsAt, Fleet, Keeper, fleet
+from tests.loading.worlds import layout_pairs
 
-SLOT = sum(SIZES.values())
 TWO = Topology(2)
 OLD = ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=TWO)
 NEW = ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=TWO)
-LONG = 20.0
-
-
-class Fleet(World):
-    """Ranks with a Migrator each, and the loop of passes."""
-
-    def __init__(
-        self,
-        layout: ExpertLayout,
-        make: Callable[[], Transport] = LocalCopy,
-        *,
-        ranks: Sequence[int] | None = None,
-        mode: Any = "even",
-        transports: dict[int, Transport] | None = None,
-        records: dict[int, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(layout, make, ranks)
-        self.transports |= transports or {}
-        self.tables = {rank: DispatchTables(layout, rank=rank, mode=mode) for rank in self.ranks}
-        self.installed: list[int] = []
-        made = self.each(
-            lambda rank: Migrator(
-                self.stores[rank],
-                layout,
-                rank=rank,
-                transport=self.transports[rank],
-                agreement=self.agreements[rank],
-                tables=self.tables[rank],
-                record=(records or {}).get(rank),
-                **{"deadline": LONG, **options},
-            )
-        )
-        failed = [result for result in made if isinstance(result, BaseException)]
-        if failed:
-            raise failed[0]
-        self.migrators: dict[int, Migrator] = dict(zip(self.ranks, made, strict=True))  # type: ignore[arg-type]
-
-    @property
-    def first(self) -> Migrator:
-        return self.migrators[self.ranks[0]]
-
-    def one_pass(self) -> tuple[int, ...]:
-        """All ranks poll; then they must agree in layout, tables and status, and every slot must hold its expert."""
-        rows = {rank: migrator.poll() for rank, migrator in self.migrators.items()}
-        assert len(set(rows.values())) == 1
-        self.look()
-        self.installed += rows[self.ranks[0]]
-        return rows[self.ranks[0]]
-
-    def look(self) -> None:
-        layout = self.first.layout
-        agreed = {
-            (m.layout.digest, m.idle, m.status.phase, m.status.migration, m.status.installed, m.status.cause)
-            for m in self.migrators.values()
-        }
-        assert len(agreed) == 1
-        for rank in self.ranks:
-            assert self.tables[rank].layout == layout
-        self.check(layout)
-
-    def passes(self, until: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> int:
-        """Passes until something is so; workers get their turn in between."""
-        count, end = 0, time.monotonic() + LONG
-        while not until():
-            assert time.monotonic() < end, self.first.status
-            self.one_pass()
-            meanwhile()
-            count += 1
-            threading.Event().wait(0.0002)
-        return count
-
-    def until_idle(self, meanwhile: Callable[[], object] = lambda: None) -> int:
-        return self.passes(lambda: self.first.idle, meanwhile)
-
-    def start(self, target: Any, **options: Any) -> None:
-        for migrator in self.migrators.values():
-            assert migrator.start(target, **options)
-
-    def stop(self) -> list[Any]:
-        return self.each(lambda rank: self.migrators[rank].stop(LONG))
-
-
-@contextmanager
-def fleet(*args: Any, clean: bool = True, **options: Any) -> Iterator[Fleet]:
-    made = Fleet(*args, **options)
-    try:
-        yield made
-    finally:
-        stopped = made.stop()
-    assert not clean or stopped == [True] * len(made.ranks)
 
 
 # ---- it moves --------------------------------------------------------------------------------------------------------

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,9 +14,8 @@ from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology
 from eplb_core.errors import MigrationError
 from eplb_core.loading.mover import move_experts
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
-from tests.loading.worlds import SIZES, World, label, layout_pairs, stores_of
-
-SLOT = sum(SIZES.values())
+from tests.loading.fleets import SLOT, Answer, FailsAt, Keeper, Shelf
+from tests.loading.worlds import World, layout_pairs, stores_of
 
 
 def move(world: World, new: ExpertLayout, **options: Any) -> list[Any]:
@@ -76,23 +74,6 @@ SWAP = (
 )
 
 
-class FailsAt(LocalCopy):
-    """The n-th read fails."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.left = n
-
-    def _copy(self, ticket: Any, peer: Any) -> None:
-        self.left -= 1
-        if self.left < 0:
-            from eplb_core.loading.transport import ReadState, Status
-
-            ticket.finish(Status(ReadState.FAILED, "the cable was cut"))
-        else:
-            super()._copy(ticket, peer)
-
-
 def test_a_read_that_fails_ends_the_move_on_every_rank_between_two_layers() -> None:
     """F6: layers 0 and 1 are new, 2 is old, on both ranks."""
     old, new = SWAP
@@ -147,49 +128,6 @@ def test_ranks_that_do_not_fit_are_refused_before_a_byte_moves() -> None:
     assert ["no weight was moved: rank 1: this local_copy" in str(error) for error in move(world, new)] == [True] * 2
 
 
-class Answer(NamedTuple):
-    status: str = "ok"
-    reason: str = ""
-    version: int | None = None
-    digest: str | None = None
-
-
-class Keeper:
-    """A record that follows the moves it is told of, and answers otherwise where told to."""
-
-    def __init__(self, layout: ExpertLayout, begin: Answer | None = None, digest: str | None = None) -> None:
-        self.layout, self.adopted, self.digest = layout, 0, digest
-        self.answer = begin or Answer()
-        self.pending: list[int] = []
-        self.said: list[str] = []
-
-    def begin(self, layers: list[int], version: int) -> Answer:
-        assert version == self.adopted
-        assert not self.pending
-        self.said.append("begin")
-        if self.answer.status == "ok":
-            self.pending = list(layers)
-        return self.answer
-
-    def commit(self, layers: list[int], rows: np.ndarray[Any, Any]) -> Answer:
-        assert layers == self.pending
-        p2l = self.layout.physical_to_logical_map.copy()
-        p2l[layers] = rows
-        self.layout = ExpertLayout(p2l, self.layout.num_experts, topology=self.layout.topology)
-        self.pending, self.adopted = [], self.adopted + 1
-        self.said.append("commit")
-        return Answer(version=self.adopted, digest=self.digest or self.layout.digest)
-
-    def abort(self, layers: list[int]) -> Answer:
-        assert layers == self.pending
-        self.pending = []
-        self.said.append("abort")
-        return Answer()
-
-    def refuse_moves(self, reason: str) -> None:
-        self.said.append("off")
-
-
 def test_a_record_is_told_before_and_after_each_layer() -> None:
     """R26, R28."""
     old, new = SWAP
@@ -235,14 +173,6 @@ def test_a_record_on_some_ranks_alone_is_refused() -> None:
     world = World(old)
     results = move(world, new, record=lambda rank: Keeper(old) if rank else None)
     assert all("record of rank 1 (=True) must be as on rank 0 (=False)" in str(error) for error in results)
-
-
-class Shelf:
-    """Every expert, by label."""
-
-    def fetch(self, layer: int, expert: int, rows: list[torch.Tensor]) -> None:
-        for name, row in zip(SIZES, rows, strict=True):
-            row.copy_(label(layer, expert, name))
 
 
 def test_experts_of_a_dead_rank_come_from_the_backup() -> None:
