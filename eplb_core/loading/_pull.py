@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -123,10 +123,14 @@ class Puller:
 
     # ---- reads -----------------------------------------------------------------------------------------------------
 
-    def begin(self, step: Step, deadline: float) -> Pull:
-        """Begin all reads of a step; waits up to `deadline` seconds for staging that reads given up on still own."""
+    def begin(self, step: Step, deadline: float, is_over: Callable[[], bool] = lambda: False) -> Pull:
+        """Begin all reads of a step; waits up to `deadline` seconds for staging that reads given up on still own.
+
+        Raises:
+            Trouble: There was none, or a read was refused, or `is_over` while it waited.
+        """
         arrives = np.flatnonzero((step.kind == READ) | (step.kind == RESTORE))
-        rows = self._free_rows(len(arrives), deadline)
+        rows = self._free_rows(len(arrives), deadline, is_over)
         place_of = np.full(len(step.kind), -1, dtype=np.int64)
         place_of[arrives] = rows
         pull = Pull(place_of)
@@ -201,14 +205,14 @@ class Puller:
         self._quarantined = still
         return len({row for _, rows in still for row in rows.tolist()})
 
-    def _free_rows(self, count: int, deadline: float) -> IntArray:
+    def _free_rows(self, count: int, deadline: float, is_over: Callable[[], bool]) -> IntArray:
         until = time.monotonic() + deadline
         while True:
             held = self.num_quarantined()
             free = np.flatnonzero(~self._taken)
             if len(free) >= count:
                 return free[:count]
-            if time.monotonic() > until:
+            if is_over() or time.monotonic() > until:
                 raise Trouble(
                     "deadline", f"{held} of {len(self._taken)} slots of staging are still owned by reads given up on"
                 )

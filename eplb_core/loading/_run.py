@@ -189,7 +189,7 @@ class RunWorker:
 
     def _stage(self, run: Run, step: Step) -> tuple[Pull, Copies] | None:
         """Read and restore a step's slots, and announce it to the record; None if the run ended meanwhile."""
-        pull = self.puller.begin(step, self._deadline)
+        pull = self.puller.begin(step, self._deadline, lambda: run.ended)
         begun = time.monotonic()
         try:
             copies = self._installer.plan(step, pull.place_of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,8 @@ class GroupAgreement:
         cpu_group: A group on the CPU (gloo) that nobody else uses: collectives of two users on one group mix. From
             `torch.distributed.new_group(backend="gloo")`, or a `ProcessGroupGloo`.
         deadline: Seconds after which a peer that does not answer is given up on.
+        store: The store that the group was made with, through which ranks find out who is missing. Default: that of a
+            group that torch made by name.
 
     Raises:
         ValueError: `deadline` is not positive.
@@ -62,7 +65,7 @@ class GroupAgreement:
         That of the passes. After an error every call raises it again: the group is broken, make another.
     """
 
-    def __init__(self, cpu_group: Any, deadline: float = 30.0) -> None:
+    def __init__(self, cpu_group: Any, deadline: float = 30.0, *, store: Any = None) -> None:
         import torch
         import torch.distributed as dist
 
@@ -84,7 +87,8 @@ class GroupAgreement:
         self._gather_options.timeout = self._timeout
         self._pending: tuple[Any, torch.Tensor] | None = None
         self._failure: AgreementError | None = None
-        self._mark, self._has_mark = _marks_of(cpu_group, self.rank)
+        self._window = min(1.0, self.deadline / 4)
+        self._marks = _Marks(cpu_group, self.rank, store)
 
     def post(self, word: int) -> None:
         """Start this pass's all-reduce.
@@ -113,7 +117,7 @@ class GroupAgreement:
             return None
         work, buffer = self._pending
         self._pending = None
-        self._guarded(lambda: work.wait(self._timeout))
+        self._guarded(lambda: self._wait(work))
         return int(buffer[0])
 
     def gather(self, blob: bytes) -> list[bytes]:
@@ -138,8 +142,23 @@ class GroupAgreement:
         import torch
 
         out = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._guarded(lambda: self._group.allgather([out], [tensor], self._gather_options).wait(self._timeout))
+        self._guarded(lambda: self._wait(self._group.allgather([out], [tensor], self._gather_options)))
         return out
+
+    def _wait(self, work: Any) -> None:
+        """Until it is complete, or the deadline has passed, or another rank says that it has seen a failure."""
+        start = time.monotonic()
+        look = start + _LOOK_S
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - start > self.deadline - self._window:
+                raise RuntimeError("it took too long")
+            if now > look:
+                if self._marks.any():
+                    raise RuntimeError("another rank has seen a failure")
+                look = now + _LOOK_S
+            time.sleep(2e-5 if now - start < 0.01 else 1e-3)
+        work.wait()
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
         try:
@@ -155,12 +174,12 @@ class GroupAgreement:
             raise self._failure from error
 
     def _missing(self) -> tuple[int, ...]:
-        """Ranks that do not say within a second that they too have seen the failure."""
+        """Ranks that do not say soon that they too have seen the failure."""
         try:
-            self._mark()
-            until = time.monotonic() + min(1.0, self.deadline)
+            self._marks.set()
+            until = time.monotonic() + self._window
             while True:
-                missing = tuple(rank for rank in range(self.size) if not self._has_mark(rank))
+                missing = self._marks.missing(self.size)
                 if not missing or time.monotonic() > until:
                     return missing
                 time.sleep(0.01)
@@ -168,22 +187,35 @@ class GroupAgreement:
             return ()
 
 
-def _marks_of(group: Any, rank: int) -> tuple[Callable[[], None], Callable[[int], bool]]:
-    """How a rank says in the group's store that it lives, and asks for others; without a store nobody is missing."""
-    import torch.distributed as dist
+_LOOK_S = 0.2
+"""How often a rank that waits asks whether others have given up."""
 
-    try:
-        store: Any = dist.distributed_c10d._world.pg_map[group][1]
-    except (AttributeError, KeyError, TypeError):
-        return lambda: None, lambda other: True
 
-    def mark() -> None:
-        store.set(f"eplb-alive-{rank}", "1")
+class _Marks:
+    """How ranks whose group has failed find each other: keys in the store that the group was made with, if known."""
 
-    def has_mark(other: int) -> bool:
-        return bool(store.check([f"eplb-alive-{other}"]))
+    def __init__(self, group: Any, rank: int, store: Any) -> None:
+        import torch.distributed as dist
 
-    return mark, has_mark
+        world: Any = dist.distributed_c10d
+        self._rank = rank
+        self._store = store
+        if store is None:
+            with contextlib.suppress(AttributeError, KeyError, TypeError):
+                self._store = world._world.pg_map[group][1]
+
+    def set(self) -> None:
+        if self._store is not None:
+            self._store.set("eplb-failed", "1")
+            self._store.set(f"eplb-alive-{self._rank}", "1")
+
+    def any(self) -> bool:
+        return self._store is not None and bool(self._store.check(["eplb-failed"]))
+
+    def missing(self, size: int) -> tuple[int, ...]:
+        if self._store is None:
+            return ()
+        return tuple(rank for rank in range(size) if not self._store.check([f"eplb-alive-{rank}"]))
 
 
 class LocalAgreement:

@@ -153,8 +153,12 @@ class Fleet(World):
             self.one_pass()
             meanwhile()
             count += 1
-            threading.Event().wait(0.0002)
+            self.passes_pause()
         return count
+
+    def passes_pause(self) -> None:
+        """Give workers a turn."""
+        threading.Event().wait(0.0005)
 
     def until_idle(self, meanwhile: Callable[[], object] = lambda: None) -> int:
         return self.passes(lambda: self.first.idle, meanwhile)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ SIZES = {"w13": 40, "w2": 24, "scale": 3}
 """Bytes of a row of each tensor."""
 
 
+@cache
 def label(layer: int, expert: int, name: str) -> torch.Tensor:
     """The bytes of an expert: nobody else's."""
     seed = (layer * 1009 + expert) * 8 + list(SIZES).index(name)
