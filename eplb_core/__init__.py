@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from eplb_core.layout_file import save_layout as save_layout
     from eplb_core.loading.agreement import Agreement as Agreement
     from eplb_core.loading.agreement import GroupAgreement as GroupAgreement
+    from eplb_core.loading.backup import HostBackup as HostBackup
     from eplb_core.loading.checkpoint import CheckpointError as CheckpointError
     from eplb_core.loading.checkpoint import load_checkpoint as load_checkpoint
     from eplb_core.loading.fingerprint import fingerprints as fingerprints
@@ -85,6 +86,7 @@ _HOMES = {
     "layout": "ExpertLayout min_redundant",
     "layout_file": "load_layout save_layout",
     "loading.agreement": "Agreement GroupAgreement",
+    "loading.backup": "HostBackup",
     "loading.checkpoint": "CheckpointError load_checkpoint",
     "loading.fingerprint": "fingerprints",
     "loading.migrator": "Migrator MigratorStatus",

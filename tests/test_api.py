@@ -15,7 +15,7 @@ SOURCE = Path(eplb_core.__file__)
 NEED_TORCH = {
     *("CheckpointError", "ExpertStore", "fingerprints", "load_checkpoint", "rebalance_experts"),
     *("DispatchTables", "LayerTables", "LoadCounter", "topk_to_slots"),
-    *("Migrator", "MigratorStatus", "move_experts"),
+    *("HostBackup", "Migrator", "MigratorStatus", "move_experts"),
 }
 
 

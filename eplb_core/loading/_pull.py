@@ -219,6 +219,14 @@ class Puller:
             time.sleep(POLL_S)
 
 
+_WRITTEN: list[Puller] = []
+
+
+def keep_while_written(puller: Puller) -> None:
+    """Hold on to staging that reads given up on may still write, after the call that made it has ended."""
+    _WRITTEN[:] = [other for other in (*_WRITTEN, puller) if other.num_quarantined()]
+
+
 POLL_S = 0.0005
 """How long a worker sleeps between two looks at its reads."""
 

@@ -18,6 +18,7 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _words
 from eplb_core.loading._pull import POLL_S, Backup, Puller, Trouble, check_frame
 from eplb_core.loading._run import Run, RunWorker, Target
+from eplb_core.loading._warm import warm_moves
 from eplb_core.loading._workers import Worker
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install import Installer, Staging
@@ -127,6 +128,7 @@ class Migrator:
     ) -> None:
         self._deadline = check_real(deadline, "deadline", above=0.0)
         stores = check_frame(stores, layout, rank)
+        warm_moves()
         self.rank = rank
         self._layout, self._agreement, self._tables, self._on_install = layout, agreement, tables, on_install
         self._device = stores[0].device

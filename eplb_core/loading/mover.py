@@ -12,7 +12,7 @@ import torch
 from eplb_core._arrays import ArrayLike, check_real
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.layout import ExpertLayout
-from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble, check_frame
+from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble, check_frame, keep_while_written
 from eplb_core.loading._steps import Step, plan_steps
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install import Installer, Staging
@@ -97,7 +97,7 @@ def move_experts(
         if failures:
             if trouble is None:
                 recorder.abort(step)
-            _keep_while_written(puller)
+            keep_while_written(puller)
             _raise(failures, live)
         if pull is not None:
             installer.run(step.layer, installer.plan(step, pull.place_of))
@@ -117,14 +117,6 @@ def move_experts(
             recorder.off(failures[0][2])
             _raise(failures, live)
     return live
-
-
-_WRITTEN: list[Puller] = []
-
-
-def _keep_while_written(puller: Puller) -> None:
-    """Hold on to staging that reads given up on may still write, after the call that made it has ended."""
-    _WRITTEN[:] = [other for other in (*_WRITTEN, puller) if other.num_quarantined()]
 
 
 def _stage(

@@ -225,74 +225,41 @@ def _find_needs(
         for slot in range(reader * per_rank, (reader + 1) * per_rank):
             expert = new[slot]
             what, where = EMPTY, -1
-            if expert >= 0:
-                what, where = _find_inside(old, new, loaded, slot, reader, rank_of, starts, by_expert)
-                if what == READ and filled[expert] >= reader * per_rank:
+            if expert >= 0 and old[slot] == expert and loaded[slot]:
+                what, where = KEEP, slot
+            elif expert >= 0:
+                # One look at the holders, written out here: calls with arrays would be most of the time.
+                near, far, last = 0, 0, -1
+                for k in range(starts[expert], starts[expert + 1]):
+                    other = by_expert[k]
+                    holder = rank_of[other]
+                    if holder == reader:  # a slot that stays is preferred: nothing overwrites it
+                        if where < 0 or (new[other] == expert and new[where] != expert):
+                            where = other
+                    elif holder != last and readable[holder]:
+                        if rank_to_node[holder] == rank_to_node[reader]:
+                            near += 1
+                        else:
+                            far += 1
+                    last = holder
+                if where >= 0:
+                    what = COPY_OLD
+                elif filled[expert] >= reader * per_rank:
                     what, where = COPY_NEW, filled[expert]
-                elif what == READ:
+                else:
+                    what = RESTORE
                     filled[expert] = slot
                     staged += 1
-                    choices = _count_holders(expert, reader, rank_of, rank_to_node, readable, starts, by_expert)
-                    if choices == 0:
-                        what = RESTORE
-                    else:
+                    if near + far > 0:
+                        what = READ
                         need_slot[needs] = slot
-                        need_choices[needs] = choices
+                        need_choices[needs] = near if near > 0 else far
                         needs += 1
             if reader == rank:
                 kind[slot - reader * per_rank] = what
                 source[slot - reader * per_rank] = where
         most = max(most, staged)
     return needs, most
-
-
-@inline_kernel
-def _find_inside(
-    old: IntArray,
-    new: IntArray,
-    loaded: BoolArray,
-    slot: int,
-    reader: int,
-    rank_of: IntArray,
-    starts: IntArray,
-    by_expert: IntArray,
-) -> tuple[int, int]:
-    """KEEP or COPY_OLD with the source, or READ. A source that keeps its expert is preferred: nothing overwrites it."""
-    expert = new[slot]
-    if old[slot] == expert and loaded[slot]:
-        return KEEP, slot
-    first = -1
-    for k in range(starts[expert], starts[expert + 1]):
-        other = by_expert[k]
-        if rank_of[other] == reader:
-            if new[other] == expert:
-                return COPY_OLD, other
-            if first < 0:
-                first = other
-    if first >= 0:
-        return COPY_OLD, first
-    return READ, -1
-
-
-@inline_kernel
-def _count_holders(
-    expert: int,
-    reader: int,
-    rank_of: IntArray,
-    rank_to_node: IntArray,
-    readable: BoolArray,
-    starts: IntArray,
-    by_expert: IntArray,
-) -> int:
-    """Ranks of the reader's node that could serve a read, or of all nodes if there is none on its own."""
-    near, all_of_them, last = 0, 0, -1
-    for k in range(starts[expert], starts[expert + 1]):
-        holder = rank_of[by_expert[k]]
-        if holder != last and readable[holder]:
-            all_of_them += 1
-            near += rank_to_node[holder] == rank_to_node[reader]
-        last = holder
-    return near if near else all_of_them
 
 
 @inline_kernel

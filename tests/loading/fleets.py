@@ -82,7 +82,7 @@ class Keeper:
 class Shelf:
     """Every expert, by label."""
 
-    def fetch(self, layer: int, expert: int, rows: list[torch.Tensor]) -> None:
+    def fetch(self, layer: int, expert: int, rows: Sequence[torch.Tensor]) -> None:
         for name, row in zip(SIZES, rows, strict=True):
             row.copy_(label(layer, expert, name))
 

@@ -89,8 +89,9 @@ class Rank:
     def without(self, gone: int) -> None:
         """Go on without a rank: rejoin, and move to a layout in which it has nothing."""
         live = [rank for rank in range(self.size) if rank != gone]
-        store = dist.PrefixStore("live", dist.FileStore(f"{self.folder}/live", len(live)))
-        group = dist.ProcessGroupGloo(store, live.index(self.rank), len(live), timedelta(seconds=60))
+        torch_names: Any = dist
+        store = torch_names.FileStore(f"{self.folder}/live", len(live))
+        group = torch_names.ProcessGroupGloo(store, live.index(self.rank), len(live), timedelta(seconds=60))
         self.migrator.rejoin(GroupAgreement(group, deadline=30.0))
         self.look()
         row = np.full((LAYERS, self.size, PER_RANK), -1)

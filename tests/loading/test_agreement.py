@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+import torch
 
 from eplb_core.errors import AgreementError
 from eplb_core.loading.agreement import Agreement, GroupAgreement, LocalAgreement
 from tests.loading.worlds import on_threads
+
+dist: Any = torch.distributed
 
 Make = Callable[..., list[Any]]
 

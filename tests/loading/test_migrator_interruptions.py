@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from eplb_core import ExpertLayout, SlotResolver, Topology
 from eplb_core.errors import AgreementError, MigrationError
@@ -101,7 +102,7 @@ def test_new_weights_in_a_pause_are_what_later_migrations_move() -> None:
                 for expert in range(4):
                     for row in resolver.local_slots(layer, expert):
                         for name in SIZES:
-                            ranks.stores[rank][layer].row(name, row).copy_(label(layer, expert, name) ^ 255)
+                            ranks.stores[rank][layer].row(name, row).copy_(label(layer, expert, name).bitwise_not())
             ranks.migrators[rank].resume()
         for migrator in ranks.migrators.values():
             migrator.start(OLD)
@@ -114,8 +115,8 @@ def test_new_weights_in_a_pause_are_what_later_migrations_move() -> None:
                 for local in range(2):
                     expert = int(OLD.physical_to_logical_map[layer, 2 * rank + local])
                     for name in SIZES:
-                        row = ranks.stores[rank][layer].row(name, local)
-                        assert row.tolist() == (label(layer, expert, name) ^ 255).tolist()
+                        held = ranks.stores[rank][layer].row(name, local)
+                        assert torch.equal(held, label(layer, expert, name).bitwise_not())
 
 
 def test_stop_says_that_a_read_may_still_write_to_staging() -> None:
@@ -151,7 +152,6 @@ def test_a_stopped_migrator_leaves_the_transport_to_the_next_one() -> None:
             ranks.stores[rank], NEW, rank=rank, transport=ranks.transports[rank], agreement=members[rank]
         )
     )
-    assert [migrator.stop(LONG) for migrator in made[:0]] == []
     ranks.migrators = dict(enumerate(made))  # type: ignore[arg-type]
     ranks.agreements = dict(enumerate(members))
     for tables in ranks.tables.values():
