@@ -399,9 +399,7 @@ class Migrator:
             self._finish()
         if self._run is not None:
             self._end(self._run, "paused", "the engine paused it", None)
-        # Words of before are still on their way: no later migration has their number.
-        self._number += 1
-        self._word[0] = _words.word(self._number, _words.DONE, 0)
+        # Words of before are still on their way, with the number of a migration that is over: nobody heeds them.
         quiet = self._mover.wait_quiet(self._deadline)
         told = [json.loads(blob) for blob in self._agreement.gather(json.dumps([quiet, self._layout.digest]).encode())]
         self._paused = True
@@ -496,7 +494,7 @@ class Migrator:
             if (run.number, run.installed + 1) == most and run.staged > run.installed:
                 self._install_step(run)
             self._end(run, "agreement", self._lost or "ranks joined anew", None)
-        self._number = most[0] + 1
+        self._number = most[0]
         self._word[0] = _words.word(self._number, _words.DONE, 0)
         members = {rank for rank, _, _ in told}
         self._work.puller.avoid_ranks = tuple(

@@ -71,6 +71,26 @@ def test_a_pause_at_any_pass_leaves_all_ranks_in_one_layout_and_the_next_migrati
             assert ranks.first.status.cause == ""
 
 
+def test_a_layer_is_not_read_again_before_every_rank_has_installed_it() -> None:
+    """R55, for a layer in two steps: rank 1 has not yet installed the first when rank 0 could read for the second."""
+    old = ExpertLayout([[0, 1, 2, 3]], 4, topology=TWO)
+    new = ExpertLayout([[2, 3, 1, 0]], 4, topology=TWO)
+    reads = DeferredCopy()
+    with fleet(old, transports={0: reads}, staging=SLOT) as ranks:
+        ranks.start(new)
+        ranks.passes(lambda: reads.waiting == 1)
+        reads.complete()
+        staged = _words.word(1, _words.MOVING, 1)
+        ranks.passes(lambda: all(migrator._posted == staged for migrator in ranks.migrators.values()))
+        assert ranks.migrators[0].poll() == (0,)
+        assert not ranks.migrators[0]._mover.wait_quiet(0.05)
+        assert reads.waiting == 0
+        assert ranks.migrators[1].poll() == (0,)
+        ranks.passes(lambda: reads.waiting == 1)
+        ranks.until_idle(meanwhile=reads.complete)
+        assert ranks.first.layout == new
+
+
 def test_a_pause_can_wait_for_the_end_of_the_migration() -> None:
     with fleet(OLD) as ranks:
         ranks.start(NEW)
