@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eplb_core.loading.transports.shared_memory import SharedMemory as SharedMemory
+    from eplb_core.loading.transports.torch_distributed import TorchDistributed as TorchDistributed
 
 _HOMES = {
     "SharedMemory": "shared_memory",
+    "TorchDistributed": "torch_distributed",
 }
 
 __all__ = sorted(_HOMES)

@@ -28,7 +28,8 @@ _IOVECS = 1024  # most that the system takes in one call
 _libc = ctypes.CDLL(None, use_errno=True)
 _readv = _libc.process_vm_readv
 _readv.restype = ctypes.c_ssize_t
-_readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+_size, _pointer = ctypes.c_ulong, ctypes.c_void_p
+_readv.argtypes = [ctypes.c_int, _pointer, _size, _pointer, _size, _size]
 
 
 class SharedMemory(BaseTransport):
