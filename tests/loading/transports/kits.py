@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
 from eplb_core.loading.transport import Transport
-from eplb_core.loading.transports import SharedMemory, TorchDistributed
+from eplb_core.loading.transports import Faulty, Nixl, SharedMemory, TorchDistributed
 
 
 def shared_memory(rank: int, size: int, folder: str) -> Transport:
@@ -22,6 +24,26 @@ def shared_tensor(nbytes: int) -> torch.Tensor:
 def gloo(rank: int, size: int, folder: str) -> Transport:
     """A group of its own, on the loopback device."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # type: ignore[attr-defined]
-    store = dist.FileStore(f"{folder}/store", size)
-    return TorchDistributed(dist.ProcessGroupGloo(store, rank, size, options))  # type: ignore[call-arg, arg-type]
+    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+    store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
+    return TorchDistributed(dist.ProcessGroupGloo(store, rank, size, options))
+
+
+def faultless(rank: int, size: int, folder: str) -> Transport:
+    return Faulty(SharedMemory(), [])
+
+
+def delayed(rank: int, size: int, folder: str) -> Transport:
+    return Faulty(SharedMemory(), {"delay": 1.0}, polls=5)
+
+
+def nixl_tcp(rank: int, size: int, folder: str) -> Transport:
+    """As between hosts: the owner must run."""
+    os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,self")
+    return Nixl()
+
+
+def nixl_on_one_host(rank: int, size: int, folder: str) -> Transport:
+    """With the system's own copy between processes."""
+    os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,sm,self")
+    return Nixl()
