@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eplb_core.loading.transports.faulty import Faulty as Faulty
+    from eplb_core.loading.transports.mooncake import Mooncake as Mooncake
     from eplb_core.loading.transports.nixl import Nixl as Nixl
     from eplb_core.loading.transports.shared_memory import SharedMemory as SharedMemory
     from eplb_core.loading.transports.torch_distributed import TorchDistributed as TorchDistributed
 
 _HOMES = {
     "Faulty": "faulty",
+    "Mooncake": "mooncake",
     "Nixl": "nixl",
     "SharedMemory": "shared_memory",
     "TorchDistributed": "torch_distributed",

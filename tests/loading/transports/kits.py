@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_core.loading.transport import Transport
-from eplb_core.loading.transports import Faulty, Nixl, SharedMemory, TorchDistributed
+from eplb_core.loading.transports import Faulty, Mooncake, Nixl, SharedMemory, TorchDistributed
 
 
 def shared_memory(rank: int, size: int, folder: str) -> Transport:
@@ -47,3 +47,9 @@ def nixl_on_one_host(rank: int, size: int, folder: str) -> Transport:
     """With the system's own copy between processes."""
     os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,sm,self")
     return Nixl()
+
+
+def mooncake(rank: int, size: int, folder: str) -> Transport:
+    """A stopped owner is given up on after a second, not after 30."""
+    os.environ.update(MC_TCP_PROGRESS_TIMEOUT_SEC="1", MC_LOG_LEVEL="FATAL")
+    return Mooncake("127.0.0.1")
