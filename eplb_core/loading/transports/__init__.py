@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eplb_core.loading.transports.cuda_ipc import CudaIpc as CudaIpc
     from eplb_core.loading.transports.faulty import Faulty as Faulty
     from eplb_core.loading.transports.mooncake import Mooncake as Mooncake
     from eplb_core.loading.transports.nixl import Nixl as Nixl
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from eplb_core.loading.transports.torch_distributed import TorchDistributed as TorchDistributed
 
 _HOMES = {
+    "CudaIpc": "cuda_ipc",
     "Faulty": "faulty",
     "Mooncake": "mooncake",
     "Nixl": "nixl",

@@ -22,6 +22,7 @@ from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
 from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket, split
+from eplb_core.loading.transports._processes import host, started
 
 _PIECE = 8 << 20  # a copy cannot be stopped within a piece: two milliseconds
 _IOVECS = 1024  # most that the system takes in one call
@@ -75,9 +76,9 @@ class SharedMemory(BaseTransport):
     def _register(self, regions: tuple[Region, ...]) -> Mapping[str, Any]:
         files, region_file, region_offset = _files_of(regions)
         return {
-            "host": _host(),
+            "host": host(),
             "pid": os.getpid(),
-            "started": _started(os.getpid()),
+            "started": started(os.getpid()),
             "files": files,
             "region_file": region_file,
             "region_offset": region_offset,
@@ -114,7 +115,7 @@ class _Maps:
 
     def __init__(self, peer: Peer) -> None:
         extra = peer.extra
-        if extra["host"] != _host():
+        if extra["host"] != host():
             raise TransportError(f"rank {peer.rank} must be on this host and in this pid namespace", rank=peer.rank)
         self.pid, self.started = int(extra["pid"]), int(extra["started"])
         count = len(peer.address)
@@ -137,7 +138,7 @@ class _Maps:
 
     def is_alive(self) -> bool:
         """The same process still, not another under its number."""
-        return _started(self.pid) == self.started
+        return started(self.pid) == self.started
 
     def try_private(self, peer: Peer) -> None:
         """Read one byte of the first region that is not shared."""
@@ -315,18 +316,3 @@ def _mapped(file: Mapping[str, Any], owner: _Maps, end: int, rank: int) -> npt.N
         return np.frombuffer(mmap.mmap(opened, end, mmap.MAP_SHARED, mmap.PROT_READ), dtype=np.uint8)
     finally:
         os.close(opened)
-
-
-def _host() -> str:
-    """Equal for processes that see each other by number."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
-
-
-def _started(pid: int) -> int:
-    """When a process started, in ticks since boot; -1 if there is none, or only its remains."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return -1
-    fields = text.rpartition(")")[2].split()
-    return -1 if fields[0] in "ZX" else int(fields[19])
