@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_core.loading.transport import Transport
-from eplb_core.loading.transports import Faulty, Mooncake, Nixl, SharedMemory, TorchDistributed
+from eplb_core.loading.transports import CudaIpc, Faulty, Mooncake, Nixl, SharedMemory, TorchDistributed
 
 
 def shared_memory(rank: int, size: int, folder: str) -> Transport:
@@ -53,3 +53,16 @@ def mooncake(rank: int, size: int, folder: str) -> Transport:
     """A stopped owner is given up on after a second, not after 30."""
     os.environ.update(MC_TCP_PROGRESS_TIMEOUT_SEC="1", MC_LOG_LEVEL="FATAL")
     return Mooncake("127.0.0.1")
+
+
+def cuda_ipc(rank: int, size: int, folder: str) -> Transport:
+    return CudaIpc()
+
+
+def cuda_ipc_on_cores(rank: int, size: int, folder: str) -> Transport:
+    """Without the request to leave the cores alone."""
+    return CudaIpc(prefer_overlap=False)
+
+
+def device_tensor(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
