@@ -9,13 +9,16 @@ installed is left out and named. Speeds over the loopback device say what a tran
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import statistics
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from eplb_core.testing import TransportKit
 from eplb_core.testing._peers import Op, Process, World, batch, contents, export, in_time, pattern, put, wait, world
 from tests.loading.transports import kits
 
+T = TypeVar("T")
 MIB = 1 << 20
 BYTES = 64 * MIB
 OWN_KITS: dict[str, tuple[TransportKit, str]] = {
@@ -70,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def speed_table(entries: dict[str, Any]) -> str:
-    head = ["transport", "GB/s median", "best", "one 4 KiB read us", "`read` of 32 returns after us"]
+    head = ["transport", "GB/s median", "best", "beside a busy thread", "4 KiB us", "`read` us", "lock held us"]
     return measure.table(
         head,
         [
@@ -78,8 +82,10 @@ def speed_table(entries: dict[str, Any]) -> str:
                 name,
                 f"{entry['gb_s']['median']:.1f}",
                 f"{entry['gb_s']['best']:.1f}",
+                f"{entry['busy_gb_s']['median']:.2f}",
                 f"{entry['small_us']:.0f}",
                 f"{entry['call_us']:.0f}",
+                f"{entry['lock_held_us']:.0f}",
             ]
             for name, entry in entries.items()
         ],
@@ -105,7 +111,60 @@ def end_table(entries: dict[str, Any]) -> str:
 
 
 def speeds(kit: TransportKit, times: int) -> dict[str, Any]:
-    """Reads of one region in 32 pieces; a small one; how soon `read` returns."""
+    """Reads of one region in 32 pieces, also beside a thread that runs Python code; a small one; what `read` takes."""
+    alone = rates_of(kit, times)
+    with busy_interpreter():
+        beside = rates_of(kit, max(times // 3, 1))
+    return {**alone, "busy_gb_s": beside["gb_s"], "busy_small_us": beside["small_us"]}
+
+
+@contextlib.contextmanager
+def busy_interpreter() -> Iterator[None]:
+    """A thread that never waits, as an engine's forward thread at its worst."""
+    on = [True]
+
+    def spin() -> None:
+        count = 0
+        while on:
+            count += 1
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        yield
+    finally:
+        on.clear()
+        thread.join()
+
+
+def longest_hold(call: Callable[[], T]) -> tuple[T, float]:
+    """Longest time for which another thread did not get the interpreter's lock during a call, in seconds."""
+    on, gaps = [True], [0.0]
+    started = threading.Event()
+
+    def look() -> None:
+        before = time.perf_counter()
+        started.set()
+        while on:
+            now = time.perf_counter()
+            gaps[0] = max(gaps[0], now - before)
+            before = now
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=look)
+    thread.start()
+    started.wait()
+    gaps[0] = 0.0
+    try:
+        return call(), gaps[0]
+    finally:
+        on.clear()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def rates_of(kit: TransportKit, times: int) -> dict[str, Any]:
     with world(kit) as w:
         join(w, 1)
         own = export_own(w, [kit.big])
@@ -126,11 +185,13 @@ def speeds(kit: TransportKit, times: int) -> dict[str, Any]:
             start = time.perf_counter()
             finish(w, w.transport.read(1, batch([(0, 0, 0, 0, 4096)])))
             small.append(time.perf_counter() - start)
+        held = [longest_hold(lambda: finish(w, w.transport.read(1, batch(ops))))[1] for _ in range(5)]
         caps = {**w.transport.caps._asdict(), "devices": sorted(w.transport.caps.devices)}
     return {
         "caps": caps,
         "gb_s": {"median": statistics.median(rates[1:]), "best": max(rates), "first": rates[0]},
         "small_us": statistics.median(small) * 1e6,
+        "lock_held_us": statistics.median(held) * 1e6,
         "call_us": statistics.median(calls[1:]) * 1e6,
     }
 
@@ -201,9 +262,10 @@ def pieces(nbytes: int, count: int = 32) -> list[Op]:
 
 
 def finish(w: World, ticket: Any) -> Status:
-    """Poll without sleeping."""
+    """Poll every 50 us, as a worker does that lets others have the interpreter."""
     end = time.monotonic() + w.kit.deadline
     while not (status := w.transport.poll(ticket)).state.is_end:
+        time.sleep(5e-5)
         if time.monotonic() > end:
             raise SystemExit(f"{w.transport.caps.name}: a read does not end: {status}")
     if status.state is not ReadState.DONE:

@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from eplb_core._arrays import IntArray
+from eplb_core._arrays import BoolArray, IntArray
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadState, Status
-from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket, split
+from eplb_core.loading.transports import _copies, _cuda
+from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket
 
 _CHUNK = 4 << 20  # bytes of one answer; each rank keeps two such buffers a peer and direction
-_OPS = 4096  # most spans of one request
+_MOST_SPANS = 256  # of one request
+_HEAD = 16  # bytes before those that were asked for
 _LONG = timedelta(days=100)  # deadlines are the caller's
-_REQUEST, _SPANS, _ANSWER, _BYTES = range(1_000_001, 1_000_005)  # tags
+_REQUEST, _ANSWER = 1_000_001, 1_000_002  # tags
 _BYE, _READ = 0, 1
-_OK, _STALE, _CLOSED, _OUTSIDE = range(4)
+_OK, _STALE, _CLOSED, _OUTSIDE, _UNREADABLE = range(5)
 _REFUSALS = {
     _STALE: "exported other memory meanwhile; exchange blobs again",
     _CLOSED: "has closed its transport",
     _OUTSIDE: "found a span outside of its regions",
+    _UNREADABLE: "could not read its own memory",
 }
 
 
 class TorchDistributed(BaseTransport):
-    """Sends requests to the owner, whose threads copy the bytes out and send them back. Host memory.
+    """Sends requests to the owner, whose threads copy the bytes out and send them back.
 
-    Honest about what it is: the owner's process must run, its threads take a core's time for the copy, and all goes
-    through buffers on both sides. In return nothing ever lands late: bytes reach their destination by the reader's own
-    hand, so that a read given up on is DRAINED at once, and a dead peer ends its reads as LOST_PEER.
+    Honest about what it is: the owner's process must run, its threads take time for the copies, and all goes through
+    host buffers on both sides, device memory too. In return nothing ever lands late: bytes reach their destination by
+    the reader's own hand, so that a read given up on is DRAINED at once, and a dead peer ends its reads as LOST_PEER.
+
+    Gloo alone: a receive by NCCL is a kernel that holds cores until the owner sends, and torch ends the process when an
+    NCCL peer is gone.
 
     Args:
         group: A gloo group of all ranks that nothing else uses: `torch.distributed.new_group(backend="gloo")`. Ranks
-            are those within the group.
+            are those within the group; a rank that died cannot come back.
+        device: Index of the CUDA device of own device memory; None: host memory only.
 
     Raises:
         TransportError: The group is not of gloo.
@@ -48,7 +53,7 @@ class TorchDistributed(BaseTransport):
         One at a time. It starts two of its own for each peer; they end when both sides have closed.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, *, device: int | None = None) -> None:
         if "gloo" not in str(group.name()).lower():
             raise TransportError(
                 f"`group` (={group.name()!r}) must be of gloo; make one with new_group(backend='gloo')"
@@ -58,7 +63,7 @@ class TorchDistributed(BaseTransport):
                 name="torch_distributed",
                 one_sided=False,
                 owner_must_progress=True,
-                devices=frozenset({"cpu"}),
+                devices=frozenset({"cpu"} if device is None else {"cpu", "cuda"}),
                 stops_late_writes=True,
                 max_batch=65536,
                 sm_free=None,
@@ -66,7 +71,8 @@ class TorchDistributed(BaseTransport):
         )
         self._group = group
         self._rank, self._size = int(group.rank()), int(group.size())
-        self._served = _Served(int(self._identity, 16) >> 1)
+        self._buffers = _Buffers(device)
+        self._served = _Served(int(self._identity, 16) >> 1, self._buffers)
         self._couriers: dict[int, _Courier] = {}
         self._farewells: list[Any] = []
         for rank in range(self._size):
@@ -76,7 +82,8 @@ class TorchDistributed(BaseTransport):
     def _register(self, regions: Any) -> dict[str, Any]:
         address = np.array([region.address for region in regions], dtype=np.int64)
         nbytes = np.array([region.nbytes for region in regions], dtype=np.int64)
-        self._served.memory = _Memory(self._epoch + 1, address, nbytes)
+        on_device = np.array([region.device != "cpu" for region in regions], dtype=np.bool_)
+        self._served.memory = _Memory(self._epoch + 1, address, nbytes, on_device)
         return {"rank": self._rank}
 
     def _attach(self, peer: Peer, former: Peer | None) -> None:
@@ -91,12 +98,13 @@ class TorchDistributed(BaseTransport):
             line: _Line = _Wire(self._group, peer.rank)
             if peer.rank == self._rank:
                 line = _Short(self._served)
-            courier = self._couriers[peer.rank] = _Courier(peer.rank, line)
+            courier = self._couriers[peer.rank] = _Courier(peer.rank, line, self._buffers)
         elif courier.broken:
             raise TransportError(f"rank {peer.rank} cannot be reached: {courier.broken}", rank=peer.rank)
 
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
-        ticket = _Fetch(peer, spans)
+        on_device = np.array([region.device != "cpu" for region in self._regions], dtype=np.bool_)
+        ticket = _Fetch(peer, spans, on_device)
         self._couriers[peer.rank].take(ticket)
         return ticket
 
@@ -121,41 +129,83 @@ class _Memory(NamedTuple):
     epoch: int
     address: IntArray
     nbytes: IntArray
+    on_device: BoolArray
+
+
+class _Buffers:
+    """Host memory that messages go through, and the copies between it and where experts live."""
+
+    def __init__(self, device: int | None) -> None:
+        self.device = device
+        if device is not None:
+            self.cuda = _cuda.runtime()
+            with self.cuda.on(device):
+                self.stream = self.cuda.new_stream()
+
+    def new(self) -> torch.Tensor:
+        """Room for one answer."""
+        return torch.empty(_HEAD + _CHUNK, dtype=torch.uint8, pin_memory=self.device is not None)
+
+    def move(self, dst: IntArray, src: IntArray, nbytes: IntArray, on_device: BoolArray) -> None:
+        """Copy spans of which one side is in a buffer; `on_device`: the other side is not host memory."""
+        host = ~on_device
+        if host.any():
+            moved = _copies.copy(dst[host], src[host], nbytes[host])
+            if moved != int(nbytes[host].sum()):
+                raise OSError(f"{moved} of {int(nbytes[host].sum())} bytes were copied; memory was unmapped")
+        if on_device.any() and self.device is not None:
+            with self.cuda.on(self.device):
+                self.cuda.copy(dst[on_device], src[on_device], nbytes[on_device], self.stream, True)
+                self.cuda.call("cudaStreamSynchronize", self.stream)
 
 
 class _Served:
     """What this rank's threads give to peers."""
 
-    def __init__(self, identity: int) -> None:
+    def __init__(self, identity: int, buffers: _Buffers) -> None:
         self.identity = identity
+        self.buffers = buffers
         self.memory: _Memory | None = None
 
-    def answer(self, head: IntArray, spans: IntArray, buffer: torch.Tensor) -> tuple[int, int]:
-        """Copy what was asked for into `buffer`: (code, bytes)."""
+    def answer(self, request: IntArray, buffer: torch.Tensor) -> torch.Tensor:
+        """Copy what was asked for behind the head of `buffer`, which says whether that went well."""
+        total = int(request[4])
+        code = _OUTSIDE
+        if 0 <= total <= _CHUNK and 0 <= request[3] <= _MOST_SPANS:
+            code = self._collect(request, buffer, total)
+        else:
+            total = 0
+        buffer[:8].view(torch.int64)[0] = code
+        return buffer[: _HEAD + total]
+
+    def _collect(self, request: IntArray, buffer: torch.Tensor, total: int) -> int:
         memory = self.memory
-        if memory is None or head[1] != self.identity or head[2] != memory.epoch:
-            return (_CLOSED if memory is None else _STALE), 0
-        region, offset, nbytes = spans
-        known = (region >= 0) & (region < len(memory.address))
-        size = memory.nbytes[np.where(known, region, 0)] if len(memory.nbytes) else np.zeros_like(region)
-        if not (known & (offset >= 0) & (nbytes >= 0) & (offset <= size) & (nbytes <= size - offset)).all():
-            return _OUTSIDE, 0
-        total = int(nbytes.sum())
-        if total > buffer.numel():
-            return _OUTSIDE, 0
-        at = buffer.data_ptr() + np.cumsum(nbytes) - nbytes
-        _copy(at, memory.address[region] + offset, nbytes)
-        return _OK, total
+        if memory is None or request[1] != self.identity or request[2] != memory.epoch:
+            return _CLOSED if memory is None else _STALE
+        region, offset, nbytes = request[5 : 5 + 3 * _MOST_SPANS].reshape(3, -1)[:, : request[3]]
+        if ((region < 0) | (region >= len(memory.address))).any():
+            return _OUTSIDE
+        size = memory.nbytes[region]
+        inside = (offset >= 0) & (nbytes >= 0) & (offset <= size) & (nbytes <= size - offset)
+        if not inside.all() or int(nbytes.sum()) != total:
+            return _OUTSIDE
+        at = buffer.data_ptr() + _HEAD + np.cumsum(nbytes) - nbytes
+        try:
+            self.buffers.move(at, memory.address[region] + offset, nbytes, memory.on_device[region])
+        except (OSError, _cuda.CudaError):
+            return _UNREADABLE
+        return _OK
 
 
 class _Fetch(Ticket):
     """A read that a courier makes request by request."""
 
-    __slots__ = ("peer", "writing")
+    __slots__ = ("on_device", "peer", "writing")
 
-    def __init__(self, peer: Peer, spans: Spans) -> None:
+    def __init__(self, peer: Peer, spans: Spans, on_device: BoolArray) -> None:
         super().__init__(peer.rank, spans)
         self.peer = peer
+        self.on_device = on_device
         self.writing = threading.Lock()
         """Held while bytes go to the destination."""
 
@@ -163,31 +213,30 @@ class _Fetch(Ticket):
     def unwanted(self) -> bool:
         return self.given_up or bool(self.lost)
 
-    def requests(self) -> Iterator[Spans]:
-        """Spans of one request after the other."""
-        pieces = split(self.spans, _CHUNK)
-        ends = np.cumsum(pieces.nbytes)
-        first = 0
-        while first < len(ends) and not self.unwanted:
-            before = int(ends[first - 1]) if first else 0
-            last = min(int(np.searchsorted(ends, before + _CHUNK, side="right")), first + _OPS)
-            yield Spans(*(array[first:last] for array in pieces))
-            first = last
+    def request(self, spans: Spans) -> IntArray:
+        """What the owner is asked."""
+        words = np.zeros(5 + 3 * _MOST_SPANS, dtype=np.int64)
+        count = len(spans.nbytes)
+        words[:5] = _READ, int(self.peer.identity, 16) >> 1, self.peer.epoch, count, spans.nbytes.sum()
+        offset = spans.src - self.peer.address[spans.src_region]
+        words[5:].reshape(3, -1)[:, :count] = spans.src_region, offset, spans.nbytes
+        return words
 
-    def deliver(self, spans: Spans, buffer: torch.Tensor) -> None:
+    def deliver(self, spans: Spans, buffer: torch.Tensor, buffers: _Buffers) -> None:
         """From the buffer to the destination, unless it was given back."""
         with self.writing:
             if not self.status.state.is_end and not self.unwanted:
-                _copy(spans.dst, buffer.data_ptr() + np.cumsum(spans.nbytes) - spans.nbytes, spans.nbytes)
+                at = buffer.data_ptr() + _HEAD + np.cumsum(spans.nbytes) - spans.nbytes
+                buffers.move(spans.dst, at, spans.nbytes, self.on_device[spans.dst_region])
 
 
 class _Line(Protocol):
     """How requests reach a peer. Answers come in the order of requests."""
 
-    def ask(self, head: IntArray, spans: IntArray) -> None: ...
+    def ask(self, request: IntArray) -> None: ...
 
-    def hear(self, buffer: torch.Tensor) -> int:
-        """Wait for an answer: its code."""
+    def hear(self, buffer: torch.Tensor) -> None:
+        """Wait for an answer, head and bytes."""
         ...
 
 
@@ -197,21 +246,15 @@ class _Wire:
     def __init__(self, group: Any, rank: int) -> None:
         self.group = group
         self.rank = rank
-        self.sent: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.asked: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
 
-    def ask(self, head: IntArray, spans: IntArray) -> None:
-        tensors = torch.from_numpy(head), torch.from_numpy(np.ascontiguousarray(spans))
-        works = [self.group.send([t], self.rank, tag) for t, tag in zip(tensors, (_REQUEST, _SPANS), strict=True)]
-        self.sent.put((tensors, works))  # alive until answered
+    def ask(self, request: IntArray) -> None:
+        message = torch.from_numpy(request)
+        self.asked.put((message, self.group.send([message], self.rank, _REQUEST)))  # alive until answered
 
-    def hear(self, buffer: torch.Tensor) -> int:
-        answer = torch.empty(2, dtype=torch.int64)
-        self.group.recv([answer], self.rank, _ANSWER).wait(_LONG)
-        code, nbytes = answer.tolist()
-        if code == _OK:
-            self.group.recv([buffer[:nbytes]], self.rank, _BYTES).wait(_LONG)
-        self.sent.get()
-        return int(code)
+    def hear(self, buffer: torch.Tensor) -> None:
+        self.group.recv([buffer], self.rank, _ANSWER).wait(_LONG)
+        self.asked.get()
 
 
 class _Short:
@@ -219,22 +262,24 @@ class _Short:
 
     def __init__(self, served: _Served) -> None:
         self.served = served
-        self.asked: queue.SimpleQueue[tuple[IntArray, IntArray]] = queue.SimpleQueue()
+        self.asked: queue.SimpleQueue[IntArray] = queue.SimpleQueue()
 
-    def ask(self, head: IntArray, spans: IntArray) -> None:
-        self.asked.put((head, spans))
+    def ask(self, request: IntArray) -> None:
+        self.asked.put(request)
 
-    def hear(self, buffer: torch.Tensor) -> int:
-        return self.served.answer(*self.asked.get(), buffer)[0]
+    def hear(self, buffer: torch.Tensor) -> None:
+        self.served.answer(self.asked.get(), buffer)
 
 
 class _Courier:
     """The thread that makes the reads from one peer, one after the other, two requests ahead."""
 
-    def __init__(self, rank: int, line: _Line) -> None:
+    def __init__(self, rank: int, line: _Line, buffers: _Buffers) -> None:
         self.rank = rank
         self.line = line
         self.broken = ""
+        self.buffers = buffers
+        self.rooms: list[torch.Tensor] = []
         self.jobs: queue.SimpleQueue[_Fetch | None] = queue.SimpleQueue()
         _thread(f"eplb-read-{rank}", self.run)
 
@@ -244,41 +289,38 @@ class _Courier:
             ticket.finish(Status(ReadState.LOST_PEER, self.broken))
 
     def run(self) -> None:
-        buffers = [torch.empty(_CHUNK, dtype=torch.uint8) for _ in range(2)]
         while (ticket := self.jobs.get()) is not None:
             try:
                 if not self.broken:
-                    self.fetch(ticket, buffers)
+                    self.fetch(ticket)
             except Exception as error:
                 self.broken = f"rank {self.rank} is gone: {str(error).splitlines()[0][:200]}"
             if self.broken:
                 ticket.finish(Status(ReadState.LOST_PEER, self.broken))
 
-    def fetch(self, ticket: _Fetch, buffers: list[torch.Tensor]) -> None:
+    def fetch(self, ticket: _Fetch) -> None:
+        self.rooms = self.rooms or [self.buffers.new() for _ in range(2)]
         asked: list[Spans] = []
-        heard = 0
-        refused = _OK
+        codes: list[int] = []
 
         def hear() -> None:
-            nonlocal heard, refused
-            code = self.line.hear(buffers[heard % 2])
-            refused = refused or code
-            if refused == _OK:
-                ticket.deliver(asked[heard], buffers[heard % 2])
-            heard += 1
+            turn = len(codes)
+            room = self.rooms[turn % 2][: _HEAD + int(asked[turn].nbytes.sum())]
+            self.line.hear(room)
+            codes.append(int(room[:8].view(torch.int64)[0]))
+            if not any(codes):
+                ticket.deliver(asked[turn], room, self.buffers)
 
-        peer = ticket.peer
-        for spans in ticket.requests():
-            head = np.array([_READ, int(peer.identity, 16) >> 1, peer.epoch, len(spans.nbytes)], dtype=np.int64)
-            offset = spans.src - peer.address[spans.src_region]
-            self.line.ask(head, np.stack([spans.src_region, offset, spans.nbytes]))
-            asked.append(spans)
-            if len(asked) - heard == 2:
-                hear()
-            if refused:
+        for spans in _copies.portions(ticket.spans, _CHUNK, _MOST_SPANS):
+            if ticket.unwanted or any(codes):
                 break
-        while heard < len(asked):
+            self.line.ask(ticket.request(spans))
+            asked.append(spans)
+            if len(asked) - len(codes) == 2:
+                hear()
+        while len(codes) < len(asked):
             hear()
+        refused = next((code for code in codes if code != _OK), _OK)
         with ticket.writing:
             if refused:
                 ticket.finish(Status(ReadState.FAILED, f"rank {self.rank} {_REFUSALS[refused]}"))
@@ -288,41 +330,30 @@ class _Courier:
 
 def _serve(group: Any, rank: int, served: _Served) -> None:
     """Answer one peer until it says that it is leaving, or is gone."""
-    buffers = [torch.empty(_CHUNK, dtype=torch.uint8) for _ in range(2)]
-    busy: list[tuple[Any, ...]] = [(), ()]
-    head = torch.empty(4, dtype=torch.int64)
+    rooms: list[torch.Tensor] = []
+    sent: list[Any] = [None, None]
+    request = torch.empty(5 + 3 * _MOST_SPANS, dtype=torch.int64)
     turn = 0
     try:
         while True:
-            group.recv([head], rank, _REQUEST).wait(_LONG)
-            if head[0] == _BYE:
+            group.recv([request], rank, _REQUEST).wait(_LONG)
+            if request[0] == _BYE:
                 return
-            spans = torch.empty((3, int(head[3])), dtype=torch.int64)
-            group.recv([spans], rank, _SPANS).wait(_LONG)
+            rooms = rooms or [served.buffers.new() for _ in range(2)]
             turn ^= 1
-            for work in busy[turn][1:]:
-                work.wait(_LONG)
-            code, nbytes = served.answer(head.numpy(), spans.numpy(), buffers[turn])
-            answer = torch.tensor([code, nbytes])
-            works = [group.send([answer], rank, _ANSWER)]
-            if code == _OK:
-                works.append(group.send([buffers[turn][:nbytes]], rank, _BYTES))
-            busy[turn] = (answer, *works)
+            if sent[turn] is not None:
+                sent[turn].wait(_LONG)
+            sent[turn] = group.send([served.answer(request.numpy(), rooms[turn])], rank, _ANSWER)
     except RuntimeError:
         return  # the peer is gone; reads from it say so
 
 
 def _try_to_say_bye(group: Any, rank: int) -> list[Any]:
-    head = torch.tensor([_BYE, 0, 0, 0])
+    message = torch.zeros(5 + 3 * _MOST_SPANS, dtype=torch.int64)
     try:
-        return [(head, group.send([head], rank, _REQUEST))]
+        return [(message, group.send([message], rank, _REQUEST))]
     except RuntimeError:
         return []
-
-
-def _copy(dst: IntArray, src: IntArray, nbytes: IntArray) -> None:
-    for to, of, count in zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True):
-        ctypes.memmove(to, of, count)
 
 
 def _thread(name: str, function: Any, *args: Any) -> None:

@@ -73,7 +73,7 @@ def test_a_read_waits_for_the_stream_that_it_is_given() -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
+            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # cycles: a tenth of a second
             seen.copy_(own)
         ticket = w.transport.read(1, batch([(0, 0, 0, 0, NBYTES)]), stream=stream)
         assert w.transport.poll(ticket).state is ReadState.PENDING
