@@ -13,12 +13,11 @@ import contextlib
 import dataclasses
 import importlib.util
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,6 @@ from eplb_core.testing import TransportKit
 from eplb_core.testing._peers import Op, Process, World, batch, contents, export, in_time, pattern, put, wait, world
 from tests.loading.transports import kits
 
-T = TypeVar("T")
 MIB = 1 << 20
 BYTES = 64 * MIB
 OWN_KITS: dict[str, tuple[TransportKit, str]] = {
@@ -74,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def speed_table(entries: dict[str, Any]) -> str:
-    head = ["transport", "GB/s median", "best", "beside a busy thread", "4 KiB us", "`read` us", "lock held us"]
+    head = ["transport", "GB/s median", "best", "beside a busy thread", "4 KiB us", "`read` us"]
     return measure.table(
         head,
         [
@@ -85,7 +83,6 @@ def speed_table(entries: dict[str, Any]) -> str:
                 f"{entry['busy_gb_s']['median']:.2f}",
                 f"{entry['small_us']:.0f}",
                 f"{entry['call_us']:.0f}",
-                f"{entry['lock_held_us']:.0f}",
             ]
             for name, entry in entries.items()
         ],
@@ -137,34 +134,8 @@ def busy_interpreter() -> Iterator[None]:
         thread.join()
 
 
-def longest_hold(call: Callable[[], T]) -> tuple[T, float]:
-    """Longest time for which another thread did not get the interpreter's lock during a call, in seconds."""
-    on, gaps = [True], [0.0]
-    started = threading.Event()
-
-    def look() -> None:
-        before = time.perf_counter()
-        started.set()
-        while on:
-            now = time.perf_counter()
-            gaps[0] = max(gaps[0], now - before)
-            before = now
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    thread = threading.Thread(target=look)
-    thread.start()
-    started.wait()
-    gaps[0] = 0.0
-    try:
-        return call(), gaps[0]
-    finally:
-        on.clear()
-        thread.join()
-        sys.setswitchinterval(interval)
-
-
 def rates_of(kit: TransportKit, times: int) -> dict[str, Any]:
+    """What one reader gets from one owner."""
     with world(kit) as w:
         join(w, 1)
         own = export_own(w, [kit.big])
@@ -185,13 +156,11 @@ def rates_of(kit: TransportKit, times: int) -> dict[str, Any]:
             start = time.perf_counter()
             finish(w, w.transport.read(1, batch([(0, 0, 0, 0, 4096)])))
             small.append(time.perf_counter() - start)
-        held = [longest_hold(lambda: finish(w, w.transport.read(1, batch(ops))))[1] for _ in range(5)]
         caps = {**w.transport.caps._asdict(), "devices": sorted(w.transport.caps.devices)}
     return {
         "caps": caps,
         "gb_s": {"median": statistics.median(rates[1:]), "best": max(rates), "first": rates[0]},
         "small_us": statistics.median(small) * 1e6,
-        "lock_held_us": statistics.median(held) * 1e6,
         "call_us": statistics.median(calls[1:]) * 1e6,
     }
 

@@ -135,9 +135,11 @@ class Runtime:
     def close_handle(self, base: int) -> None:
         self.call("cudaIpcCloseMemHandle", ctypes.c_void_p(base))
 
-    def copy(self, dst: IntArray, src: IntArray, nbytes: IntArray, stream: ctypes.c_void_p, overlap: bool) -> None:
+    def copy(
+        self, dst: IntArray, src: IntArray, nbytes: IntArray, stream: ctypes.c_void_p, *, overlap: bool, batched: bool
+    ) -> None:
         """Enqueue copies, in any order."""
-        if self.batched:
+        if batched and self.batched:
             try:
                 self._copy_batch(dst, src, nbytes, stream, overlap)
                 return

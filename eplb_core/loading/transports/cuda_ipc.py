@@ -45,6 +45,7 @@ class CudaIpc(BaseTransport):
     Args:
         device: Index of the device that reads land on; None: torch's current one.
         prefer_overlap: Ask that copies leave the cores to others.
+        batched: One call for all copies of a read, where the runtime has it; False: a call for each.
 
     Raises:
         TransportError: No CUDA device, or its runtime cannot be loaded.
@@ -53,7 +54,7 @@ class CudaIpc(BaseTransport):
         One at a time. Calls are safe while another thread captures a graph.
     """
 
-    def __init__(self, *, device: int | None = None, prefer_overlap: bool = True) -> None:
+    def __init__(self, *, device: int | None = None, prefer_overlap: bool = True, batched: bool = True) -> None:
         try:
             self._cuda = _cuda.runtime()
         except ImportError as error:
@@ -75,6 +76,7 @@ class CudaIpc(BaseTransport):
             device = torch.cuda.current_device()
         self.device = device
         self.prefer_overlap = prefer_overlap
+        self.batched = batched
         with self._cuda.on(device):
             self._stream = self._cuda.new_stream()
         self._events: list[ctypes.c_void_p] = []
@@ -178,7 +180,9 @@ class CudaIpc(BaseTransport):
                 self._cuda.call("cudaStreamWaitEvent", self._stream, ticket.event, 0)
             try:
                 src = spans.src + owner.shift[spans.src_region]
-                self._cuda.copy(spans.dst, src, spans.nbytes, self._stream, self.prefer_overlap)
+                self._cuda.copy(
+                    spans.dst, src, spans.nbytes, self._stream, overlap=self.prefer_overlap, batched=self.batched
+                )
             except _cuda.CudaError as error:
                 ticket.problem = Status(ReadState.FAILED, f"rank {peer.rank}: {error}")
             self._cuda.call("cudaEventRecord", ticket.event, self._stream)

@@ -155,7 +155,8 @@ class _Buffers:
                 raise OSError(f"{moved} of {int(nbytes[host].sum())} bytes were copied; memory was unmapped")
         if on_device.any() and self.device is not None:
             with self.cuda.on(self.device):
-                self.cuda.copy(dst[on_device], src[on_device], nbytes[on_device], self.stream, True)
+                spans = dst[on_device], src[on_device], nbytes[on_device]
+                self.cuda.copy(*spans, self.stream, overlap=True, batched=True)
                 self.cuda.call("cudaStreamSynchronize", self.stream)
 
 

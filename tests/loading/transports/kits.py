@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,16 @@ def shared_tensor(nbytes: int) -> torch.Tensor:
     return tensor
 
 
-def gloo(rank: int, size: int, folder: str) -> Transport:
-    """A group of its own, on the loopback device."""
+def gloo_group(rank: int, size: int, folder: str) -> Any:
+    """On the loopback device, beside torch's default group or without one."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
     store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
-    return TorchDistributed(dist.ProcessGroupGloo(store, rank, size, options))
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def gloo(rank: int, size: int, folder: str) -> Transport:
+    return TorchDistributed(gloo_group(rank, size, folder))
 
 
 def faultless(rank: int, size: int, folder: str) -> Transport:
@@ -62,6 +67,16 @@ def cuda_ipc(rank: int, size: int, folder: str) -> Transport:
 def cuda_ipc_on_cores(rank: int, size: int, folder: str) -> Transport:
     """Without the request to leave the cores alone."""
     return CudaIpc(prefer_overlap=False)
+
+
+def cuda_ipc_one_by_one(rank: int, size: int, folder: str) -> Transport:
+    """As with a runtime that has no batched copies."""
+    return CudaIpc(batched=False)
+
+
+def gloo_and_device(rank: int, size: int, folder: str) -> Transport:
+    """Device memory by way of the host."""
+    return TorchDistributed(gloo_group(rank, size, folder), device=0)
 
 
 def device_tensor(nbytes: int) -> torch.Tensor:

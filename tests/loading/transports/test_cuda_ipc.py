@@ -19,7 +19,12 @@ from tests.loading.transports import kits
 HAS_CUDA = torch.cuda.is_available()
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 KIT = TransportKit(kits.cuda_ipc, allocate=kits.device_tensor)
-KITS = {"prefer overlap": KIT, "on cores": dataclasses.replace(KIT, make=kits.cuda_ipc_on_cores)}
+KITS = {
+    "prefer overlap": KIT,
+    "on cores": dataclasses.replace(KIT, make=kits.cuda_ipc_on_cores),
+    "one by one": dataclasses.replace(KIT, make=kits.cuda_ipc_one_by_one),
+    "gloo": dataclasses.replace(KIT, make=kits.gloo_and_device, rejoins=False),
+}
 NBYTES = 1 << 20
 
 
@@ -46,21 +51,6 @@ def joined(w: World) -> torch.Tensor:
 def read_whole(w: World, stream: object = None) -> ReadState:
     ticket = w.transport.read(1, batch([(0, 0, 0, 0, NBYTES)]), stream=stream)
     return wait(w.transport, ticket, 10.0).state
-
-
-@needs_cuda
-@pytest.mark.cuda
-def test_copies_one_by_one_give_the_same_bytes() -> None:
-    """What a runtime without batched copies gets."""
-    with world(KIT) as w:
-        own = joined(w)
-        cuda = w.transport._cuda  # type: ignore[attr-defined]
-        before, cuda.batched = cuda.batched, False
-        try:
-            assert read_whole(w) is ReadState.DONE
-        finally:
-            cuda.batched = before
-        assert np.array_equal(contents(own), pattern(1, NBYTES))
 
 
 @needs_cuda
