@@ -36,7 +36,8 @@ class Nixl(BaseTransport):
         TransportError: NIXL is not installed, or has no such back-end.
 
     Threads:
-        One at a time. NIXL's own progress thread moves the bytes.
+        One at a time. NIXL's own progress thread moves the bytes; within one host UCX may copy inside of `read`,
+        which then takes as long, without the interpreter's lock.
     """
 
     def __init__(self, backend: str = "UCX") -> None:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Transport
 from eplb_core.loading.transports import CudaIpc, Faulty, Mooncake, Nixl, SharedMemory, TorchDistributed
+
+
+def require(find: Callable[[], object]) -> None:
+    """Skip a module whose transport is not installed; where EPLB_REQUIRE_TRANSPORTS is set, fail."""
+    import pytest  # not in the peers' processes, which import this file too
+
+    try:
+        find()
+    except TransportError as error:
+        if os.environ.get("EPLB_REQUIRE_TRANSPORTS"):
+            raise
+        pytest.skip(str(error), allow_module_level=True)
 
 
 def shared_memory(rank: int, size: int, folder: str) -> Transport:
@@ -32,10 +46,6 @@ def gloo_group(rank: int, size: int, folder: str) -> Any:
 
 def gloo(rank: int, size: int, folder: str) -> Transport:
     return TorchDistributed(gloo_group(rank, size, folder))
-
-
-def faultless(rank: int, size: int, folder: str) -> Transport:
-    return Faulty(SharedMemory(), [])
 
 
 def delayed(rank: int, size: int, folder: str) -> Transport:
