@@ -61,6 +61,12 @@ if TYPE_CHECKING:
     from eplb_core.loading.transport import ReadState as ReadState
     from eplb_core.loading.transport import Region as Region
     from eplb_core.loading.transport import Transport as Transport
+    from eplb_core.loading.transports.cuda_ipc import CudaIpc as CudaIpc
+    from eplb_core.loading.transports.faulty import Faulty as Faulty
+    from eplb_core.loading.transports.mooncake import Mooncake as Mooncake
+    from eplb_core.loading.transports.nixl import Nixl as Nixl
+    from eplb_core.loading.transports.shared_memory import SharedMemory as SharedMemory
+    from eplb_core.loading.transports.torch_distributed import TorchDistributed as TorchDistributed
     from eplb_core.loading.verify import verify_weights as verify_weights
     from eplb_core.metrics import balancedness as balancedness
     from eplb_core.metrics import mean_balancedness as mean_balancedness
@@ -95,6 +101,12 @@ _HOMES = {
     "loading.resolver": "SlotResolver",
     "loading.store": "ExpertStore",
     "loading.transport": "Caps ReadBatch ReadState Region Transport",
+    "loading.transports.cuda_ipc": "CudaIpc",
+    "loading.transports.faulty": "Faulty",
+    "loading.transports.mooncake": "Mooncake",
+    "loading.transports.nixl": "Nixl",
+    "loading.transports.shared_memory": "SharedMemory",
+    "loading.transports.torch_distributed": "TorchDistributed",
     "loading.verify": "verify_weights",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
     "dispatch.static": "static_dispatch_table",

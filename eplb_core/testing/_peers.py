@@ -241,12 +241,17 @@ def connect(state: State, rank: int, blob: bytes) -> None:
     state.transport.connect(rank, blob)
 
 
-def read_all(state: State, rank: int, ops: Sequence[Op], times: int) -> list[bytes]:
-    """Read a batch again and again; what the regions hold in the end."""
+def read_times(state: State, rank: int, ops: Sequence[Op], times: int) -> None:
+    """Read a batch again and again."""
     for _ in range(times):
         status = wait(state.transport, state.transport.read(rank, batch(ops)), state.kit.deadline)
         if status.state.name != "DONE":
             raise AssertionError(f"a read from rank {rank} ended as {status}")
+
+
+def read_all(state: State, rank: int, ops: Sequence[Op], times: int) -> list[bytes]:
+    """The same; what the regions hold in the end."""
+    read_times(state, rank, ops, times)
     return [contents(tensor).tobytes() for tensor in state.tensors]
 
 

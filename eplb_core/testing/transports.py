@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -218,7 +219,7 @@ def ends_repeat(kit: TransportKit) -> None:
         _own(w, [1000])
         ticket = w.transport.read(1, batch(_whole([1000])))
         _done(w, ticket)
-        for step in (lambda: w.transport.abandon(ticket), lambda: w.transport.disconnect(1), w.transport.close):
+        for step in (partial(w.transport.abandon, ticket), partial(w.transport.disconnect, 1), w.transport.close):
             step()
             state = w.transport.poll(ticket).state
             _expect(state is ReadState.DONE, f"a read that is DONE must stay so, not {state.name}")

@@ -9,14 +9,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eplb_core.loading.transports.cuda_ipc import CudaIpc as CudaIpc
+    from eplb_core.loading.transports.faulty import Faulty as Faulty
     from eplb_core.loading.transports.local import DeferredCopy as DeferredCopy
     from eplb_core.loading.transports.local import LocalCopy as LocalCopy
+    from eplb_core.loading.transports.mooncake import Mooncake as Mooncake
+    from eplb_core.loading.transports.nixl import Nixl as Nixl
     from eplb_core.loading.transports.shared_memory import SharedMemory as SharedMemory
+    from eplb_core.loading.transports.torch_distributed import TorchDistributed as TorchDistributed
 
 _HOMES = {
+    "CudaIpc": "cuda_ipc",
     "DeferredCopy": "local",
+    "Faulty": "faulty",
     "LocalCopy": "local",
+    "Mooncake": "mooncake",
+    "Nixl": "nixl",
     "SharedMemory": "shared_memory",
+    "TorchDistributed": "torch_distributed",
 }
 
 __all__ = sorted(_HOMES)

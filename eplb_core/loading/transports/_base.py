@@ -30,6 +30,7 @@ class Spans(NamedTuple):
     dst: IntArray
     src: IntArray
     nbytes: IntArray
+    dst_region: IntArray
     src_region: IntArray
 
 
@@ -63,7 +64,7 @@ class Ticket:
     @property
     def status(self) -> Status:
         """Never the same end twice under different names: what ended stays."""
-        return self._end or (ABANDONED if self.given_up else PENDING)
+        return self._end or (ABANDONED if self.given_up or self.lost else PENDING)
 
     def finish(self, status: Status) -> None:
         """Nothing of this read is written from now on. Given up on before: DRAINED or, with a lost peer, that."""
@@ -133,8 +134,8 @@ class BaseTransport(ABC):
         if peer is None:
             raise TransportError(f"`rank` (={rank}) must be connected before it is read from", rank=rank)
         spans = check_batch(batch, (self._address, self._nbytes), peer, self.caps.max_batch)
-        for given_up in [ticket for ticket in self._pending if ticket.given_up]:
-            self.poll(given_up)
+        for left in [ticket for ticket in self._pending if ticket.given_up or ticket.lost]:
+            self.poll(left)
         ticket = self._start(peer, spans, stream) if len(spans.nbytes) else _nothing(rank, spans)
         if not ticket.status.state.is_end:
             self._pending.add(ticket)
@@ -235,7 +236,7 @@ def check_batch(batch: ReadBatch, own: tuple[IntArray, IntArray], peer: Peer, ma
         ("src", f"of {len(theirs[0])} of rank {peer.rank}"), theirs, src_region, src_offset, nbytes, peer.rank
     )
     some = nbytes > 0
-    return Spans(dst[some], src[some], nbytes[some], src_region[some])
+    return Spans(dst[some], src[some], nbytes[some], dst_region[some], src_region[some])
 
 
 def _addresses(
@@ -273,7 +274,7 @@ def split(spans: Spans, piece: int) -> Spans:
     of = np.repeat(np.arange(len(parts)), parts)
     offset = (np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)) * piece
     nbytes = np.minimum(spans.nbytes[of] - offset, piece)
-    return Spans(spans.dst[of] + offset, spans.src[of] + offset, nbytes, spans.src_region[of])
+    return Spans(spans.dst[of] + offset, spans.src[of] + offset, nbytes, spans.dst_region[of], spans.src_region[of])
 
 
 def _nothing(rank: int, spans: Spans) -> Ticket:

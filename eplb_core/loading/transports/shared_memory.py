@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import ctypes
 import errno
 import mmap
 import os
@@ -18,29 +17,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
-from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket, split
-
-_PIECE = 8 << 20  # a copy cannot be stopped within a piece: two milliseconds
-_IOVECS = 1024  # most that the system takes in one call
-_libc = ctypes.CDLL(None, use_errno=True)
-_readv = _libc.process_vm_readv
-_readv.restype = ctypes.c_ssize_t
-_readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+from eplb_core.loading.transports import _copies
+from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket
+from eplb_core.loading.transports._processes import host, started
 
 
 class SharedMemory(BaseTransport):
     """Reads the memory of other processes on this host. Host memory only.
 
     Nothing has to be prepared. Regions in shared memory (`tensor.share_memory_()`, `multiprocessing.shared_memory`,
-    memfd) are found by their address and mapped by the peers: no call into the owner, and the bytes can still be read
-    after its death. All other memory is read by `process_vm_readv`, which needs the same user and, where the system
+    memfd) are found by their address and mapped by the peers, who can read them even after their owner's death. All
+    other memory is read by `process_vm_readv` from the owner's process, which needs the same user and, where the system
     restricts tracing (Yama), the owner's leave (`prctl(PR_SET_PTRACER)`); `connect` tries it and says so.
 
-    Copies run on one worker thread, without the interpreter's lock. The owner does nothing and may even be stopped; an
-    abandoned read writes nothing after `poll` said DRAINED, a few milliseconds later.
+    Copies run on one worker thread, many spans in one system call, without the interpreter's lock. The owner does
+    nothing and may even be stopped; an abandoned read is DRAINED some milliseconds later.
 
     Raises:
         TransportError: The system is not Linux.
@@ -53,7 +46,7 @@ class SharedMemory(BaseTransport):
     """
 
     def __init__(self) -> None:
-        if not hasattr(_libc, "process_vm_readv") or not Path("/proc/self/maps").exists():
+        if not _copies.IS_NATIVE:
             raise TransportError("SharedMemory needs Linux; use TorchDistributed over gloo")
         super().__init__(
             Caps(
@@ -74,9 +67,9 @@ class SharedMemory(BaseTransport):
     def _register(self, regions: tuple[Region, ...]) -> Mapping[str, Any]:
         files, region_file, region_offset = _files_of(regions)
         return {
-            "host": _host(),
+            "host": host(),
             "pid": os.getpid(),
-            "started": _started(os.getpid()),
+            "started": started(os.getpid()),
             "files": files,
             "region_file": region_file,
             "region_offset": region_offset,
@@ -113,7 +106,7 @@ class _Maps:
 
     def __init__(self, peer: Peer) -> None:
         extra = peer.extra
-        if extra["host"] != _host():
+        if extra["host"] != host():
             raise TransportError(f"rank {peer.rank} must be on this host and in this pid namespace", rank=peer.rank)
         self.pid, self.started = int(extra["pid"]), int(extra["started"])
         count = len(peer.address)
@@ -136,36 +129,37 @@ class _Maps:
 
     def is_alive(self) -> bool:
         """The same process still, not another under its number."""
-        return _started(self.pid) == self.started
+        return started(self.pid) == self.started
 
     def try_private(self, peer: Peer) -> None:
         """Read one byte of the first region that is not shared."""
         private = np.flatnonzero((self.file_of_region < 0) & (peer.nbytes > 0))
         if private.size:
             byte = np.empty(1, dtype=np.uint8)
-            one = np.ones(1, dtype=np.int64)
-            failed = self.read_private(one * byte.ctypes.data, peer.address[private[:1]], one)
+            region, one = private[:1], np.ones(1, dtype=np.int64)
+            failed = self.read(Spans(one * byte.ctypes.data, peer.address[region], one, one, region), mapped=False)
             if failed is not None:
                 raise TransportError(f"rank {peer.rank}: {failed.reason}", rank=peer.rank)
 
-    def read_private(self, dst: IntArray, src: IntArray, nbytes: IntArray) -> Status | None:
-        """Copy up to 1,024 spans; None when all bytes are there."""
-        local = np.ascontiguousarray(np.stack([dst, nbytes], axis=1))
-        remote = np.ascontiguousarray(np.stack([src, nbytes], axis=1))
-        got = _readv(self.pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
-        code = ctypes.get_errno() if got < 0 else 0
-        if not self.is_alive() or code == errno.ESRCH:
-            return Status(ReadState.LOST_PEER, f"process {self.pid} is gone")
-        if got == int(nbytes.sum()):
+    def read(self, spans: Spans, mapped: bool) -> Status | None:
+        """Copy spans that are all mapped or all not; None when all bytes are there."""
+        if mapped:
+            moved = _copies.copy(spans.dst, spans.src + self.shift[spans.src_region], spans.nbytes)
+        else:
+            moved = _copies.copy(spans.dst, spans.src, spans.nbytes, self.pid)
+            if moved == -errno.ESRCH or not self.is_alive():
+                return Status(ReadState.LOST_PEER, f"process {self.pid} is gone")
+        expected = int(spans.nbytes.sum())
+        if moved == expected:
             return None
-        if code == errno.EPERM:
+        if moved == -errno.EPERM:
             return Status(
                 ReadState.FAILED,
                 f"process {self.pid} may not be read (EPERM); put its tensors into shared memory "
                 "(tensor.share_memory_()) or let it call prctl(PR_SET_PTRACER)",
             )
-        reason = errno.errorcode.get(code, "unmapped memory") if code else f"only {got} of {int(nbytes.sum())} bytes"
-        return Status(ReadState.FAILED, f"process {self.pid}: {reason}")
+        why = f"{moved} of {expected} bytes" if moved >= 0 else errno.errorcode.get(-moved, str(-moved))
+        return Status(ReadState.FAILED, f"process {self.pid}: {why}; memory was unmapped")
 
 
 class _Copy(Ticket):
@@ -178,41 +172,18 @@ class _Copy(Ticket):
         self.maps = maps
 
     def run(self) -> None:
-        pieces = split(self.spans, _PIECE)
-        mapped = self.maps.file_of_region[pieces.src_region] >= 0
-        failed = self._copy_private(Spans(*(array[~mapped] for array in pieces)))
-        if failed is None:
-            self._copy_mapped(Spans(*(array[mapped] for array in pieces)))
-        self.finish(failed or DONE)
+        mapped = self.maps.file_of_region[self.spans.src_region] >= 0
+        for kind in (False, True):
+            for spans in _copies.portions(Spans(*(array[mapped == kind] for array in self.spans))):
+                failed = Status(ReadState.FAILED) if self.unwanted else self.maps.read(spans, mapped=kind)
+                if failed is not None:
+                    self.finish(failed._replace(reason=f"rank {self.rank}: {failed.reason}"))
+                    return
+        self.finish(DONE)
 
     @property
     def unwanted(self) -> bool:
         return self.given_up or bool(self.lost)
-
-    def _copy_mapped(self, spans: Spans) -> Status | None:
-        shift = self.maps.shift[spans.src_region]
-        for dst, src, nbytes in zip(
-            spans.dst.tolist(), (spans.src + shift).tolist(), spans.nbytes.tolist(), strict=True
-        ):
-            if self.unwanted:
-                return Status(ReadState.FAILED)
-            ctypes.memmove(dst, src, nbytes)  # lets go of the interpreter's lock
-        return None
-
-    def _copy_private(self, spans: Spans) -> Status | None:
-        first = 0
-        ends = np.cumsum(spans.nbytes)
-        while first < len(ends):
-            if self.unwanted:
-                return Status(ReadState.FAILED)
-            before = int(ends[first - 1]) if first else 0
-            last = min(max(int(np.searchsorted(ends, before + _PIECE, side="right")), first + 1), first + _IOVECS)
-            here = slice(first, last)
-            failed = self.maps.read_private(spans.dst[here], spans.src[here], spans.nbytes[here])
-            if failed is not None:
-                return failed._replace(reason=f"rank {self.rank}: {failed.reason}")
-            first = last
-        return None
 
 
 def _work(jobs: queue.SimpleQueue[_Copy | None]) -> None:
@@ -314,18 +285,3 @@ def _mapped(file: Mapping[str, Any], owner: _Maps, end: int, rank: int) -> npt.N
         return np.frombuffer(mmap.mmap(opened, end, mmap.MAP_SHARED, mmap.PROT_READ), dtype=np.uint8)
     finally:
         os.close(opened)
-
-
-def _host() -> str:
-    """Equal for processes that see each other by number."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
-
-
-def _started(pid: int) -> int:
-    """When a process started, in ticks since boot; -1 if there is none, or only its remains."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return -1
-    fields = text.rpartition(")")[2].split()
-    return -1 if fields[0] in "ZX" else int(fields[19])
