@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, to_numpy
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _words
 from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble
+from eplb_core.loading._staged import check_staged
 from eplb_core.loading._steps import Step, plan_steps
 from eplb_core.loading.install import Copies, Installer
 from eplb_core.loading.move_record import Recorder
@@ -80,10 +82,14 @@ class RunWorker:
         recorder: Recorder,
         backup: Backup | None,
         tables: Tables | None,
+        reference: IntArray | None,
         deadline: float,
     ) -> None:
         self.puller, self._installer, self.recorder, self._backup = puller, installer, recorder, backup
-        self._tables, self._deadline = tables, deadline
+        self._tables, self.reference, self._deadline = tables, reference, deadline
+        device = puller.stores[0].device
+        on_device = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_device else None  # type: ignore[no-untyped-call]
         self.read_bytes, self.read_s, self.num_quarantined = 0, 0.0, 0
 
     # ---- the planning thread ---------------------------------------------------------------------------------------
@@ -202,7 +208,11 @@ class RunWorker:
                     raise Trouble("deadline", f"the reads of layer {step.layer} took longer than {self._deadline:g} s")
                 time.sleep(POLL_S)
             self.read_bytes += pull.bytes
-            restore(self.puller, self._backup, step, pull)
+            with torch.cuda.stream(self._stream):  # nothing where there is none
+                restore(self.puller, self._backup, step, pull)
+                if self._stream is not None:  # pragma: no cover
+                    self._stream.synchronize()
+                check_staged(self.puller, step, pull, self.reference)
             self.recorder.begin(step)
         except BaseException:
             self.puller.give_up(pull)

@@ -18,6 +18,7 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _words
 from eplb_core.loading._pull import POLL_S, Backup, Puller, Trouble, check_frame
 from eplb_core.loading._run import Run, RunWorker, Target
+from eplb_core.loading._staged import to_reference
 from eplb_core.loading._warm import warm_moves
 from eplb_core.loading._workers import Worker
 from eplb_core.loading.agreement import Agreement
@@ -97,6 +98,8 @@ class Migrator:
         on_install: Called after each install as `on_install(layer, layout)`, on the thread of the passes: for an
             engine's own copies of what depends on slots.
         backup: Where experts come from that no live rank holds.
+        reference: `by_expert` of `verify_weights`: what arrives is printed and compared before it counts as staged, so
+            that a transport that tears ends a migration instead of an expert.
         deadline: Seconds without progress after which a migration is given up.
 
     Raises:
@@ -124,10 +127,12 @@ class Migrator:
         staging: int | torch.Tensor | None = None,
         on_install: Callable[[int, ExpertLayout], object] | None = None,
         backup: Backup | None = None,
+        reference: ArrayLike | None = None,
         deadline: float = 60.0,
     ) -> None:
         self._deadline = check_real(deadline, "deadline", above=0.0)
         stores = check_frame(stores, layout, rank)
+        prints = to_reference(reference, layout, len(stores[0].names))
         warm_moves()
         self.rank = rank
         self._layout, self._agreement, self._tables, self._on_install = layout, agreement, tables, on_install
@@ -136,7 +141,7 @@ class Migrator:
         self._installer = Installer(stores, space)
         puller = Puller(stores, layout, rank, transport, agreement, space, {})
         self._recorder = Recorder(record)
-        self._work = RunWorker(puller, self._installer, self._recorder, backup, tables, self._deadline)
+        self._work = RunWorker(puller, self._installer, self._recorder, backup, tables, prints, self._deadline)
         self._changed = threading.Condition()
         self._run: Run | None = None
         self._number = 0
@@ -425,8 +430,14 @@ class Migrator:
                 return
             time.sleep(POLL_S)
 
-    def resume(self) -> None:
-        """After `pause`: migrations may start again. Every rank calls it in the same pass."""
+    def resume(self, *, reference: ArrayLike | None = None) -> None:
+        """After `pause`: migrations may start again. Every rank calls it in the same pass.
+
+        Args:
+            reference: As in the constructor, where weights were changed in the pause. Default: as before.
+        """
+        if reference is not None:
+            self._work.reference = to_reference(reference, self._layout, len(self._installer.stores[0].names))
         self._paused = False
 
     def stop(self, deadline: float) -> bool:

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from eplb_core._arrays import ArrayLike, check_real
+from eplb_core._arrays import ArrayLike, IntArray, check_real
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble, check_frame, keep_while_written
+from eplb_core.loading._staged import check_staged, to_reference
 from eplb_core.loading._steps import Step, plan_steps
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install import Installer, Staging
@@ -45,6 +46,7 @@ def move_experts(
     record: MoveRecord | None = None,
     staging: int | torch.Tensor | None = None,
     backup: Backup | None = None,
+    reference: ArrayLike | None = None,
     deadline: float = 60.0,
 ) -> ExpertLayout:
     """Bring the weights of all ranks from `old` to `new`, and dispatch with them; every rank calls it at once.
@@ -65,6 +67,7 @@ def move_experts(
         staging: Memory for incoming slots: bytes, or uint8 `[bytes]` on the stores' device. With less than what any
             rank reads for a layer, the layer is moved in parts; one slot is always enough. Default: S slots.
         backup: Where experts come from that no live rank holds.
+        reference: `by_expert` of `verify_weights`: what arrives is printed and compared before it is installed.
         deadline: Seconds for the reads of one step.
 
     Returns:
@@ -84,6 +87,7 @@ def move_experts(
     seconds = check_real(deadline, "deadline", above=0.0)
     stores = check_frame(stores, old, rank)
     old.check_same_frame(new)
+    prints = to_reference(reference, old, len(stores[0].names))
     space = Staging(staging, stores)
     installer = Installer(stores, space)
     facts = {"target": new.digest, "record": record is not None}
@@ -92,7 +96,7 @@ def move_experts(
     steps = plan_steps(old, new, rank=rank, capacity=puller.capacity, layers=layers, avoid_ranks=puller.avoid_ranks)
     live = old
     for step in steps:
-        pull, trouble = _stage(puller, recorder, backup, step, seconds)
+        pull, trouble = _stage(puller, recorder, backup, prints, step, seconds)
         failures = _tell(agreement, trouble, rank, live)
         if failures:
             if trouble is None:
@@ -120,7 +124,12 @@ def move_experts(
 
 
 def _stage(
-    puller: Puller, recorder: Recorder, backup: Backup | None, step: Step, seconds: float
+    puller: Puller,
+    recorder: Recorder,
+    backup: Backup | None,
+    prints: IntArray | None,
+    step: Step,
+    seconds: float,
 ) -> tuple[Pull | None, Trouble | None]:
     until = time.monotonic() + seconds
     try:
@@ -134,6 +143,7 @@ def _stage(
     except Trouble as why:
         return None, why
     try:
+        check_staged(puller, step, pull, prints)
         recorder.begin(step)
     except Trouble as why:
         puller.give_up(pull)

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_core import DispatchTables, ExpertLayout, Topology, replica_shares
+from eplb_core import DispatchTables, ExpertLayout, Topology, fingerprints, replica_shares, verify_weights
+from eplb_core._arrays import IntArray
 from eplb_core.errors import MigrationError
-from eplb_core.loading.transports import DeferredCopy
+from eplb_core.loading.transports import DeferredCopy, Faulty, LocalCopy
 from tests.loading.fleets import LONG, SLOT, Answer, FailsAt, Fleet, Keeper, fleet
-from tests.loading.worlds import layout_pairs
+from tests.loading.worlds import layout_pairs, stores_of
 
 TWO = Topology(2)
 OLD = ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=TWO)
@@ -282,6 +283,29 @@ def test_start_is_refused_where_it_cannot_be() -> None:
     with pytest.raises(MigrationError, match="cannot start while the Migrator is stopped"):
         ranks.first.start(OLD)
     assert ranks.first.poll() == ()
+
+
+def reference() -> IntArray:
+    """As an engine makes it at the start."""
+    prints = [fingerprints(stores_of(OLD, rank)) for rank in (0, 1)]
+    return verify_weights(prints, OLD).by_expert
+
+
+def test_bytes_that_were_torn_on_the_way_are_not_installed() -> None:
+    """A transport that says DONE and has written something else."""
+    torn = Faulty(LocalCopy(), ["none", "tear"])
+    with fleet(OLD, transports={1: torn}, reference=reference()) as ranks:
+        ranks.start(NEW)
+        ranks.until_idle()
+        ends(ranks, "read", 1, OLD.replace(NEW, [0]), "of layer 1 did not arrive from slot 0 as it was at the start")
+        ranks.start(NEW)
+        ranks.until_idle()
+        ends(ranks, "", None, NEW, "")
+
+
+def test_a_reference_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`reference` \(int64 \[1, 4, 3\]\) must be int64 \[3, 4, 3\]"):
+        Fleet(OLD, reference=reference()[:1])
 
 
 # ---- the record ------------------------------------------------------------------------------------------------------
