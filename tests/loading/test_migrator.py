@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from eplb_core import DispatchTables, ExpertLayout, Topology, fingerprints, replica_shares, verify_weights
 from eplb_core._arrays import IntArray
 from eplb_core.errors import MigrationError
+from eplb_core.loading._pull import Trouble
 from eplb_core.loading.transports import DeferredCopy, Faulty, LocalCopy
 from tests.loading.fleets import LONG, SLOT, Answer, FailsAt, Fleet, Keeper, fleet
 from tests.loading.worlds import layout_pairs, stores_of
@@ -189,6 +190,23 @@ def test_a_rank_that_never_becomes_ready_ends_it_by_the_deadline() -> None:
         ranks.start(NEW)
         ranks.until_idle(meanwhile=stuck.complete)
         ends(ranks, "", None, NEW, "")
+
+
+def test_a_rank_that_has_failed_says_so_whatever_its_workers_do_next() -> None:
+    reads = DeferredCopy()
+    with fleet(OLD, transports={1: reads}) as ranks:
+        ranks.start(NEW)
+        ranks.passes(lambda: reads.waiting == 1)
+        run = ranks.migrators[1]._run
+        assert run is not None
+        run.fail(Trouble("deadline", "too late"))
+        reads.complete()
+        end = time.monotonic() + LONG
+        while run.staged == 0:
+            assert time.monotonic() < end
+        assert ranks.migrators[1].progress < 0
+        ranks.until_idle()
+        ends(ranks, "deadline", 1, OLD, "too late")
 
 
 def test_a_peer_that_is_lost_is_told_from_a_read_that_failed() -> None:

@@ -195,6 +195,12 @@ def test_reads_of_one_expert_are_spread_over_its_holders() -> None:
     assert plan.source_slot[0].tolist() == [6, 4]
 
 
+def test_a_read_goes_past_a_holder_that_is_left_out() -> None:
+    old, new = layout([[0, 0, 1, 1]], 2, 4), layout([[0, 0, 0, 1]], 2, 4)
+    assert plan_pull(old, new, rank=2).source_slot.tolist() == [[0]]
+    assert plan_pull(old, new, rank=2, avoid_ranks=[0]).source_slot.tolist() == [[1]]
+
+
 def test_reads_with_one_choice_are_placed_before_those_with_several() -> None:
     """Rank 2 could read expert 0 from rank 0 or 1, and must read 1 from rank 0: so 0 comes from rank 1."""
     old = layout([[0, 1, 0, 2, 3, 3, 3, 3]], 4, 4)

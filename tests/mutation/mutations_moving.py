@@ -51,7 +51,7 @@ MUTATIONS = [
         PLAN,
         "if holder == last or not readable[holder]:",
         "if holder == last:",
-        f"{TEST_PLAN}::test_avoided_ranks_and_unloaded_slots_are_no_source",
+        f"{TEST_PLAN}::test_a_read_goes_past_a_holder_that_is_left_out",
     ),
     # the first holder serves all
     (
@@ -149,7 +149,7 @@ MUTATIONS = [
         RUN,
         "if self.trouble is None and not self.ended:\n            self.word",
         "if not self.ended:\n            self.word",
-        f"{TEST_MIGRATOR}::test_a_commit_that_fails_leaves_the_layer_new_and_ends_all_moves",
+        f"{TEST_MIGRATOR}::test_a_rank_that_has_failed_says_so_whatever_its_workers_do_next",
     ),
     # ranks with different targets go on
     (
@@ -210,8 +210,8 @@ MUTATIONS = [
     # ranks install though one could not read
     (
         MOVER,
-        "failures = _tell(agreement, trouble, rank, live)\n        if failures:\n            if trouble is None:",
-        "failures = _tell(agreement, trouble, rank, live)\n        if failures and trouble:\n            if trouble is None:",
+        "        if failures:\n            if trouble is None:",
+        "        if failures and trouble:\n            if trouble is None:",
         f"{TEST_MOVER}::test_a_read_that_fails_ends_the_move_on_every_rank_between_two_layers",
     ),
     # the largest word instead of the smallest
