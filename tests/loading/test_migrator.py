@@ -354,7 +354,7 @@ def test_a_busy_record_ends_this_migration_and_a_refusing_one_all() -> None:
         assert [migrator.start(NEW) for migrator in ranks.migrators.values()] == [False, False]
         assert ranks.first.status.off == "rank 1 gave up: refused"
     assert not keepers[0].pending
-    assert keepers[0].said[-1] == "off"
+    assert "off" in keepers[0].said
 
 
 def test_a_commit_that_fails_leaves_the_layer_new_and_ends_all_moves() -> None:
