@@ -45,6 +45,8 @@ def keep_in_place(
     stride = old.shape[1] // ranks
     row = np.zeros(old.shape[1], dtype=np.int64)
     holds = np.zeros(num_experts, dtype=np.int64)
+    experts_first = np.zeros(num_experts + 1, dtype=np.int64)
+    home = np.zeros(old.shape[1], dtype=np.int64)
     kept = np.zeros((ranks, ranks), dtype=np.int64)
     group = np.zeros(ranks, dtype=np.int64)
     taker = np.zeros(ranks, dtype=np.int64)
@@ -64,8 +66,9 @@ def keep_in_place(
                 ):
                     group[first] = r
                     break
+        _list_homes(old[layer], stride, experts_first, home)
         for r in range(ranks):
-            _count_kept(old, new, layer, r, stride, holds, kept)
+            _count_kept(new[layer], r, stride, experts_first, home, kept[r])
         for first in range(ranks):
             if group[first] == first:
                 _assign(first, group, kept, taker)
@@ -95,42 +98,57 @@ def least_transfers(
 ) -> None:
     """How many transfers no renaming of ranks can save: each rank's contents go where most of them are; `[L]`."""
     stride = old.shape[1] // num_ranks
-    holds = np.zeros(num_experts, dtype=np.int64)
-    kept = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    first = np.zeros(num_experts + 1, dtype=np.int64)
+    home = np.zeros(old.shape[1], dtype=np.int64)
+    kept = np.zeros(num_ranks, dtype=np.int64)
     for layer in range(old.shape[0]):
         if skip[layer]:
             continue
+        fewest[layer] = 0
+        _list_homes(old[layer], stride, first, home)
         for r in range(num_ranks):
-            _count_kept(old, new, layer, r, stride, holds, kept)
-            most = distinct = 0
-            for e in range(num_experts):
-                distinct += holds[e]
+            distinct = _count_kept(new[layer], r, stride, first, home, kept)
+            most = 0
             for q in range(num_ranks):
-                most = max(most, kept[r, q])
+                most = max(most, kept[q])
             fewest[layer] += distinct - most
 
 
 @kernel
-def _count_kept(old: IntArray, new: IntArray, layer: int, r: int, stride: int, holds: IntArray, kept: IntArray) -> None:
-    """How many distinct experts would stay if the contents of new rank r went to each old rank?"""
-    holds[:] = 0
-    for s in range(stride):
-        e = new[layer, r * stride + s]
+def _list_homes(row: IntArray, stride: int, first: IntArray, home: IntArray) -> None:
+    """Ranks of each expert's slots, in order, into `home`; those of expert e from `first[e]` to `first[e + 1]`."""
+    first[:] = 0
+    for e in row:
         if e >= 0:
-            holds[e] = 1
-    ranks = kept.shape[0]
-    for q in range(ranks):
-        n = 0
-        for s in range(stride):
-            e = old[layer, q * stride + s]
-            if e >= 0 and holds[e] == 1:
-                n += 1
-                holds[e] = 2
-        for s in range(stride):
-            e = old[layer, q * stride + s]
-            if e >= 0 and holds[e] == 2:
-                holds[e] = 1
-        kept[r, q] = n
+            first[e + 1] += 1
+    for e in range(first.size - 1):
+        first[e + 1] += first[e]
+    for p in range(row.size):
+        if row[p] >= 0:
+            home[first[row[p]]] = p // stride
+            first[row[p]] += 1
+    for e in range(first.size - 1, 0, -1):
+        first[e] = first[e - 1]
+    first[0] = 0
+
+
+@kernel
+def _count_kept(new: IntArray, r: int, stride: int, first: IntArray, home: IntArray, kept: IntArray) -> int:
+    """How many distinct experts stay if the contents of new rank r go to each old rank: `kept`; returns all it has."""
+    kept[:] = 0
+    distinct = 0
+    for p in range(r * stride, r * stride + stride):
+        e = new[p]
+        seen = e < 0
+        for q in range(r * stride, p):
+            seen = seen or new[q] == e
+        if seen:
+            continue
+        distinct += 1
+        for i in range(first[e], first[e + 1]):
+            if i == first[e] or home[i] != home[i - 1]:
+                kept[home[i]] += 1
+    return distinct
 
 
 @kernel

@@ -65,7 +65,7 @@ def score_layers(
 
 @kernel
 def cost_of_transfers(
-    old: IntArray, new: IntArray, link_cost: FloatArray, num_experts: int, cost: FloatArray, received: IntArray
+    old: IntArray, new: IntArray, link_cost: FloatArray, cost: FloatArray, received: IntArray
 ) -> None:
     """What each layer must bring over links to go from `old` to `new`: cost by the cheapest holders, and experts.
 
@@ -73,18 +73,14 @@ def cost_of_transfers(
         old: `[L, P]`.
         new: `[L, P]`.
         link_cost: Cost of a transfer from rank to rank `[R, R]`.
-        num_experts: E.
         cost: Written `[L]`; infinite where an expert has no holder in `old`.
         received: Written `[L]`: distinct experts that a rank holds in `new` and not in `old`.
     """
     layers, slots = old.shape
-    ranks = link_cost.shape[0]
-    stride = slots // ranks
-    cheapest = np.zeros((ranks, num_experts))
+    stride = slots // link_cost.shape[0]
     for layer in range(layers):
         cost[layer] = 0.0
         received[layer] = 0
-        price_fetches(old[layer], stride, link_cost, cheapest)
         for p in range(slots):
             e = new[layer, p]
             if e < 0:
@@ -96,19 +92,11 @@ def cost_of_transfers(
                     first = False
             if first:
                 received[layer] += 1
-                cost[layer] += cheapest[r, e]
-
-
-@kernel
-def price_fetches(old: IntArray, stride: int, link_cost: FloatArray, cheapest: FloatArray) -> None:
-    """Cost for each rank to hold each expert `[R, E]`: 0 where it does, else that of the cheapest holder's link."""
-    cheapest[:] = np.inf
-    for p in range(old.size):
-        e = old[p]
-        if e >= 0:
-            for r in range(cheapest.shape[0]):
-                cost = 0.0 if p // stride == r else link_cost[p // stride, r]
-                cheapest[r, e] = min(cheapest[r, e], cost)
+                cheapest = np.inf
+                for q in range(slots):
+                    if old[layer, q] == e:
+                        cheapest = min(cheapest, link_cost[q // stride, r])
+                cost[layer] += cheapest
 
 
 @kernel

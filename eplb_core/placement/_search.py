@@ -25,6 +25,10 @@ from eplb_core._numba import inline_kernel, kernel
 _FULLEST = 2
 # Passes over the replicated experts by which shares follow a step, come near the best at the start, and are judged.
 _SWEEPS, _FIRST_SWEEPS, _LAST_SWEEPS = 3, 12, 50
+# Transfers that are taken back for better ones, at most.
+_MOST_TRIES = 16
+# A row is not exchanged for one that is better by rounding.
+_SOME_GAIN = 1e-9
 # What a slot that cannot be exchanged costs.
 _NEVER = 1e30
 
@@ -121,17 +125,77 @@ def improve_layers(
     ranks = capacity.size
     work = _new_work(num_windows, experts, ranks, p2l.shape[1] // ranks)
     weight = np.zeros(num_windows)
+    tried = np.zeros(ranks, dtype=np.bool_)
+    kept = np.zeros(p2l.shape[1], dtype=np.int64)
     speed = _speed(capacity, pace)
     for layer in range(layers):
         if skip[layer] or not _scale(windows, weights, layer, speed, weight, work.load):
             continue
-        _price_fetches(old[layer], link_cost, work.fetch)
         row = p2l[layer]
-        spent[layer] = _improve(0.0, -1, 0, weight, capacity, pace, price, budget, most_steps, weighted, row, work)
-        if spent[layer] + work.fetch.max() > budget:
-            spent[layer] = _exchange_transfers(
-                spent[layer], old[layer], weight, capacity, pace, price, budget, most_steps, weighted, row, work
-            )
+        dearest = _price_fetches(old[layer], link_cost, work.fetch)
+        _begin(weight, pace, weighted, row, work)
+        spent[layer] = now = kept_net = usual = 0.0
+        barred = barred_rank = taken_back = -1
+        for tries in range(_MOST_TRIES + 1):
+            for _ in range(most_steps):
+                unit = _unit(weight, work.time, work.power)
+                # Steps back refund at most this.
+                refund = 2.0 * price * dearest if now > 0.0 else 0.0
+                gifts = _list_gifts(weight, capacity, pace, weighted, row, work)
+                found = (1e-9, -1, 0, 0, 0.0)
+                tried[:] = False
+                for _ in range(min(_FULLEST, ranks)):
+                    full = _fullest(tried, capacity, work.power)
+                    if full < 0 or found[1] >= 0:
+                        break
+                    tried[full] = True
+                    found = _best_exchange(full, weight, pace, price, budget - now, unit, found, row, work)
+                    found = _best_gift(
+                        full, gifts, weight, pace, price, budget - now, unit, refund, weighted, found, row, work
+                    )
+                if barred >= 0:
+                    work.fetch[barred, barred_rank] = usual
+                    barred = -1
+                if found[1] < 0 or not _step(found, price, unit, weight, pace, weighted, row, work):
+                    break
+                now += found[4]
+            net = _balance(weight, work.time) - price * now
+            if tries == 0 or net > kept_net + _SOME_GAIN:
+                kept_net = net
+                spent[layer] = now
+                _copy(row, kept)
+            else:
+                _copy(kept, row)
+                _begin(weight, pace, weighted, row, work)
+            if spent[layer] + dearest <= budget:
+                break
+            # The budget has ended the search: take each transfer back in turn and look for better ones in its place.
+            taken_back, refund = _take_back(taken_back + 1, old[layer], row, work)
+            if taken_back < 0:
+                _copy(kept, row)
+                break
+            barred, barred_rank = kept[taken_back], taken_back // (row.size // ranks)
+            usual = work.fetch[barred, barred_rank]
+            work.fetch[barred, barred_rank] = _NEVER
+            now = spent[layer] - refund
+            _begin(weight, pace, weighted, row, work)
+        _copy(kept, row)
+
+
+@kernel
+def _copy(source: IntArray, target: IntArray) -> None:
+    for p in range(source.size):  # a slice would bring in numpy's broadcasting, and seconds of compilation
+        target[p] = source[p]
+
+
+@kernel
+def _fullest(tried: BoolArray, capacity: IntArray, power: FloatArray) -> int:
+    """The live rank with the most power that was not tried yet, or -1."""
+    full = -1
+    for r in range(capacity.size):
+        if not tried[r] and capacity[r] > 0 and (full < 0 or power[r] > power[full]):
+            full = r
+    return full
 
 
 @kernel
@@ -226,19 +290,21 @@ def _new_work(num_windows: int, experts: int, ranks: int, stride: int) -> Work:
 
 
 @kernel
-def _price_fetches(old: IntArray, link_cost: FloatArray, fetch: FloatArray) -> None:
+def _price_fetches(old: IntArray, link_cost: FloatArray, fetch: FloatArray) -> float:
     """Cost for each rank to hold each expert `[E, R]`: 0 where it does, else that of the cheapest holder's link.
 
-    An expert without a holder comes from elsewhere, at the cost of the dearest link to any rank.
+    An expert without a holder comes from elsewhere, at the cost of the dearest link to any rank, which is returned.
     """
     ranks = link_cost.shape[0]
     stride = old.size // ranks
-    dearest = 0.0
+    dearest, cheapest = 0.0, np.inf
     for r in range(ranks):
         for q in range(ranks):
-            dearest = max(dearest, link_cost[r, q])
+            if q != r:
+                dearest = max(dearest, link_cost[r, q])
+                cheapest = min(cheapest, link_cost[r, q])
     fetch[:] = dearest
-    for p in range(old.size):
+    for p in range(old.size if cheapest < dearest else 0):
         e, source = old[p], p // stride
         if e >= 0:
             for r in range(ranks):
@@ -246,6 +312,7 @@ def _price_fetches(old: IntArray, link_cost: FloatArray, fetch: FloatArray) -> N
     for p in range(old.size):
         if old[p] >= 0:
             fetch[old[p], p // stride] = 0.0
+    return dearest
 
 
 @inline_kernel
@@ -256,122 +323,22 @@ def _eighth(x: float) -> float:
 
 
 @kernel
-def _improve(
-    spent: float,
-    barred: int,
-    barred_rank: int,
-    weight: FloatArray,
-    capacity: IntArray,
-    pace: FloatArray,
-    price: float,
-    budget: float,
-    most_steps: int,
-    weighted: bool,
-    row: IntArray,
-    work: Work,
-) -> float:
-    """Make steps on one layer while they pay, the first not one that brings expert `barred` to `barred_rank`.
+def _take_back(start: int, old: IntArray, row: IntArray, work: Work) -> tuple[int, float]:
+    """Take the first transfer from slot `start` on back, with that of the expert that it was exchanged for.
 
     Returns:
-        What all steps have cost, those of before (`spent`) among them.
+        The slot, -1 where there is none, and what it had cost.
     """
-    ranks = capacity.size
-    stride = row.size // ranks
-    fetch, time, power, homes, num_homes = work.fetch, work.time, work.power, work.homes, work.num_homes
-    tried = np.zeros(ranks, dtype=np.bool_)
-    _begin(weight, pace, weighted, row, work)
-    dearest = 0.0
-    for e in range(work.replicas.size):
-        if work.replicas[e] > 0:
-            for r in range(ranks):
-                dearest = max(dearest, fetch[e, r])
-    usual = 0.0
-    if barred >= 0:
-        usual = fetch[barred, barred_rank]
-        fetch[barred, barred_rank] = _NEVER
-    for _ in range(most_steps):
-        unit = _unit(weight, time, power)
-        # Steps back refund at most this.
-        refund = 2.0 * price * dearest if spent > 0.0 else 0.0
-        gifts = _list_gifts(weight, capacity, pace, weighted, row, work)
-        found = (1e-9, -1, 0, 0, 0.0)
-        tried[:] = False
-        for _ in range(min(_FULLEST, ranks)):
-            full = -1
-            for r in range(ranks):
-                if not tried[r] and capacity[r] > 0 and (full < 0 or power[r] > power[full]):
-                    full = r
-            if full < 0 or found[1] >= 0:
-                break
-            tried[full] = True
-            found = _best_exchange(full, weight, pace, price, budget - spent, unit, found, row, work)
-            found = _best_gift(
-                full, gifts, weight, pace, price, budget - spent, unit, refund, weighted, found, row, work
-            )
-        if barred >= 0:
-            fetch[barred, barred_rank] = usual
-            barred = -1
-        _, kind, a, p, pays = found
-        if kind < 0:
-            break
-        spent += pays
-        e, f, full, r = row[a], row[p], a // stride, p // stride
-        _step(kind, a, p, stride, row, work)
-        if weighted:
-            before = _sum(power)
-            _hand_over(kind, a, p, f, row, work)
-            _solve_shares(_SWEEPS, weight, pace, row, work)
-            if (before - _sum(power)) * unit <= price * pays:
-                row[a], row[p] = e, f  # rounding made it look good; the next one would go round in a circle
-                spent -= pays
-                _begin(weight, pace, weighted, row, work)
-                break
-            continue
-        _share_evenly(e, row, work)
-        if f >= 0:
-            _share_evenly(f, row, work)
-            for i in range(num_homes[f]):
-                _retime(homes[f, i], weight, pace, work)
-        for i in range(num_homes[e]):
-            _retime(homes[e, i], weight, pace, work)
-        _retime(full, weight, pace, work)
-        _retime(r, weight, pace, work)
-    return spent
-
-
-@kernel
-def _exchange_transfers(
-    spent: float,
-    old: IntArray,
-    weight: FloatArray,
-    capacity: IntArray,
-    pace: FloatArray,
-    price: float,
-    budget: float,
-    most_steps: int,
-    weighted: bool,
-    row: IntArray,
-    work: Work,
-) -> float:
-    """Where the budget has ended the search: take each transfer back in turn and look for better ones in its place.
-
-    Returns:
-        What all steps have cost now.
-    """
-    stride = row.size // capacity.size
     fetch, holds, replicas = work.fetch, work.holds, work.replicas
-    before = row.copy()
-    _begin(weight, pace, weighted, row, work)
-    net = _balance(weight, work.time) - price * spent
-    for p in range(row.size):
+    stride = row.size // holds.shape[1]
+    for p in range(start, row.size):
         r, e, f = p // stride, row[p], old[p]
         if e < 0 or f < 0 or e == f or fetch[e, r] == 0.0 or holds[f, r] > 0:
             continue
         back = -1
-        if replicas[e] == 1 or fetch[f, r] > 0.0:
-            for a in range(row.size):
-                if row[a] == f and old[a] == e and holds[e, a // stride] == 0:
-                    back = a
+        for a in range(row.size):
+            if row[a] == f and old[a] == e and holds[e, a // stride] == 0:
+                back = a
         if back < 0 and replicas[e] == 1:
             continue
         refund = fetch[e, r]
@@ -379,15 +346,8 @@ def _exchange_transfers(
         if back >= 0:
             row[back] = e
             refund += fetch[f, back // stride]
-        now = _improve(spent - refund, e, r, weight, capacity, pace, price, budget, most_steps, weighted, row, work)
-        reached = _balance(weight, work.time) - price * now
-        if reached > net + 1e-9:
-            net, spent = reached, now
-            before[:] = row
-        else:
-            row[:] = before
-            _begin(weight, pace, weighted, row, work)
-    return spent
+        return p, refund
+    return -1, 0.0
 
 
 @kernel
@@ -397,7 +357,9 @@ def _begin(weight: FloatArray, pace: FloatArray, weighted: bool, row: IntArray, 
     stride = row.size // ranks
     count, share, load = work.replicas, work.share, work.load
     count[:] = 0
-    work.holds[:] = 0
+    for e in range(count.size):
+        for i in range(work.num_homes[e]):
+            work.holds[e, work.homes[e, i]] = 0
     work.num_homes[:] = 0
     work.filled[:] = 0
     for p in range(row.size):
@@ -789,8 +751,20 @@ def _gain_of_gift(e: int, p: int, weight: FloatArray, pace: FloatArray, row: Int
 
 
 @kernel
-def _step(kind: int, a: int, p: int, stride: int, row: IntArray, work: Work) -> None:
-    """Exchange slots `a` and `p` (kind 0), or give slot `p` to the expert in `a` (kind 1)."""
+def _step(
+    found: tuple[float, int, int, int, float],
+    price: float,
+    unit: float,
+    weight: FloatArray,
+    pace: FloatArray,
+    weighted: bool,
+    row: IntArray,
+    work: Work,
+) -> bool:
+    """Exchange two slots (kind 0), or give the second to the expert in the first (kind 1); False = it did not pay."""
+    _, kind, a, p, pays = found
+    homes, num_homes = work.homes, work.num_homes
+    stride = row.size // pace.size
     e, f = row[a], row[p]
     full, r = a // stride, p // stride
     row[p] = e
@@ -807,6 +781,25 @@ def _step(kind: int, a: int, p: int, stride: int, row: IntArray, work: Work) -> 
         work.replicas[e] += 1
         if f >= 0:
             work.replicas[f] -= 1
+    if weighted:
+        before = _sum(work.power)
+        _hand_over(kind, a, p, f, row, work)
+        _solve_shares(_SWEEPS, weight, pace, row, work)
+        if (before - _sum(work.power)) * unit <= price * pays:
+            row[a], row[p] = e, f  # rounding made it look good; the next one would go round in a circle
+            _begin(weight, pace, weighted, row, work)
+            return False
+        return True
+    _share_evenly(e, row, work)
+    if f >= 0:
+        _share_evenly(f, row, work)
+        for i in range(num_homes[f]):
+            _retime(homes[f, i], weight, pace, work)
+    for i in range(num_homes[e]):
+        _retime(homes[e, i], weight, pace, work)
+    _retime(full, weight, pace, work)
+    _retime(r, weight, pace, work)
+    return True
 
 
 @kernel

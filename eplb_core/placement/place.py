@@ -467,7 +467,7 @@ def _search_from(
 def _transfers(was: IntArray, p2l: IntArray, price: _Price, problem: _Problem) -> tuple[FloatArray, IntArray]:
     """Cost and number of each layer's transfers."""
     cost, received = np.zeros(len(was)), np.zeros(len(was), dtype=np.int64)
-    cost_of_transfers(was, p2l, price.link, problem.num_experts, cost, received)
+    cost_of_transfers(was, p2l, price.link, cost, received)
     return cost, received
 
 
