@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import queue
 import threading
+import time
+import weakref
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -74,10 +78,11 @@ class TorchDistributed(BaseTransport):
         self._buffers = _Buffers(device)
         self._served = _Served(int(self._identity, 16) >> 1, self._buffers)
         self._couriers: dict[int, _Courier] = {}
-        self._farewells: list[Any] = []
-        for rank in range(self._size):
-            if rank != self._rank:
-                _thread(f"eplb-serve-{rank}", _serve, self._group, rank, self._served)
+        self._peer_ends = {rank: _PeerEnd(group, rank) for rank in range(self._size) if rank != self._rank}
+        self._threads = [
+            _thread(f"eplb-serve-{rank}", _serve, end, self._served) for rank, end in self._peer_ends.items()
+        ]
+        atexit.register(_leave, weakref.ref(self))
 
     def _register(self, regions: Any) -> dict[str, Any]:
         address = np.array([region.address for region in regions], dtype=np.int64)
@@ -95,9 +100,9 @@ class TorchDistributed(BaseTransport):
             )
         courier = self._couriers.get(peer.rank)
         if courier is None:
-            line: _Line = _Wire(self._group, peer.rank)
-            if peer.rank == self._rank:
-                line = _Short(self._served)
+            line: _Line = _Short(self._served)
+            if peer.rank != self._rank:
+                line = _Wire(self._peer_ends[peer.rank])
             courier = self._couriers[peer.rank] = _Courier(peer.rank, line, self._buffers)
         elif courier.broken:
             raise TransportError(f"rank {peer.rank} cannot be reached: {courier.broken}", rank=peer.rank)
@@ -120,9 +125,51 @@ class TorchDistributed(BaseTransport):
         self._served.memory = None
         for courier in self._couriers.values():
             courier.jobs.put(None)
-        for rank in range(self._size):
-            if rank != self._rank:  # not waited for: it is sent when the peer takes it
-                self._farewells.extend(_try_to_say_bye(self._group, rank))
+        for end in self._peer_ends.values():
+            end.say_bye()
+
+    def _join(self, seconds: float) -> None:
+        """Wait until the threads have ended, which they do when the peers have answered the farewell."""
+        until = time.monotonic() + seconds
+        for thread in (*self._threads, *(courier.thread for courier in self._couriers.values())):
+            thread.join(max(until - time.monotonic(), 0.0))
+
+
+def _leave(transport: weakref.ref[TorchDistributed]) -> None:
+    """At exit: threads that wait within gloo while the interpreter goes away would take the process down."""
+    left = transport()
+    if left is not None:
+        left.close()
+        left._join(2.0)
+
+
+class _PeerEnd:
+    """A peer at the other end of the group. Who leaves says so, and is answered; then neither asks any more."""
+
+    def __init__(self, group: Any, rank: int) -> None:
+        self.group = group
+        self.rank = rank
+        self.gone = ""
+        self._said_bye = False
+        self._lock = threading.Lock()
+        self._sent: list[Any] = []
+
+    def ask(self, message: torch.Tensor) -> Any:
+        """Send a request; not after a farewell, which the peer's thread stops at."""
+        with self._lock:
+            if self.gone or self._said_bye:
+                raise RuntimeError(self.gone or "this transport was closed")
+            return self.group.send([message], self.rank, _REQUEST)
+
+    def say_bye(self, gone: str = "") -> None:
+        """Once. Not waited for: it is sent when the peer takes it."""
+        with self._lock:
+            self.gone = self.gone or gone
+            if not self._said_bye:
+                self._said_bye = True
+                message = torch.zeros(5 + 3 * _MOST_SPANS, dtype=torch.int64)
+                with contextlib.suppress(RuntimeError):
+                    self._sent += [message, self.group.send([message], self.rank, _REQUEST)]
 
 
 class _Memory(NamedTuple):
@@ -244,17 +291,16 @@ class _Line(Protocol):
 class _Wire:
     """Through the group."""
 
-    def __init__(self, group: Any, rank: int) -> None:
-        self.group = group
-        self.rank = rank
+    def __init__(self, end: _PeerEnd) -> None:
+        self.end = end
         self.asked: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
 
     def ask(self, request: IntArray) -> None:
         message = torch.from_numpy(request)
-        self.asked.put((message, self.group.send([message], self.rank, _REQUEST)))  # alive until answered
+        self.asked.put((message, self.end.ask(message)))  # alive until answered
 
     def hear(self, buffer: torch.Tensor) -> None:
-        self.group.recv([buffer], self.rank, _ANSWER).wait(_LONG)
+        self.end.group.recv([buffer], self.end.rank, _ANSWER).wait(_LONG)
         self.asked.get()
 
 
@@ -282,7 +328,7 @@ class _Courier:
         self.buffers = buffers
         self.rooms: list[torch.Tensor] = []
         self.jobs: queue.SimpleQueue[_Fetch | None] = queue.SimpleQueue()
-        _thread(f"eplb-read-{rank}", self.run)
+        self.thread = _thread(f"eplb-read-{rank}", self.run)
 
     def take(self, ticket: _Fetch) -> None:
         self.jobs.put(ticket)
@@ -329,8 +375,9 @@ class _Courier:
                 ticket.finish(Status(ReadState.FAILED) if ticket.unwanted else DONE)
 
 
-def _serve(group: Any, rank: int, served: _Served) -> None:
+def _serve(end: _PeerEnd, served: _Served) -> None:
     """Answer one peer until it says that it is leaving, or is gone."""
+    group, rank = end.group, end.rank
     rooms: list[torch.Tensor] = []
     sent: list[Any] = [None, None]
     request = torch.empty(5 + 3 * _MOST_SPANS, dtype=torch.int64)
@@ -339,23 +386,18 @@ def _serve(group: Any, rank: int, served: _Served) -> None:
         while True:
             group.recv([request], rank, _REQUEST).wait(_LONG)
             if request[0] == _BYE:
+                end.say_bye("it has closed its transport")
                 return
             rooms = rooms or [served.buffers.new() for _ in range(2)]
             turn ^= 1
             if sent[turn] is not None:
                 sent[turn].wait(_LONG)
             sent[turn] = group.send([served.answer(request.numpy(), rooms[turn])], rank, _ANSWER)
-    except RuntimeError:
-        return  # the peer is gone; reads from it say so
+    except RuntimeError as error:
+        end.say_bye(str(error).splitlines()[0][:200])
 
 
-def _try_to_say_bye(group: Any, rank: int) -> list[Any]:
-    message = torch.zeros(5 + 3 * _MOST_SPANS, dtype=torch.int64)
-    try:
-        return [(message, group.send([message], rank, _REQUEST))]
-    except RuntimeError:
-        return []
-
-
-def _thread(name: str, function: Any, *args: Any) -> None:
-    threading.Thread(target=function, args=args, name=name, daemon=True).start()
+def _thread(name: str, function: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
