@@ -76,19 +76,14 @@ class TorchDistributed(BaseTransport):
         self._group = group
         self._rank, self._size = int(group.rank()), int(group.size())
         self._buffers = _Buffers(device)
-        self._served = _Served(int(self._identity, 16) >> 1, self._buffers)
-        self._couriers: dict[int, _Courier] = {}
-        self._peer_ends = {rank: _PeerEnd(group, rank) for rank in range(self._size) if rank != self._rank}
-        self._threads = [
-            _thread(f"eplb-serve-{rank}", _serve, end, self._served) for rank, end in self._peer_ends.items()
-        ]
-        atexit.register(_leave, weakref.ref(self))
+        self._session = _Session(_Served(int(self._identity, 16) >> 1, self._buffers), group)
+        weakref.finalize(self, self._session.leave)
 
     def _register(self, regions: Any) -> dict[str, Any]:
         address = np.array([region.address for region in regions], dtype=np.int64)
         nbytes = np.array([region.nbytes for region in regions], dtype=np.int64)
         on_device = np.array([region.device != "cpu" for region in regions], dtype=np.bool_)
-        self._served.memory = _Memory(self._epoch + 1, address, nbytes, on_device)
+        self._session.served.memory = _Memory(self._epoch + 1, address, nbytes, on_device)
         return {"rank": self._rank}
 
     def _attach(self, peer: Peer, former: Peer | None) -> None:
@@ -98,19 +93,19 @@ class TorchDistributed(BaseTransport):
                 f"(={peer.extra.get('rank')})",
                 rank=peer.rank,
             )
-        courier = self._couriers.get(peer.rank)
+        courier = self._session.couriers.get(peer.rank)
         if courier is None:
-            line: _Line = _Short(self._served)
+            line: _Line = _Short(self._session.served)
             if peer.rank != self._rank:
-                line = _Wire(self._peer_ends[peer.rank])
-            courier = self._couriers[peer.rank] = _Courier(peer.rank, line, self._buffers)
+                line = _Wire(self._session.ends[peer.rank])
+            courier = self._session.couriers[peer.rank] = _Courier(peer.rank, line, self._buffers)
         elif courier.broken:
             raise TransportError(f"rank {peer.rank} cannot be reached: {courier.broken}", rank=peer.rank)
 
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
         on_device = np.array([region.device != "cpu" for region in self._regions], dtype=np.bool_)
         ticket = _Fetch(peer, spans, on_device)
-        self._couriers[peer.rank].take(ticket)
+        self._session.couriers[peer.rank].take(ticket)
         return ticket
 
     def _progress(self, ticket: Ticket) -> None:
@@ -122,25 +117,42 @@ class TorchDistributed(BaseTransport):
         self._progress(ticket)
 
     def _shut(self) -> None:
-        self._served.memory = None
-        for courier in self._couriers.values():
+        self._session.leave()
+
+
+class _Session:
+    """The threads of one transport, which outlive it until the peers have answered the farewell."""
+
+    def __init__(self, served: _Served, group: Any) -> None:
+        self.served = served
+        self.couriers: dict[int, _Courier] = {}
+        own = int(group.rank())
+        self.ends = {rank: _PeerEnd(group, rank) for rank in range(int(group.size())) if rank != own}
+        self.threads = [_thread(f"eplb-serve-{rank}", _serve, end, served) for rank, end in self.ends.items()]
+        _SESSIONS[:] = [session for session in _SESSIONS if any(thread.is_alive() for thread in session.threads)]
+        _SESSIONS.append(self)
+
+    def leave(self) -> None:
+        """Give and ask nothing from now on."""
+        self.served.memory = None
+        for courier in self.couriers.values():
             courier.jobs.put(None)
-        for end in self._peer_ends.values():
+        for end in self.ends.values():
             end.say_bye()
 
-    def _join(self, seconds: float) -> None:
-        """Wait until the threads have ended, which they do when the peers have answered the farewell."""
-        until = time.monotonic() + seconds
-        for thread in (*self._threads, *(courier.thread for courier in self._couriers.values())):
+
+_SESSIONS: list[_Session] = []
+
+
+@atexit.register
+def _leave_all() -> None:
+    """A thread that comes back from gloo while the interpreter goes away would take the process down."""
+    for session in _SESSIONS:
+        session.leave()
+    until = time.monotonic() + 2.0
+    for session in _SESSIONS:
+        for thread in (*session.threads, *(courier.thread for courier in session.couriers.values())):
             thread.join(max(until - time.monotonic(), 0.0))
-
-
-def _leave(transport: weakref.ref[TorchDistributed]) -> None:
-    """At exit: threads that wait within gloo while the interpreter goes away would take the process down."""
-    left = transport()
-    if left is not None:
-        left.close()
-        left._join(2.0)
 
 
 class _PeerEnd:
