@@ -89,8 +89,8 @@ MUTATIONS = [
     (
         SHARED,
         "        if moved == expected:\n",
-        "        if moved >= 0:\n",
-        f"{T_SHARED}::test_memory_that_was_unmapped_fails_the_read_and_says_so",
+        "        if True:\n",
+        f"{T_SHARED}::test_memory_that_cannot_be_read_fails_the_read_and_says_so",
     ),
     (
         SHARED,

@@ -215,7 +215,7 @@ class _Buffers:
         if on_device.any() and self.device is not None:
             with self.cuda.on(self.device):
                 spans = dst[on_device], src[on_device], nbytes[on_device]
-                self.cuda.copy(*spans, self.stream, overlap=True, batched=True)
+                self.cuda.copy(*spans, self.stream, overlap=False, batched=False)
                 self.cuda.call("cudaStreamSynchronize", self.stream)
 
 
@@ -287,7 +287,10 @@ class _Fetch(Ticket):
         with self.writing:
             if not self.status.state.is_end and not self.unwanted:
                 at = buffer.data_ptr() + _HEAD + np.cumsum(spans.nbytes) - spans.nbytes
-                buffers.move(spans.dst, at, spans.nbytes, self.on_device[spans.dst_region])
+                try:
+                    buffers.move(spans.dst, at, spans.nbytes, self.on_device[spans.dst_region])
+                except (OSError, _cuda.CudaError) as error:
+                    self.finish(Status(ReadState.FAILED, f"rank {self.rank}: own memory cannot be written: {error}"))
 
 
 class _Line(Protocol):

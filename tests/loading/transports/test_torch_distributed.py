@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eplb_core.errors import TransportError
-from eplb_core.loading.transport import ReadBatch, ReadState, Status
+from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status
 from eplb_core.loading.transports import TorchDistributed
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
 from eplb_core.testing._peers import State, batch, export, wait, world
@@ -85,3 +85,16 @@ def test_processes_that_end_without_a_word_end_well(tmp_path: Path) -> None:
     said = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert said == ["DONE 2 1\n", "DONE 1 2\n"]
     assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_destination_that_cannot_be_written_fails_the_read_and_not_the_peer() -> None:
+    with world(GLOO) as w, kits.unreachable(4096) as address:
+        transports._join(w, 1, [4096], 1)
+        own = w.me.tensors[0]
+        w.transport.export([Region(own.data_ptr(), 1, "cpu"), Region(address, 4096, "cpu")])
+        ticket = w.transport.read(1, batch([(1, 0, 0, 0, 4096)]))
+        status = wait(w.transport, ticket, GLOO.deadline)
+        assert status.state is ReadState.FAILED
+        assert "own memory cannot be written" in status.reason
+        assert wait(w.transport, w.transport.read(1, whole(1)), GLOO.deadline).state is ReadState.DONE
