@@ -69,14 +69,17 @@ def delayed(rank: int, size: int, folder: str) -> Transport:
 
 
 def nixl_tcp(rank: int, size: int, folder: str) -> Transport:
-    """As between hosts: the owner must run."""
-    os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,self")
+    """As between hosts: the owner must run.
+
+    The wheel's RDMA libraries and the system's take each other down at exit where both are loaded: none is.
+    """
+    os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,self", UCX_MODULES="^ib")
     return Nixl()
 
 
 def nixl_on_one_host(rank: int, size: int, folder: str) -> Transport:
     """With the system's own copy between processes."""
-    os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,sm,self")
+    os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,sm,self", UCX_MODULES="^ib")
     return Nixl()
 
 
