@@ -90,6 +90,27 @@ def settle(old: IntArray, p2l: IntArray, num_ranks: int, num_experts: int) -> No
 
 
 @kernel
+def least_transfers(
+    old: IntArray, new: IntArray, skip: BoolArray, num_ranks: int, num_experts: int, fewest: IntArray
+) -> None:
+    """How many transfers no renaming of ranks can save: each rank's contents go where most of them are; `[L]`."""
+    stride = old.shape[1] // num_ranks
+    holds = np.zeros(num_experts, dtype=np.int64)
+    kept = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    for layer in range(old.shape[0]):
+        if skip[layer]:
+            continue
+        for r in range(num_ranks):
+            _count_kept(old, new, layer, r, stride, holds, kept)
+            most = distinct = 0
+            for e in range(num_experts):
+                distinct += holds[e]
+            for q in range(num_ranks):
+                most = max(most, kept[r, q])
+            fewest[layer] += distinct - most
+
+
+@kernel
 def _count_kept(old: IntArray, new: IntArray, layer: int, r: int, stride: int, holds: IntArray, kept: IntArray) -> None:
     """How many distinct experts would stay if the contents of new rank r went to each old rank?"""
     holds[:] = 0

@@ -21,14 +21,17 @@ from eplb_core._arrays import (
 from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.layout import ExpertLayout, check_num_slots, count_replicas, rank_capacity
 from eplb_core.placement._kernels import Scratch, new_scratch
-from eplb_core.placement._moves import drop_surplus, improve_layers, restore_lost
-from eplb_core.placement._relabel import keep_in_place, settle
+from eplb_core.placement._mend import drop_surplus, restore_lost
+from eplb_core.placement._relabel import keep_in_place, least_transfers, settle
 from eplb_core.placement._score import bound_layers, cost_of_transfers, score_layers
+from eplb_core.placement._search import improve_layers, score_weighted
 from eplb_core.placement._solve import solve_layers
 from eplb_core.topology import Topology
 
 # Steps of a layer that is placed from nothing for several windows, at effort 1.
 _FREE_STEPS = 16
+# Gain in balancedness that a transfer must bring; with a budget, which says what may be spent, less.
+_PRICE, _PRICE_IN_BUDGET = 0.001, 0.0001
 # A row never changes for less: rounding is no gain.
 _SOME_GAIN = 1e-9
 _PIN = {"none": 0, "first_copy": 1, "group": 2}
@@ -70,6 +73,7 @@ def place(
     locality: str = "none",
     num_groups: int | None = None,
     active_ranks: ArrayLike | None = None,
+    dispatch: str = "even",
     effort: float = 1.0,
 ) -> Placement:
     """Which expert goes into which slot, so that the ranks' loads are even?
@@ -90,7 +94,8 @@ def place(
             only for experts that have lost their last slot with a rank. With "group" and "first_copy" a row that cannot
             stay (an expert lost, groups torn apart) is solved anew and may take more.
         min_gain: Least rise of the predicted balancedness for which a layer of `current` changes, 0 or more.
-        transfer_price: Gain in predicted balancedness that each transfer must bring, 0 or more. Default 0.001.
+        transfer_price: Gain in predicted balancedness that each transfer must bring, 0 or more. Default 0.001, or
+            0.0001 where `max_transfers` says what may be spent.
         transfer_cost: Floats `[R, R]`, not negative: relative cost of a transfer from rank to rank, which multiplies
             the price. Default 1.
         window_weights: Weight of each window, floats `[T]`, not negative. Default: all equal.
@@ -98,6 +103,10 @@ def place(
             hierarchical placement. "first_copy": one replica of each expert in its group's node, the others anywhere.
         num_groups: Groups of E / num_groups consecutive experts. Needed for "group" and "first_copy".
         active_ranks: Bools `[R]`; slots of the other ranks become -1. Default: all.
+        dispatch: How replicas will share their expert's tokens. "even": equally. "weighted": as balances the ranks best
+            in each window, by shares that are solved again and again (`replica_shares`, or `DispatchTables` in the
+            modes "weighted" and "quota"); replicas that link full ranks with light ones then count for more than even
+            halves. Not with "group" and "first_copy".
         effort: More time for a better answer, never a worse one: multiplies the work that the search may do, and
             divides the distance from the bound at which it stops. 1 stops at 0.001. At most 10,000.
 
@@ -131,9 +140,10 @@ def place(
     if windows.shape[0] == 0 or windows.shape[2] == 0:
         raise ValueError(f"`expert_load` (shape {list(windows.shape)}) must have one window and one expert or more")
     effort = check_real(effort, "effort", above=0.0, at_most=10_000.0)
-    problem = _state_problem(windows, topology, num_slots, locality, num_groups, active_ranks)
+    problem = _state_problem(windows, topology, num_slots, locality, num_groups, active_ranks, dispatch)
+    default = _PRICE if max_transfers is None else _PRICE_IN_BUDGET
     price = _Price(
-        0.001 if transfer_price is None else check_real(transfer_price, "transfer_price", at_least=0.0, at_most=1e9),
+        default if transfer_price is None else check_real(transfer_price, "transfer_price", at_least=0.0, at_most=1e9),
         _check_cost(transfer_cost, topology.num_ranks),
         np.inf if max_transfers is None else float(check_int(max_transfers, "max_transfers", 0)),
         check_real(min_gain, "min_gain", at_least=0.0),
@@ -143,13 +153,14 @@ def place(
     has_load = load.max(axis=1, initial=0.0) > 0.0
     solution = _solve(problem, load, ~has_load, effort)
     if current is None:
-        if problem.pin == 0 and len(windows) > 1:
+        if problem.pin == 0 and (len(windows) > 1 or problem.weighted):
             _balance_windows(problem, windows, weights, solution, ~has_load, effort)
+        reached = _score(problem, windows, weights, solution.p2l)
         transfers = np.zeros(windows.shape[1], dtype=np.int64)
     else:
         _check_current(current, problem, windows.shape[1])
-        transfers = _start_from(current, problem, windows, weights, load, solution, price)
-    reached, bound = _judge(problem, windows, weights, solution)
+        reached, transfers = _start_from(current, problem, windows, weights, load, solution, price)
+    bound = _bound(problem, windows, weights, solution)
     layout = ExpertLayout._of_valid(solution.p2l, problem.num_experts, topology)
     return Placement(layout, read_only(reached), read_only(bound), read_only(transfers))
 
@@ -174,6 +185,7 @@ class _Problem(NamedTuple):
     """Slots of each rank S, filled or not."""
     pin: int
     num_groups: int
+    weighted: bool
 
 
 class _Solution(NamedTuple):
@@ -191,6 +203,7 @@ def _state_problem(
     locality: str,
     num_groups: int | None,
     active_ranks: ArrayLike | None,
+    dispatch: str,
 ) -> _Problem:
     experts = windows.shape[2]
     if not isinstance(topology, Topology):
@@ -217,10 +230,14 @@ def _state_problem(
     if locality not in _PIN:
         raise ValueError(f"`locality` (={locality!r}) must be one of {', '.join(map(repr, _PIN))}")
     pin = _PIN[locality]
+    if dispatch not in ("even", "weighted"):
+        raise ValueError(f"`dispatch` (={dispatch!r}) must be 'even' or 'weighted'")
+    if dispatch == "weighted" and pin:
+        raise ValueError(f'`dispatch` (={dispatch!r}) needs `locality="none"`, not {locality!r}')
     groups = 1
     if pin:
         groups = check_groups(num_groups, experts, capacity, topology, locality)
-    return _Problem(topology, experts, capacity, stride, pin, groups)
+    return _Problem(topology, experts, capacity, stride, pin, groups, dispatch == "weighted")
 
 
 def check_groups(num_groups: int | None, experts: int, capacity: IntArray, topology: Topology, locality: str) -> int:
@@ -350,6 +367,7 @@ def _balance_windows(
         0.0,
         np.inf,
         max(1, int(_FREE_STEPS * effort)),
+        problem.weighted,
         solution.p2l,
         spent,
     )
@@ -363,62 +381,99 @@ def _start_from(
     load: FloatArray,
     solution: _Solution,
     price: _Price,
-) -> IntArray:
-    """Choose each layer's row: the present one, a few transfers from it, or the new solution; returns transfers.
+) -> tuple[FloatArray, IntArray]:
+    """Choose each layer's row: the present one, a few transfers from it, or the new solution.
 
     The new solution stands in `solution.p2l`, where the rows chosen replace it.
+
+    Returns:
+        Balancedness of the rows chosen, NaN without load, and their transfers.
     """
-    topology, capacity = problem.topology, problem.capacity
-    layers, ranks = current.num_layers, topology.num_ranks
+    ranks = problem.topology.num_ranks
     was = current.physical_to_logical_map.copy()  # writable as all others: kernels compile for one kind
     present = was.copy()
-    by_rank = present.reshape(layers, ranks, problem.stride)
-    by_rank[:, capacity == 0] = -1
+    by_rank = present.reshape(current.num_layers, ranks, problem.stride)
+    by_rank[:, problem.capacity == 0] = -1
     if problem.pin == 0:
-        drop_surplus(load, capacity, present)
-    fits = ((by_rank >= 0).sum(axis=2) <= capacity).all(axis=1)
+        drop_surplus(load, problem.capacity, present)
+    fits = ((by_rank >= 0).sum(axis=2) <= problem.capacity).all(axis=1)
     if problem.pin:
         fits &= _keeps_groups(present, problem)
     stays = fits & (count_replicas(present, problem.num_experts) > 0).all(axis=1)
 
-    _keep_in_place(was, solution.p2l, problem)
-    moved = solution.p2l.copy()
-    if problem.pin:
-        moved[stays] = present[stays]
-    else:
-        moved[fits] = present[fits]
-        restore_lost(load, capacity, moved)
-        spent = np.zeros(layers)
-        improve_layers(
-            windows,
-            weights,
-            was,
-            ~fits | (load.max(axis=1, initial=0.0) <= 0.0),
-            capacity,
-            1.0 / topology.rank_speed,
-            price.link,
-            price.each,
-            price.budget,
-            current.num_slots,
-            moved,
-            spent,
-        )
-        settle(was, moved, ranks, problem.num_experts)
+    near = solution.p2l.copy()
+    near[stays if problem.pin else fits] = present[stays if problem.pin else fits]
+    if problem.pin == 0:
+        _search_from(was, near, ~fits | (load.max(axis=1, initial=0.0) <= 0.0), problem, windows, weights, load, price)
+    before = np.where(stays, _score(problem, windows, weights, present), np.nan)
+    changed = (near != present).any(axis=1)
+    balance = before.copy()
+    balance[changed] = _score(problem, windows[:, changed], weights, near[changed])
+    cost, received = _transfers(was, near, price, problem)
 
-    def judged(p2l: IntArray) -> tuple[FloatArray, FloatArray, IntArray]:
-        balance, cost, received = np.zeros(layers), np.zeros(layers), np.zeros(layers, dtype=np.int64)
-        score_layers(windows, weights, p2l, capacity, topology.rank_speed, balance)
-        cost_of_transfers(was, p2l, price.link, problem.num_experts, cost, received)
-        return np.where(np.isnan(balance), 0.0, balance), cost, received
-
-    before, _, _ = judged(present)
-    (new, new_cost, new_received), (near, near_cost, near_received) = judged(solution.p2l), judged(moved)
-    anew = (new_cost <= price.budget) & (new - price.each * new_cost > near - price.each * near_cost)
-    chosen = np.where(anew, new, near)
-    keep = stays & ~(chosen - before >= max(price.min_gain, _SOME_GAIN))
-    np.copyto(solution.p2l, moved, where=~anew[:, None])
+    # A row that fits nowhere near is taken from the solution, and others where that pays although more has to move.
+    anew = ~stays if problem.pin else ~fits
+    new = _score(problem, windows, weights, solution.p2l)
+    fewest = np.zeros(len(was), dtype=np.int64)
+    maybe = ~anew & (new > balance)
+    least_transfers(was, solution.p2l, ~maybe, ranks, problem.num_experts, fewest)
+    least_cost = fewest * _cheapest_link(price.link)
+    maybe &= (least_cost <= price.budget) & (new - price.each * least_cost > balance - price.each * cost)
+    if (anew | maybe).any():
+        rows = np.flatnonzero(anew | maybe)
+        _keep_in_place(was, solution.p2l, ~(anew | maybe), problem)
+        new_cost, new_received = _transfers(was[rows], solution.p2l[rows], price, problem)
+        pays = new[rows] - price.each * new_cost > balance[rows] - price.each * cost[rows]
+        anew[rows] |= maybe[rows] & pays & (new_cost <= price.budget)
+        received[rows] = np.where(anew[rows], new_received, received[rows])
+        balance = np.where(anew, new, balance)
+    keep = stays & ~(balance - before >= max(price.min_gain, _SOME_GAIN))
+    np.copyto(solution.p2l, near, where=~anew[:, None])
     np.copyto(solution.p2l, present, where=keep[:, None])
-    return np.where(keep, 0, np.where(anew, new_received, near_received))
+    return np.where(keep, before, balance), np.where(keep, 0, received)
+
+
+def _search_from(
+    was: IntArray,
+    near: IntArray,
+    skip: BoolArray,
+    problem: _Problem,
+    windows: FloatArray,
+    weights: FloatArray,
+    load: FloatArray,
+    price: _Price,
+) -> None:
+    """Improve the rows `near` a transfer at a time, in place; what stays on a rank stays in its slot."""
+    ranks, speed = problem.topology.num_ranks, problem.topology.rank_speed
+    restore_lost(load, problem.capacity, near)
+    improve_layers(
+        windows,
+        weights,
+        was,
+        skip,
+        problem.capacity,
+        1.0 / speed,
+        price.link,
+        price.each,
+        price.budget,
+        near.shape[1],
+        problem.weighted,
+        near,
+        np.zeros(len(near)),
+    )
+    settle(was, near, ranks, problem.num_experts)
+
+
+def _transfers(was: IntArray, p2l: IntArray, price: _Price, problem: _Problem) -> tuple[FloatArray, IntArray]:
+    """Cost and number of each layer's transfers."""
+    cost, received = np.zeros(len(was)), np.zeros(len(was), dtype=np.int64)
+    cost_of_transfers(was, p2l, price.link, problem.num_experts, cost, received)
+    return cost, received
+
+
+def _cheapest_link(link: FloatArray) -> float:
+    """Least cost of a transfer between two ranks."""
+    return float(np.min(link, where=~np.eye(len(link), dtype=np.bool_), initial=np.inf)) if len(link) > 1 else 0.0
 
 
 def _keeps_groups(p2l: IntArray, problem: _Problem) -> BoolArray:
@@ -435,22 +490,29 @@ def _keeps_groups(p2l: IntArray, problem: _Problem) -> BoolArray:
     return whole
 
 
-def _keep_in_place(was: IntArray, p2l: IntArray, problem: _Problem) -> None:
+def _keep_in_place(was: IntArray, p2l: IntArray, skip: BoolArray, problem: _Problem) -> None:
     topology = problem.topology
     transfers = np.zeros(len(was), dtype=np.int64)
-    skip = np.zeros(len(was), dtype=np.bool_)
     across = problem.pin == 0
     speed, node = topology.rank_speed, topology.rank_to_node
     keep_in_place(was, p2l, skip, problem.capacity, speed, node, across, problem.num_experts, transfers)
 
 
-def _judge(
-    problem: _Problem, windows: FloatArray, weights: FloatArray, solution: _Solution
-) -> tuple[FloatArray, FloatArray]:
-    """Balancedness and bound of each layer."""
-    layers = windows.shape[1]
-    reached, bound = np.zeros(layers), np.zeros(layers)
+def _score(problem: _Problem, windows: FloatArray, weights: FloatArray, p2l: IntArray) -> FloatArray:
+    """Balancedness of each layer, NaN without load."""
+    reached = np.zeros(len(p2l))
     speed = problem.topology.rank_speed
-    score_layers(windows, weights, solution.p2l, problem.capacity, speed, reached)
-    bound_layers(windows, weights, problem.capacity, speed, solution.limit, len(windows) == 1, solution.scratch, bound)
-    return reached, bound
+    if problem.weighted:
+        score_weighted(windows, weights, p2l, problem.capacity, 1.0 / speed, reached)
+    else:
+        score_layers(windows, weights, p2l, problem.capacity, speed, reached)
+    return reached
+
+
+def _bound(problem: _Problem, windows: FloatArray, weights: FloatArray, solution: _Solution) -> FloatArray:
+    """Upper limit of the balancedness of each layer; what the search proved holds for even shares alone."""
+    bound = np.zeros(windows.shape[1])
+    proved = len(windows) == 1 and not problem.weighted
+    speed = problem.topology.rank_speed
+    bound_layers(windows, weights, problem.capacity, speed, solution.limit, proved, solution.scratch, bound)
+    return bound
