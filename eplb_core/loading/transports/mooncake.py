@@ -45,6 +45,8 @@ class Mooncake(BaseTransport):
     """
 
     def __init__(self, host: str, *, protocol: str = "tcp", device: str = "", timeout: float = 10.0) -> None:
+        if protocol not in ("tcp", "rdma"):  # Mooncake takes any word
+            raise TransportError(f"`protocol` (={protocol!r}) must be 'tcp' or 'rdma'")
         engine_type = _import()
         super().__init__(
             Caps(

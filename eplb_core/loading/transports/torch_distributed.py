@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import queue
 import threading
+import time
+import weakref
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -72,18 +76,14 @@ class TorchDistributed(BaseTransport):
         self._group = group
         self._rank, self._size = int(group.rank()), int(group.size())
         self._buffers = _Buffers(device)
-        self._served = _Served(int(self._identity, 16) >> 1, self._buffers)
-        self._couriers: dict[int, _Courier] = {}
-        self._farewells: list[Any] = []
-        for rank in range(self._size):
-            if rank != self._rank:
-                _thread(f"eplb-serve-{rank}", _serve, self._group, rank, self._served)
+        self._session = _Session(_Served(int(self._identity, 16) >> 1, self._buffers), group)
+        weakref.finalize(self, self._session.leave)
 
     def _register(self, regions: Any) -> dict[str, Any]:
         address = np.array([region.address for region in regions], dtype=np.int64)
         nbytes = np.array([region.nbytes for region in regions], dtype=np.int64)
         on_device = np.array([region.device != "cpu" for region in regions], dtype=np.bool_)
-        self._served.memory = _Memory(self._epoch + 1, address, nbytes, on_device)
+        self._session.served.memory = _Memory(self._epoch + 1, address, nbytes, on_device)
         return {"rank": self._rank}
 
     def _attach(self, peer: Peer, former: Peer | None) -> None:
@@ -93,19 +93,19 @@ class TorchDistributed(BaseTransport):
                 f"(={peer.extra.get('rank')})",
                 rank=peer.rank,
             )
-        courier = self._couriers.get(peer.rank)
+        courier = self._session.couriers.get(peer.rank)
         if courier is None:
-            line: _Line = _Wire(self._group, peer.rank)
-            if peer.rank == self._rank:
-                line = _Short(self._served)
-            courier = self._couriers[peer.rank] = _Courier(peer.rank, line, self._buffers)
+            line: _Line = _Short(self._session.served)
+            if peer.rank != self._rank:
+                line = _Wire(self._session.ends[peer.rank])
+            courier = self._session.couriers[peer.rank] = _Courier(peer.rank, line, self._buffers)
         elif courier.broken:
             raise TransportError(f"rank {peer.rank} cannot be reached: {courier.broken}", rank=peer.rank)
 
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
         on_device = np.array([region.device != "cpu" for region in self._regions], dtype=np.bool_)
         ticket = _Fetch(peer, spans, on_device)
-        self._couriers[peer.rank].take(ticket)
+        self._session.couriers[peer.rank].take(ticket)
         return ticket
 
     def _progress(self, ticket: Ticket) -> None:
@@ -117,12 +117,71 @@ class TorchDistributed(BaseTransport):
         self._progress(ticket)
 
     def _shut(self) -> None:
-        self._served.memory = None
-        for courier in self._couriers.values():
+        self._session.leave()
+
+
+class _Session:
+    """The threads of one transport, which outlive it until the peers have answered the farewell."""
+
+    def __init__(self, served: _Served, group: Any) -> None:
+        self.served = served
+        self.couriers: dict[int, _Courier] = {}
+        own = int(group.rank())
+        self.ends = {rank: _PeerEnd(group, rank) for rank in range(int(group.size())) if rank != own}
+        self.threads = [_thread(f"eplb-serve-{rank}", _serve, end, served) for rank, end in self.ends.items()]
+        _SESSIONS[:] = [session for session in _SESSIONS if any(thread.is_alive() for thread in session.threads)]
+        _SESSIONS.append(self)
+
+    def leave(self) -> None:
+        """Give and ask nothing from now on."""
+        self.served.memory = None
+        for courier in self.couriers.values():
             courier.jobs.put(None)
-        for rank in range(self._size):
-            if rank != self._rank:  # not waited for: it is sent when the peer takes it
-                self._farewells.extend(_try_to_say_bye(self._group, rank))
+        for end in self.ends.values():
+            end.say_bye()
+
+
+_SESSIONS: list[_Session] = []
+
+
+@atexit.register
+def _leave_all() -> None:
+    """A thread that comes back from gloo while the interpreter goes away would take the process down."""
+    for session in _SESSIONS:
+        session.leave()
+    until = time.monotonic() + 2.0
+    for session in _SESSIONS:
+        for thread in (*session.threads, *(courier.thread for courier in session.couriers.values())):
+            thread.join(max(until - time.monotonic(), 0.0))
+
+
+class _PeerEnd:
+    """A peer at the other end of the group. Who leaves says so, and is answered; then neither asks any more."""
+
+    def __init__(self, group: Any, rank: int) -> None:
+        self.group = group
+        self.rank = rank
+        self.gone = ""
+        self._said_bye = False
+        self._lock = threading.Lock()
+        self._sent: list[Any] = []
+
+    def ask(self, message: torch.Tensor) -> Any:
+        """Send a request; not after a farewell, which the peer's thread stops at."""
+        with self._lock:
+            if self.gone or self._said_bye:
+                raise RuntimeError(self.gone or "this transport was closed")
+            return self.group.send([message], self.rank, _REQUEST)
+
+    def say_bye(self, gone: str = "") -> None:
+        """Once. Not waited for: it is sent when the peer takes it."""
+        with self._lock:
+            self.gone = self.gone or gone
+            if not self._said_bye:
+                self._said_bye = True
+                message = torch.zeros(5 + 3 * _MOST_SPANS, dtype=torch.int64)
+                with contextlib.suppress(RuntimeError):
+                    self._sent += [message, self.group.send([message], self.rank, _REQUEST)]
 
 
 class _Memory(NamedTuple):
@@ -156,7 +215,7 @@ class _Buffers:
         if on_device.any() and self.device is not None:
             with self.cuda.on(self.device):
                 spans = dst[on_device], src[on_device], nbytes[on_device]
-                self.cuda.copy(*spans, self.stream, overlap=True, batched=True)
+                self.cuda.copy(*spans, self.stream, overlap=False, batched=False)
                 self.cuda.call("cudaStreamSynchronize", self.stream)
 
 
@@ -228,7 +287,10 @@ class _Fetch(Ticket):
         with self.writing:
             if not self.status.state.is_end and not self.unwanted:
                 at = buffer.data_ptr() + _HEAD + np.cumsum(spans.nbytes) - spans.nbytes
-                buffers.move(spans.dst, at, spans.nbytes, self.on_device[spans.dst_region])
+                try:
+                    buffers.move(spans.dst, at, spans.nbytes, self.on_device[spans.dst_region])
+                except (OSError, _cuda.CudaError) as error:
+                    self.finish(Status(ReadState.FAILED, f"rank {self.rank}: own memory cannot be written: {error}"))
 
 
 class _Line(Protocol):
@@ -244,17 +306,16 @@ class _Line(Protocol):
 class _Wire:
     """Through the group."""
 
-    def __init__(self, group: Any, rank: int) -> None:
-        self.group = group
-        self.rank = rank
+    def __init__(self, end: _PeerEnd) -> None:
+        self.end = end
         self.asked: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
 
     def ask(self, request: IntArray) -> None:
         message = torch.from_numpy(request)
-        self.asked.put((message, self.group.send([message], self.rank, _REQUEST)))  # alive until answered
+        self.asked.put((message, self.end.ask(message)))  # alive until answered
 
     def hear(self, buffer: torch.Tensor) -> None:
-        self.group.recv([buffer], self.rank, _ANSWER).wait(_LONG)
+        self.end.group.recv([buffer], self.end.rank, _ANSWER).wait(_LONG)
         self.asked.get()
 
 
@@ -282,7 +343,7 @@ class _Courier:
         self.buffers = buffers
         self.rooms: list[torch.Tensor] = []
         self.jobs: queue.SimpleQueue[_Fetch | None] = queue.SimpleQueue()
-        _thread(f"eplb-read-{rank}", self.run)
+        self.thread = _thread(f"eplb-read-{rank}", self.run)
 
     def take(self, ticket: _Fetch) -> None:
         self.jobs.put(ticket)
@@ -329,8 +390,9 @@ class _Courier:
                 ticket.finish(Status(ReadState.FAILED) if ticket.unwanted else DONE)
 
 
-def _serve(group: Any, rank: int, served: _Served) -> None:
+def _serve(end: _PeerEnd, served: _Served) -> None:
     """Answer one peer until it says that it is leaving, or is gone."""
+    group, rank = end.group, end.rank
     rooms: list[torch.Tensor] = []
     sent: list[Any] = [None, None]
     request = torch.empty(5 + 3 * _MOST_SPANS, dtype=torch.int64)
@@ -339,23 +401,18 @@ def _serve(group: Any, rank: int, served: _Served) -> None:
         while True:
             group.recv([request], rank, _REQUEST).wait(_LONG)
             if request[0] == _BYE:
+                end.say_bye("it has closed its transport")
                 return
             rooms = rooms or [served.buffers.new() for _ in range(2)]
             turn ^= 1
             if sent[turn] is not None:
                 sent[turn].wait(_LONG)
             sent[turn] = group.send([served.answer(request.numpy(), rooms[turn])], rank, _ANSWER)
-    except RuntimeError:
-        return  # the peer is gone; reads from it say so
+    except RuntimeError as error:
+        end.say_bye(str(error).splitlines()[0][:200])
 
 
-def _try_to_say_bye(group: Any, rank: int) -> list[Any]:
-    message = torch.zeros(5 + 3 * _MOST_SPANS, dtype=torch.int64)
-    try:
-        return [(message, group.send([message], rank, _REQUEST))]
-    except RuntimeError:
-        return []
-
-
-def _thread(name: str, function: Any, *args: Any) -> None:
-    threading.Thread(target=function, args=args, name=name, daemon=True).start()
+def _thread(name: str, function: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,6 +28,18 @@ def require(find: Callable[[], object]) -> None:
         if os.environ.get("EPLB_REQUIRE_TRANSPORTS"):
             raise
         pytest.skip(str(error), allow_module_level=True)
+
+
+@contextmanager
+def unreachable(nbytes: int) -> Iterator[int]:
+    """Address of memory that cannot be read or written; nothing else comes to lie there."""
+    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = np.frombuffer(block, dtype=np.uint8).ctypes.data
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    yield address
+    block.close()
 
 
 def shared_memory(rank: int, size: int, folder: str) -> Transport:
@@ -53,14 +69,17 @@ def delayed(rank: int, size: int, folder: str) -> Transport:
 
 
 def nixl_tcp(rank: int, size: int, folder: str) -> Transport:
-    """As between hosts: the owner must run."""
-    os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,self")
+    """As between hosts: the owner must run.
+
+    The wheel's RDMA libraries and the system's take each other down at exit where both are loaded: none is.
+    """
+    os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,self", UCX_MODULES="^ib")
     return Nixl()
 
 
 def nixl_on_one_host(rank: int, size: int, folder: str) -> Transport:
     """With the system's own copy between processes."""
-    os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,sm,self")
+    os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,sm,self", UCX_MODULES="^ib")
     return Nixl()
 
 
