@@ -113,6 +113,8 @@ class Puller:
         self.avoid_ranks = tuple(other for other in range(layout.topology.num_ranks) if other not in live)
         """Ranks that are no members of the agreement: nobody reads from them."""
         self._places = {hello.rank: hello.places for hello in hellos}
+        self._blobs = {hello.rank: hello.blob for hello in hellos}
+        self._lost_peers: set[int] = set()
         failure = ""
         try:
             for hello in hellos:
@@ -148,6 +150,9 @@ class Puller:
         return pull
 
     def _read(self, pull: Pull, peer: int, layer: int, rows: IntArray, slots: IntArray) -> None:
+        if peer in self._lost_peers:  # it may have been the connection alone
+            self.transport.connect(peer, self._blobs[peer])
+            self._lost_peers.discard(peer)
         places = self._places[peer][layer, slots].reshape(-1, 2)
         nbytes = np.tile(self.stores[layer].row_bytes, len(rows))
         target = self.staging.offsets[rows].reshape(-1)
@@ -161,8 +166,8 @@ class Puller:
                 places[part, 1],
                 nbytes[part],
             )
-            self._taken[rows] = True
             pull.tickets.append((self.transport.read(peer, batch), peer, rows))
+            self._taken[rows] = True  # not before: a read that is refused writes nothing
         pull.bytes += int(nbytes.sum())
 
     def is_done(self, pull: Pull) -> bool:
@@ -174,7 +179,10 @@ class Puller:
                 done = False
             elif state is not ReadState.DONE:
                 self.give_up(pull)
-                cause = "peer" if state is ReadState.LOST_PEER else "read"
+                cause = "read"
+                if state is ReadState.LOST_PEER:
+                    cause = "peer"
+                    self._lost_peers.add(peer)
                 raise Trouble(cause, f"reading from rank {peer} ended as {state.name}: {reason}")
         return done
 
@@ -204,6 +212,14 @@ class Puller:
             self._taken[rows] = True
         self._quarantined = still
         return len({row for _, rows in still for row in rows.tolist()})
+
+    def drain(self, until: float) -> bool:
+        """Wait until nothing can write to staging any more, at most until that time; whether it is so."""
+        while self.num_quarantined():
+            if time.monotonic() > until:
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def _free_rows(self, count: int, deadline: float, is_over: Callable[[], bool]) -> IntArray:
         until = time.monotonic() + deadline

@@ -460,7 +460,7 @@ class Migrator:
         until = time.monotonic() + check_real(deadline, "deadline", at_least=0.0)
         self._stopped = True
         ended = [worker.close(until - time.monotonic()) for worker in (self._planner, self._mover)]
-        clean = ended[1] and self._work.puller.num_quarantined() == 0
+        clean = ended[1] and self._work.puller.drain(until)
         if not clean:
             _WRITTEN.append(self)
         return all(ended) and clean

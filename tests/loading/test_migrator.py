@@ -321,6 +321,19 @@ def test_bytes_that_were_torn_on_the_way_are_not_installed() -> None:
         ends(ranks, "", None, NEW, "")
 
 
+def test_a_read_that_is_refused_keeps_no_staging() -> None:
+    reads = LocalCopy()
+    with fleet(OLD, transports={1: reads}, staging=SLOT) as ranks:
+        peer = reads._peers.pop(0)
+        ranks.start(NEW)
+        ranks.until_idle()
+        ends(ranks, "read", 1, OLD, "`rank` (=0) must be connected before it is read from")
+        reads._peers[0] = peer
+        ranks.start(NEW)
+        ranks.until_idle()
+        ends(ranks, "", None, NEW, "")
+
+
 def test_a_reference_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`reference` \(int64 \[1, 4, 3\]\) must be int64 \[3, 4, 3\]"):
         Fleet(OLD, reference=reference()[:1])

@@ -123,6 +123,14 @@ MUTATIONS = [
         "if self.transport.poll(ticket).state is ReadState.PENDING",
         f"{TEST_MIGRATOR}::test_a_rank_that_never_becomes_ready_ends_it_by_the_deadline",
     ),
+    # a read that is refused keeps its staging for ever
+    (
+        PULL,
+        "            pull.tickets.append((self.transport.read(peer, batch), peer, rows))\n",
+        "            self._taken[rows] = True\n"
+        "            pull.tickets.append((self.transport.read(peer, batch), peer, rows))\n",
+        f"{TEST_MIGRATOR}::test_a_read_that_is_refused_keeps_no_staging",
+    ),
     # peers with other tensors are taken
     (
         PULL,
