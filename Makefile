@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-quick test-bounds mutants coverage lint format bench peers engines clean
+.PHONY: demo test test-quick test-bounds mutants fuzz coverage lint format bench peers engines clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once: a minute or two, 2.2 GB ..."
@@ -28,6 +28,11 @@ test-bounds: $(READY)
 # Breaks each rule in a copy of the code and expects its test to fail.
 mutants: $(READY)
 	$(BIN)/python -m pytest -m mutation tests/mutation
+
+# 100,000 messages of Hypothesis to the server of layout records, and 10,000 schedules of engines and crashes.
+fuzz: $(READY)
+	EPLB_FUZZ_MESSAGES=100000 $(BIN)/python -m pytest tests/loading/test_layout_server.py -k no_message_raises
+	$(BIN)/python -m benchmarks.schedules
 
 coverage: $(READY)
 	NUMBA_DISABLE_JIT=1 FAST=1 $(BIN)/coverage run -m pytest

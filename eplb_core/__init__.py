@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eplb_core._warm_up import warm_up as warm_up
+    from eplb_core.backtesting import backtest as backtest
     from eplb_core.dispatch.counter import LoadCounter as LoadCounter
     from eplb_core.dispatch.even import even_dispatch_table as even_dispatch_table
     from eplb_core.dispatch.even import repeated_dispatch_table as repeated_dispatch_table
@@ -34,26 +35,39 @@ if TYPE_CHECKING:
     from eplb_core.errors import AgreementError as AgreementError
     from eplb_core.errors import EplbError as EplbError
     from eplb_core.errors import FileFormatError as FileFormatError
+    from eplb_core.errors import HostAbsent as HostAbsent
+    from eplb_core.errors import HostBusy as HostBusy
+    from eplb_core.errors import HostRefused as HostRefused
     from eplb_core.errors import InfeasiblePlacementError as InfeasiblePlacementError
+    from eplb_core.errors import LayoutAgreementError as LayoutAgreementError
     from eplb_core.errors import LayoutError as LayoutError
     from eplb_core.errors import MigrationError as MigrationError
     from eplb_core.errors import MissingExpertError as MissingExpertError
+    from eplb_core.errors import RecordLostError as RecordLostError
+    from eplb_core.errors import SocketInUseError as SocketInUseError
+    from eplb_core.errors import SocketOwnerError as SocketOwnerError
     from eplb_core.errors import TransportError as TransportError
     from eplb_core.layout import ExpertLayout as ExpertLayout
     from eplb_core.layout import min_redundant as min_redundant
     from eplb_core.layout_file import load_layout as load_layout
     from eplb_core.layout_file import save_layout as save_layout
+    from eplb_core.loading.agree import agree_on_layout as agree_on_layout
     from eplb_core.loading.agreement import Agreement as Agreement
     from eplb_core.loading.agreement import GroupAgreement as GroupAgreement
+    from eplb_core.loading.attach import attach_weights as attach_weights
     from eplb_core.loading.backup import HostBackup as HostBackup
     from eplb_core.loading.checkpoint import CheckpointError as CheckpointError
     from eplb_core.loading.checkpoint import load_checkpoint as load_checkpoint
     from eplb_core.loading.fingerprint import fingerprints as fingerprints
+    from eplb_core.loading.host import WeightHost as WeightHost
+    from eplb_core.loading.layout_client import LayoutClient as LayoutClient
+    from eplb_core.loading.layout_server import LayoutServer as LayoutServer
     from eplb_core.loading.migrator import Migrator as Migrator
     from eplb_core.loading.migrator import MigratorStatus as MigratorStatus
     from eplb_core.loading.mover import move_experts as move_experts
     from eplb_core.loading.pull_plan import PullPlan as PullPlan
     from eplb_core.loading.pull_plan import plan_pull as plan_pull
+    from eplb_core.loading.record import LayoutRecord as LayoutRecord
     from eplb_core.loading.resolver import SlotResolver as SlotResolver
     from eplb_core.loading.store import ExpertStore as ExpertStore
     from eplb_core.loading.transport import Caps as Caps
@@ -73,9 +87,21 @@ if TYPE_CHECKING:
     from eplb_core.metrics import rank_load as rank_load
     from eplb_core.metrics import total_balancedness as total_balancedness
     from eplb_core.metrics import transfers as transfers
+    from eplb_core.placement.budget import SlotPlan as SlotPlan
+    from eplb_core.placement.budget import plan_slots as plan_slots
+    from eplb_core.placement.budget import spend_budget as spend_budget
+    from eplb_core.placement.costs import CostModel as CostModel
+    from eplb_core.placement.decide import Verdict as Verdict
+    from eplb_core.placement.decide import should_rebalance as should_rebalance
     from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
+    from eplb_core.placement.elastic import drop_ranks as drop_ranks
+    from eplb_core.placement.elastic import lost_experts as lost_experts
+    from eplb_core.placement.elastic import retire_ranks as retire_ranks
+    from eplb_core.placement.forecast import forecast as forecast
     from eplb_core.placement.place import Placement as Placement
     from eplb_core.placement.place import place as place
+    from eplb_core.placement.report import GainReport as GainReport
+    from eplb_core.placement.report import gain_report as gain_report
     from eplb_core.simulation import simulate as simulate
     from eplb_core.topology import Topology as Topology
     from eplb_core.trace import Trace as Trace
@@ -91,13 +117,19 @@ _HOMES = {
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
     "layout_file": "load_layout save_layout",
+    "loading.agree": "agree_on_layout",
     "loading.agreement": "Agreement GroupAgreement",
+    "loading.attach": "attach_weights",
     "loading.backup": "HostBackup",
     "loading.checkpoint": "CheckpointError load_checkpoint",
     "loading.fingerprint": "fingerprints",
+    "loading.host": "WeightHost",
+    "loading.layout_client": "LayoutClient",
+    "loading.layout_server": "LayoutServer",
     "loading.migrator": "Migrator MigratorStatus",
     "loading.mover": "move_experts",
     "loading.pull_plan": "PullPlan plan_pull",
+    "loading.record": "LayoutRecord",
     "loading.resolver": "SlotResolver",
     "loading.store": "ExpertStore",
     "loading.transport": "Caps ReadBatch ReadState Region Transport",
@@ -115,12 +147,20 @@ _HOMES = {
     "dispatch.tables": "DispatchTables",
     "dispatch.ops": "LayerTables topk_to_slots",
     "dispatch.counter": "LoadCounter",
+    "backtesting": "backtest",
     "simulation": "simulate",
     "trace": "Trace load_trace save_trace",
+    "placement.budget": "SlotPlan plan_slots spend_budget",
+    "placement.costs": "CostModel",
+    "placement.decide": "Verdict should_rebalance",
     "placement.deepseek": "rebalance_experts",
+    "placement.elastic": "drop_ranks lost_experts retire_ranks",
+    "placement.forecast": "forecast",
     "placement.place": "Placement place",
+    "placement.report": "GainReport gain_report",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError "
-    "AgreementError MigrationError",
+    "AgreementError HostAbsent HostBusy HostRefused LayoutAgreementError MigrationError RecordLostError "
+    "SocketInUseError SocketOwnerError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -41,9 +41,13 @@ _LOAD = np.array([[3, 1, 2, 1], [1, 1, 1, 4]])
 
 
 def _warm_place() -> None:
+    from eplb_core.placement.budget import spend_budget
+    from eplb_core.placement.decide import should_rebalance
     from eplb_core.placement.place import place
 
     live = place(_LOAD, _TOPOLOGY, num_slots=6).layout
+    should_rebalance(live, _LOAD, live, dispatch="weighted")
+    spend_budget([1.0, 2.0], [1, 1], 1)
     for load in (_LOAD, np.stack([_LOAD, _LOAD[::-1]])):  # one window and several
         place(load, _TOPOLOGY, num_slots=6)
         place(load, _TOPOLOGY, num_slots=6, current=live)

@@ -11,8 +11,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from eplb_core import __version__, _commands, _inspect
-from eplb_core.errors import InfeasiblePlacementError
+from eplb_core import __version__, _commands, _inspect, _record_commands
+from eplb_core.errors import EplbError, InfeasiblePlacementError
 from eplb_core.formats import LAYOUT_FORMATS
 from eplb_core.simulation import POLICIES
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, 1)
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error, 2)
-    except (ValueError, TypeError, IndexError, OverflowError, MemoryError, ImportError) as error:
+    except (EplbError, ValueError, TypeError, IndexError, OverflowError, MemoryError, ImportError) as error:
         return _complain(error, 2)
     return status
 
@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     turn.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
 
     _command(commands, "demo", _commands.demo, "plan and replay the trace that comes with the package")
+    _record_commands.add_to(commands, _command, _topology_options)
     return parser
 
 

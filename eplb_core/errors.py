@@ -71,6 +71,76 @@ class TransportError(EplbError, RuntimeError):
         self.rank = rank
 
 
+class SocketInUseError(EplbError, RuntimeError):
+    """Another server lives at this path, or something that is no socket.
+
+    Attributes:
+        path: The path.
+    """
+
+    def __init__(self, message: str, *, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class SocketOwnerError(EplbError, RuntimeError):
+    """A socket that belongs to somebody else: neither to be trusted nor to be removed.
+
+    Attributes:
+        path: The socket.
+        uid: Who owns it.
+    """
+
+    def __init__(self, message: str, *, path: str, uid: int) -> None:
+        super().__init__(message)
+        self.path = path
+        self.uid = uid
+
+
+class RecordLostError(EplbError, RuntimeError):
+    """The keeper of a record cannot be asked any more: it died, closed the connection, answered late or nonsense.
+
+    Attributes:
+        path: Its socket.
+    """
+
+    def __init__(self, message: str, *, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class LayoutAgreementError(EplbError, RuntimeError):
+    """Ranks that cannot start on one layout; every rank raises it, with the same text.
+
+    Attributes:
+        ranks: Ranks at fault, ascending.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class HostAbsent(EplbError, RuntimeError):
+    """No weight host listens there: load from disk."""
+
+
+class HostBusy(EplbError, RuntimeError):
+    """A move is under way: ask again later."""
+
+
+class HostRefused(EplbError, RuntimeError):
+    """The host's weights are not what this engine needs: load from disk.
+
+    Attributes:
+        field: What differs: a name in `config`, `layout`, or the name of a tensor.
+    """
+
+    def __init__(self, message: str, *, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class AgreementError(EplbError, RuntimeError):
     """Ranks did not come to an agreement in time: one is dead, stopped, or has left the loop.
 

@@ -17,6 +17,7 @@ NEED_TORCH = {
     "TorchDistributed",
     *("DispatchTables", "LayerTables", "LoadCounter", "topk_to_slots"),
     *("HostBackup", "Migrator", "MigratorStatus", "move_experts"),
+    *("WeightHost", "attach_weights"),
 }
 
 

@@ -73,11 +73,16 @@ def cost_of_transfers(
         old: `[L, P]`.
         new: `[L, P]`.
         link_cost: Cost of a transfer from rank to rank `[R, R]`.
-        cost: Written `[L]`; infinite where an expert has no holder in `old`.
+        cost: Written `[L]`; an expert without a holder in `old` comes from elsewhere, at the cost of the dearest link.
         received: Written `[L]`: distinct experts that a rank holds in `new` and not in `old`.
     """
     layers, slots = old.shape
     stride = slots // link_cost.shape[0]
+    dearest = 0.0
+    for r in range(link_cost.shape[0]):
+        for q in range(link_cost.shape[0]):
+            if q != r:
+                dearest = max(dearest, link_cost[q, r])
     for layer in range(layers):
         cost[layer] = 0.0
         received[layer] = 0
@@ -96,7 +101,7 @@ def cost_of_transfers(
                 for q in range(slots):
                     if old[layer, q] == e:
                         cheapest = min(cheapest, link_cost[q // stride, r])
-                cost[layer] += cheapest
+                cost[layer] += cheapest if cheapest < np.inf else dearest
 
 
 @kernel

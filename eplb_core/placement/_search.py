@@ -56,20 +56,20 @@ class Work(NamedTuple):
     """`[E]`."""
     filled: IntArray
     """Slots in use `[R]`."""
-    light: IntArray
+    others: IntArray
     """Ranks that the fullest may exchange with `[R]`, the first n."""
-    light_pace: FloatArray
+    other_pace: FloatArray
     """Their paces `[R]`."""
-    light_power: FloatArray
+    other_power: FloatArray
     """Their powers `[R]`."""
-    light_time: FloatArray
+    other_time: FloatArray
     """Their times `[T, R]`."""
-    light_share: FloatArray
+    other_share: FloatArray
     """Shares of their slots `[T, P]`: first all ranks' first slots, then their second ones ..."""
-    light_pay: FloatArray
+    other_pay: FloatArray
     """What it costs the fullest rank to take each of these `[P]`."""
     pay: FloatArray
-    """What it costs the light ranks to take one expert `[R]`."""
+    """What it costs the others to take one expert `[R]`."""
     after: FloatArray
     """Power of the two ranks after each exchange, then its net gain by transfer `[P]`."""
     gift_slot: IntArray
@@ -98,7 +98,7 @@ def improve_layers(
     pace: FloatArray,
     link_cost: FloatArray,
     price: float,
-    budget: float,
+    budget: FloatArray,
     most_steps: int,
     weighted: bool,
     p2l: IntArray,
@@ -115,7 +115,7 @@ def improve_layers(
         pace: Time for one token `[R]`.
         link_cost: Cost of a transfer from rank to rank `[R, R]`.
         price: Gain in balancedness that a transfer of cost 1 must bring.
-        budget: Most cost a layer.
+        budget: Most cost of each layer `[L]`.
         most_steps: Most steps a layer.
         weighted: Shares are solved in each window; else replicas share evenly.
         p2l: `[L, P]`, changed in place.
@@ -149,9 +149,9 @@ def improve_layers(
                     if full < 0 or found[1] >= 0:
                         break
                     tried[full] = True
-                    found = _best_exchange(full, weight, pace, price, budget - now, unit, found, row, work)
+                    found = _best_exchange(full, weight, pace, price, budget[layer] - now, unit, found, row, work)
                     found = _best_gift(
-                        full, gifts, weight, pace, price, budget - now, unit, refund, weighted, found, row, work
+                        full, gifts, weight, pace, price, budget[layer] - now, unit, refund, weighted, found, row, work
                     )
                 if barred >= 0:
                     work.fetch[barred, barred_rank] = usual
@@ -167,7 +167,7 @@ def improve_layers(
             else:
                 _copy(kept, row)
                 _begin(weight, pace, weighted, row, work)
-            if spent[layer] + dearest <= budget:
+            if spent[layer] + dearest <= budget[layer]:
                 break
             # The budget has ended the search: take each transfer back in turn and look for better ones in its place.
             taken_back, refund = _take_back(taken_back + 1, old[layer], row, work)
@@ -467,51 +467,48 @@ def _best_exchange(
     row: IntArray,
     work: Work,
 ) -> tuple[float, int, int, int, float]:
-    """The best exchange of a slot of rank `full` with one of a rank of less than the mean power, if above `found`.
+    """The best exchange of a slot of rank `full` with one of another rank, if above `found`.
 
     Returns:
         Net gain by transfer, 0 for an exchange, the two slots, the cost of its transfers.
     """
     share, time, power, fetch, holds = work.share, work.time, work.power, work.fetch, work.holds
-    light, light_time, light_share, light_pay = work.light, work.light_time, work.light_share, work.light_pay
+    others, other_time, other_share, other_pay = work.others, work.other_time, work.other_share, work.other_pay
     pay, after = work.pay, work.after
     num_windows, ranks = time.shape
     stride = row.size // ranks
     best, kind, place, other, cost = found
-    mean = 0.0
-    for r in range(ranks):
-        mean += power[r] / ranks
     n = 0
     for r in range(ranks):
-        if work.filled[r] > 0 and power[r] <= mean and r != full:
-            light[n] = r
-            work.light_pace[n] = pace[r]
-            work.light_power[n] = power[r]
+        if work.filled[r] > 0 and r != full:
+            others[n] = r
+            work.other_pace[n] = pace[r]
+            work.other_power[n] = power[r]
             n += 1
     for j in range(n):
-        r = light[j]
+        r = others[j]
         for t in range(num_windows):
-            light_time[t, j] = time[t, r]
+            other_time[t, j] = time[t, r]
         for s in range(stride):
             p = r * stride + s
             f = row[p]
-            light_pay[s * n + j] = fetch[f, full] - fetch[f, r] if f >= 0 and holds[f, full] == 0 else _NEVER
+            other_pay[s * n + j] = fetch[f, full] - fetch[f, r] if f >= 0 and holds[f, full] == 0 else _NEVER
             for t in range(num_windows):
-                light_share[t, s * n + j] = share[t, p]
+                other_share[t, s * n + j] = share[t, p]
     for a in range(full * stride, full * stride + stride):
         e = row[a]
         if e < 0:
             continue
         for j in range(n):
-            pay[j] = fetch[e, light[j]] - fetch[e, full] if holds[e, light[j]] == 0 else _NEVER
-        _power_after(a, full, n, weight, pace, work.light_pace, light_time, light_share, share, time, after)
-        if _rate(n, power[full], price, unit, best, work.light_power, light_pay, pay, after) == 0:
+            pay[j] = fetch[e, others[j]] - fetch[e, full] if holds[e, others[j]] == 0 else _NEVER
+        _power_after(a, full, n, weight, pace, work.other_pace, other_time, other_share, share, time, after)
+        if _rate(n, power[full], price, unit, best, work.other_power, other_pay, pay, after) == 0:
             continue
         for m in range(n * stride):
             if after[m] > best:
-                pays = pay[m % n] + light_pay[m]
+                pays = pay[m % n] + other_pay[m]
                 if pays <= budget:
-                    best, kind, place, other, cost = after[m], 0, a, light[m % n] * stride + m // n, pays
+                    best, kind, place, other, cost = after[m], 0, a, others[m % n] * stride + m // n, pays
     return best, kind, place, other, cost
 
 
@@ -522,14 +519,14 @@ def _power_after(
     n: int,
     weight: FloatArray,
     pace: FloatArray,
-    light_pace: FloatArray,
-    light_time: FloatArray,
-    light_share: FloatArray,
+    other_pace: FloatArray,
+    other_time: FloatArray,
+    other_share: FloatArray,
     share: FloatArray,
     time: FloatArray,
     after: FloatArray,
 ) -> None:
-    """Power of rank `full` and a light one together, if slot `a` were exchanged for each of its slots: into `after`.
+    """Power of rank `full` and another together, if slot `a` were exchanged for each of its slots: into `after`.
 
     The loop over ranks is innermost and without branches: it runs as vector instructions, in the same order for each.
     """
@@ -539,9 +536,9 @@ def _power_after(
         mine, my_time, w, my_pace = share[t, a], time[t, full], weight[t], pace[full]
         for s in range(stride):
             for j in range(n):
-                change = mine - light_share[t, s * n + j]
+                change = mine - other_share[t, s * n + j]
                 x = my_time - change * my_pace
-                y = light_time[t, j] + change * light_pace[j]
+                y = other_time[t, j] + change * other_pace[j]
                 after[s * n + j] += w * (_eighth(x) + _eighth(y))
 
 
@@ -552,19 +549,19 @@ def _rate(
     price: float,
     unit: float,
     best: float,
-    light_power: FloatArray,
-    light_pay: FloatArray,
+    other_power: FloatArray,
+    other_pay: FloatArray,
     pay: FloatArray,
     after: FloatArray,
 ) -> int:
     """Turn the powers after each exchange into net gains by transfer; how many are above `best`?"""
-    stride = light_pay.size // light_power.size
+    stride = other_pay.size // other_power.size
     above = 0
     for s in range(stride):
         for j in range(n):
             m = s * n + j
-            pays = pay[j] + light_pay[m]
-            net = (mine + light_power[j] - after[m]) * unit - price * pays
+            pays = pay[j] + other_pay[m]
+            net = (mine + other_power[j] - after[m]) * unit - price * pays
             after[m] = net / max(pays, 0.5)
             above += after[m] > best
     return above

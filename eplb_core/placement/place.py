@@ -50,6 +50,8 @@ class Placement:
     """Proven upper limit of `balancedness` over all layouts of this kind, float64 `[L]`; NaN without load."""
     transfers: IntArray
     """Experts that ranks receive to come from `current`, int64 `[L]`; 0 where there is no current layout."""
+    dispatch: str = "even"
+    """How replicas share their expert's tokens in what is predicted: "even" or "weighted"."""
 
     def __repr__(self) -> str:
         known = ~np.isnan(self.balancedness)
@@ -90,9 +92,10 @@ def place(
         current: Layout to start from, `R * S` slots on as many ranks. The search goes on from it a transfer at a time,
             as long as that pays; a layer that would gain less than `min_gain` keeps its row; what stays on a rank
             stays in its slot.
-        max_transfers: Most experts that ranks may receive on one layer, as cost where `transfer_cost` is given. More
-            only for experts that have lost their last slot with a rank. With "group" and "first_copy" a row that cannot
-            stay (an expert lost, groups torn apart) is solved anew and may take more.
+        max_transfers: Most experts that ranks may receive on one layer, as cost where `transfer_cost` is given. Experts
+            that have lost their last slot with a rank come first, all of them. A row that cannot stay (ranks that hold
+            more experts than they have slots; with "group" and "first_copy" also an expert lost or groups torn apart)
+            is solved anew and may take more.
         min_gain: Least rise of the predicted balancedness for which a layer of `current` changes, 0 or more.
         transfer_price: Gain in predicted balancedness that each transfer must bring, 0 or more. Default 0.001, or
             0.0001 where `max_transfers` says what may be spent.
@@ -162,7 +165,7 @@ def place(
         reached, transfers = _start_from(current, problem, windows, weights, load, solution, price)
     bound = _bound(problem, windows, weights, solution)
     layout = ExpertLayout._of_valid(solution.p2l, problem.num_experts, topology)
-    return Placement(layout, read_only(reached), read_only(bound), read_only(transfers))
+    return Placement(layout, read_only(reached), read_only(bound), read_only(transfers), dispatch)
 
 
 class _Price(NamedTuple):
@@ -365,7 +368,7 @@ def _balance_windows(
         1.0 / problem.topology.rank_speed,
         np.zeros((ranks, ranks)),
         0.0,
-        np.inf,
+        np.full(windows.shape[1], np.inf),
         max(1, int(_FREE_STEPS * effort)),
         problem.weighted,
         solution.p2l,
@@ -446,6 +449,7 @@ def _search_from(
     """Improve the rows `near` a transfer at a time, in place; what stays on a rank stays in its slot."""
     ranks, speed = problem.topology.num_ranks, problem.topology.rank_speed
     restore_lost(load, problem.capacity, near)
+    needed, _ = _transfers(was, near, price, problem)
     improve_layers(
         windows,
         weights,
@@ -455,7 +459,7 @@ def _search_from(
         1.0 / speed,
         price.link,
         price.each,
-        price.budget,
+        np.maximum(price.budget - needed, 0.0),
         near.shape[1],
         problem.weighted,
         near,

@@ -1,0 +1,185 @@
+"""`eplb record` and `eplb host`: keep the layout record of shared weights, keep the weights, look at a record."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from eplb_core._inputs import note, topology_of
+from eplb_core._terminal import to_json
+from eplb_core.layout import ExpertLayout
+from eplb_core.layout_file import read_layout_file
+from eplb_core.loading.layout_client import LayoutClient
+from eplb_core.loading.layout_server import LayoutServer
+from eplb_core.loading.record import LayoutRecord
+from eplb_core.loading.record_file import open_record
+
+
+def add_to(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    command: Callable[..., argparse.ArgumentParser],
+    topology_options: Callable[[argparse.ArgumentParser], None],
+) -> None:
+    """Add the commands to `eplb`'s."""
+    record = commands.add_parser(
+        "record", help="what shared weights hold", description="The layout record of weights that engines share."
+    )
+    parts = record.add_subparsers(metavar="WHAT", required=True)
+    look = command(parts, "status", status, "show a record: layout, version, engines, a pending move")
+    look.add_argument("socket", metavar="SOCKET", help="where the record or the weight host is served")
+    keep = command(parts, "serve", serve, "keep a record for weights that another process keeps, until stopped")
+    keep.add_argument("socket", metavar="SOCKET", help="where to listen")
+    keep.add_argument("--layout", metavar="FILE", required=True, help="what the weights hold after loading")
+    keep.add_argument("--experts", metavar="E", type=int, help="logical experts, where the file does not say")
+    keep.add_argument("--state", metavar="FILE", help="keep the record here, for a restart of this process")
+    keep.add_argument(
+        "--memory", metavar="ID", default="", help="name of the weights' memory: the same one says it was kept"
+    )
+    topology_options(keep)
+
+    share = command(commands, "host", host, "keep one rank's weights in memory for engines that come and go")
+    share.add_argument("socket", metavar="SOCKET", help="where to listen")
+    share.add_argument(
+        "--load",
+        metavar="MODULE:FUNCTION",
+        required=True,
+        help="function(layout, rank) -> tensors by name, or a module",
+    )
+    share.add_argument("--rank", metavar="R", type=int, required=True, help="EP rank to load")
+    share.add_argument("--layout", metavar="FILE", help="what the slots hold after loading (default: no record)")
+    share.add_argument("--experts", metavar="E", type=int, help="logical experts, where the file does not say")
+    share.add_argument("--config", metavar="JSON", default="{}", help="what shapes the weights: JSON, or @FILE")
+    share.add_argument("--state", metavar="FILE", help="keep the record here, to say after a restart who was attached")
+    topology_options(share)
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """`eplb record status`: 1 if nobody knows what the slots hold, 2 if nobody answers."""
+    with LayoutClient(arguments.socket, "status", deadline=10.0, attach=False) as client:
+        if client.error is not None:
+            raise client.error
+        if not client.connected:
+            raise FileNotFoundError(f"nobody listens at {client.path}")
+        facts: dict[str, Any] = {"socket": client.path, "record": client.found is not None, "weights": client.about}
+        state = client.found
+    if state is not None:
+        facts |= {
+            "version": state.version,
+            "digest": state.digest,
+            "layers": state.layout.num_layers,
+            "experts": state.layout.num_experts,
+            "slots": state.layout.num_slots,
+            "ranks": state.layout.topology.num_ranks,
+            "engines": list(state.engines),
+            "pending": None if state.pending is None else str(state.pending),
+            "non_followers": state.num_non_followers,
+            "non_follower_names": list(state.non_followers),
+            "dirty": state.dirty,
+        }
+    print(to_json(facts) if arguments.json else _text(facts))
+    return 1 if facts.get("dirty") else 0
+
+
+def _text(facts: dict[str, Any]) -> str:
+    rows = [("socket", facts["socket"])]
+    weights = facts["weights"]
+    if weights:
+        rows.append(("weights", f"{weights.get('tensors'):,} tensors, {weights.get('bytes'):,} bytes"))
+    if not facts["record"]:
+        return _table([*rows, ("record", "none is kept here")])
+    names = facts["non_follower_names"]
+    rows += [
+        ("record", "nobody knows what the slots hold" if facts["dirty"] else f"version {facts['version']}"),
+        ("digest", facts["digest"][:16]),
+        ("layout", "{layers} layers, {experts} experts, {slots} slots on {ranks} ranks".format(**facts)),
+        ("engines", ", ".join(facts["engines"]) or "none"),
+        ("moving", facts["pending"] or "nothing"),
+    ]
+    if facts["non_followers"]:
+        rows.append(("not following", f"{facts['non_followers']}, so nothing may move: {', '.join(names)}"))
+    if facts["dirty"]:
+        rows.append(("because", f"{facts['dirty']}; restart the keeper of the weights and the engines that use them"))
+    return _table(rows)
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)} {value}" for name, value in rows)
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """`eplb record serve`: until SIGINT or SIGTERM."""
+    layout = _layout(arguments)
+    record = open_record(arguments.state, layout, memory=arguments.memory) if arguments.state else LayoutRecord(layout)
+    if record.state.dirty:
+        note(f"nobody knows what the slots hold: {record.state.dirty}")
+    with LayoutServer(arguments.socket, record, state_file=arguments.state, memory=arguments.memory) as server:
+        facts = {"ready": server.path, "version": record.version, "digest": record.digest}
+        _run(facts, arguments.json)
+    return 0
+
+
+def host(arguments: argparse.Namespace) -> int:
+    """`eplb host`: load, say that it is ready, and serve until SIGINT or SIGTERM."""
+    from eplb_core.loading.host import WeightHost
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    layout = None if arguments.layout is None else _layout(arguments)
+    load, config = _function(arguments.load), _config(arguments.config)
+    with WeightHost(
+        arguments.socket, load, config=config, layout=layout, rank=arguments.rank, state_file=arguments.state
+    ) as served:
+        facts = {"ready": served.path, "tensors": served.num_tensors, "bytes": served.num_bytes}
+        _run(facts, arguments.json)
+    return 0
+
+
+def _run(facts: dict[str, Any], as_json: bool) -> None:
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    print(json.dumps(facts) if as_json else " ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+    stopped.wait()
+
+
+def _layout(arguments: argparse.Namespace) -> ExpertLayout:
+    read = read_layout_file(arguments.layout, topology=topology_of(arguments), num_experts=arguments.experts)
+    note(*read.notes)
+    return read.layout
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module_name, colon, function = name.partition(":")
+    if not colon or not module_name or not function:
+        raise ValueError(f"--load (={name}) must be MODULE:FUNCTION")
+    sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    found = getattr(importlib.import_module(module_name), function, None)
+    if not callable(found):
+        raise ValueError(f"--load: module {module_name} has no function {function!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _config(text: str) -> dict[str, Any]:
+    if text.startswith("@"):
+        text = Path(text[1:]).read_text()
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--config is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"--config (={text[:40]}) must be a JSON object")
+    return config

@@ -1,0 +1,102 @@
+"""Which forecast serves best on recorded traffic? Each is replayed on windows that follow those that it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import eplb_core
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray
+from eplb_core.layout import ExpertLayout
+from eplb_core.placement.forecast import FORECASTERS, Forecaster, forecast, forecaster_of
+from eplb_core.simulation import Policy, simulate
+from eplb_core.topology import Topology
+from eplb_core.trace import Trace
+
+
+class BacktestRow(NamedTuple):
+    """What placing for one forecast reached."""
+
+    name: str
+    """The forecaster."""
+    mean_balancedness: float
+    """Mean over all layers and windows lived through, none of them seen before."""
+    total_balancedness: float
+    """Sum of means over sum of maxima, over the same."""
+    transfers: int
+    """Experts received by all ranks over the whole replay."""
+
+
+def backtest(
+    trace: Trace | ArrayLike,
+    forecasters: Mapping[str, Forecaster] | None = None,
+    *,
+    topology: Topology,
+    num_slots: int,
+    interval: int = 16,
+    history: int | None = None,
+    current: ExpertLayout | None = None,
+    place_options: Mapping[str, object] | None = None,
+) -> tuple[BacktestRow, ...]:
+    """Which forecast gives the best balance on the windows that follow, for how many transfers?
+
+    Every `interval` windows each forecaster sees the last `history` windows, `place` goes on from the live layout for
+    what it forecasts, and the next `interval` windows are lived through. More balance for more transfers is a matter of
+    `transfer_price`: compare forecasters at several prices.
+
+    Args:
+        trace: A trace, or windows of load `[T, L, E]`, in order of time.
+        forecasters: Functions by name. Default: `FORECASTERS`.
+        topology: Ranks, nodes and speeds.
+        num_slots: Slots to fill, at least E.
+        interval: Windows between rebalances, less than T.
+        history: Windows that a forecaster sees. Default: `interval`.
+        current: Layout to start from. Default: the trivial one.
+        place_options: Further arguments for `place`.
+
+    Returns:
+        A row a forecaster, in the order given.
+
+    Raises:
+        ValueError: A number does not fit, or a forecaster gave no load.
+
+    Cost:
+        A `simulate` for each forecaster.
+
+    Example:
+        >>> import numpy as np
+        >>> trace = np.array([[[1, 1, 1, 9]]] * 3)
+        >>> for row in backtest(trace, topology=Topology(2), num_slots=6, interval=1)[:2]:
+        ...     print(row.name, round(row.mean_balancedness, 3), row.transfers)
+        all 1.0 1
+        last 1.0 1
+    """
+    rows = []
+    for name, forecaster in (FORECASTERS if forecasters is None else forecasters).items():
+        policy = _policy(forecaster_of(forecaster), num_slots, dict(place_options or {}))
+        replay = simulate(
+            trace,
+            topology=topology,
+            num_slots=num_slots,
+            policy=policy,
+            interval=interval,
+            history=history,
+            current=current,
+        )
+        rows.append(BacktestRow(name, replay.mean_balancedness, replay.total_balancedness, replay.total_transfers))
+    return tuple(rows)
+
+
+def _policy(forecaster: Forecaster, num_slots: int, options: dict[str, object]) -> Policy:
+    def choose(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
+        ahead = forecast(windows, forecaster)
+        return eplb_core.place(
+            ahead.windows,
+            live.topology,
+            num_slots=num_slots,
+            current=live,
+            window_weights=ahead.weights,
+            **options,  # type: ignore[arg-type]
+        ).layout
+
+    return choose

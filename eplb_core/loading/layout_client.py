@@ -1,0 +1,287 @@
+"""An engine's end of the record: the connection that is its presence, and the requests over it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from eplb_core._arrays import ArrayLike, check_real, to_ids
+from eplb_core.errors import EplbError, RecordLostError, SocketOwnerError
+from eplb_core.layout import ExpertLayout
+from eplb_core.loading import _wire
+from eplb_core.loading._requests import NO_RECORD, UNKNOWN_REQUEST
+from eplb_core.loading._socket_path import check_owner, check_path, check_peer
+from eplb_core.loading._wire import Message, WireError
+from eplb_core.loading.record import MAX_ENGINE_ID, RecordState, Reply, is_engine_id
+
+MAX_FDS = 253
+"""Most file descriptors that one message can carry."""
+_WITHOUT_RECORD = (NO_RECORD, UNKNOWN_REQUEST)
+
+
+class LayoutClient:
+    """Presence at a record's keeper, from the constructor until `close` or the end of the process.
+
+    The constructor does not raise where nobody listens or where the keeper cannot be read: one rank that dies there
+    would leave the others waiting. `agree_on_layout` takes what was found to all ranks, and they decide together.
+
+    Args:
+        path: The server's socket.
+        engine_id: Name of this engine, for messages: printable, up to 200 characters. Need not be unique.
+        deadline: Seconds after which a server that does not answer counts as lost; less than the agreement's, or ranks
+            that wait for this one give up before they hear why.
+        wait: Seconds to wait for a server that is not there yet, for instance a host that still loads.
+        attach: False only looks: it is no presence, and may not begin a move.
+
+    Raises:
+        ValueError: The path is too long for a socket, or `engine_id` is empty or too long.
+
+    Cost:
+        A round trip of some 0.1 ms a request; `begin` and `commit` also what the server's disk takes, if it has one.
+
+    Threads:
+        Any; requests queue up. Not in a forked child: it only keeps the connection open, which keeps moves paused.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        engine_id: str,
+        *,
+        deadline: float = 10.0,
+        wait: float = 0.0,
+        attach: bool = True,
+    ) -> None:
+        self.path = check_path(path)
+        if not is_engine_id(engine_id):
+            raise ValueError(f"`engine_id` (={engine_id!r}) must be printable, of 1 to {MAX_ENGINE_ID} characters")
+        self._deadline = check_real(deadline, "deadline", above=0.0)
+        check_real(wait, "wait", at_least=0.0)
+        self.engine_id = engine_id
+        """Name of this engine; after attaching, the one that the keeper uses."""
+        self.found: RecordState | None = None
+        """What the record said last; None where there is none."""
+        self.about: Message = {}
+        """What a weight host says of its weights, since the last query."""
+        self.error: EplbError | None = None
+        """Why the keeper cannot be asked (any more), or None."""
+        self.adopted: int = 0
+        """Version that this engine routes by; `agree_on_layout` and commits set it."""
+        self.rank: int | None = None
+        """EP rank of this engine, once `agree_on_layout` has learnt it."""
+        self._moves_off = ""
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._socket: socket.socket | None = None
+        self._connect(wait)
+        if self._socket is not None:
+            self._attach({"do": "attach", "engine": self.engine_id} if attach else {"do": "query"})
+
+    @property
+    def connected(self) -> bool:
+        """A server was there, and the connection has not ended as far as this side knows."""
+        return self._socket is not None
+
+    @property
+    def present(self) -> bool:
+        """There was a server, whatever became of it: not merely an absent one."""
+        return self._socket is not None or self.error is not None
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def query(self) -> RecordState | None:
+        """What the record holds now; None where there is none.
+
+        Raises:
+            RecordLostError: There was one, and it cannot be asked any more, or nobody listens.
+            SocketOwnerError: The socket is somebody else's.
+        """
+        found = self.found
+        known = None if found is None else found.layout
+        reply, _ = self._ask({"do": "query", "known": known and known.digest})
+        self._take_state(reply, known)
+        return self.found
+
+    def begin(self, layers: Iterable[int], version: int) -> Reply:
+        """Ask to move experts of `layers`, from `version` of the layout; see `LayoutRecord.begin`.
+
+        Raises nothing: a lost keeper and moves that are off are `refused`, with the reason.
+        """
+        if self._moves_off:
+            return Reply("refused", self._moves_off)
+        return self._request({"do": "begin", "layers": _ints(layers), "version": int(version)})
+
+    def commit(self, layers: Iterable[int], rows: ArrayLike) -> Reply:
+        """Say that the move is done and every byte in place; `rows` are ints `[len(layers), P]`."""
+        ids = to_ids(rows, "rows")
+        reply = self._request({"do": "commit", "layers": _ints(layers), "rows": _wire.encode_rows(ids)})
+        if reply.status == "ok" and reply.version is not None:
+            self.adopted = reply.version
+        return reply
+
+    def abort(self, layers: Iterable[int]) -> Reply:
+        """Say that the move will not be and that no byte has changed."""
+        return self._request({"do": "abort", "layers": _ints(layers)})
+
+    def refuse_moves(self, reason: str) -> None:
+        """From now on `begin` is refused for this reason, without asking."""
+        self._moves_off = reason
+
+    def fetch(self, config: Mapping[str, Any], digest: str, frame: Mapping[str, int]) -> tuple[Message, list[int]]:
+        """Ask a weight host for its memory: its whole reply and the file descriptors, which are the caller's to close.
+
+        Args:
+            config: The engine's configuration, as JSON has it.
+            digest: Of the layout that it routes by; empty from an engine without balancing.
+            frame: What layout and rank say about the weights by themselves.
+
+        Raises:
+            RecordLostError: The host cannot be asked any more.
+        """
+        claim = {"version": self.adopted, "digest": digest or None}
+        return self._ask({"do": "fetch", "config": dict(config), "frame": dict(frame), **claim})
+
+    def close(self) -> None:
+        """Leave. A move that is pending makes the record dirty. Idempotent."""
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+                self.error = self.error or RecordLostError(f"{self.path}: this side has left", path=self.path)
+
+    def __enter__(self) -> LayoutClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- the connection ------------------------------------------------------------------------------------------
+
+    def _connect(self, wait: float) -> None:
+        start = time.monotonic()
+        end = start + wait
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(self._deadline)
+            try:
+                check_owner(self.path)
+                connection.connect(self.path)
+                check_peer(connection, self.path)
+                self._socket = connection
+                return
+            except (FileNotFoundError, ConnectionRefusedError):
+                connection.close()  # nobody is there: absent, not in error
+            except BlockingIOError:
+                connection.close()  # the server's queue is full: it is there, and soon accepts
+                end = max(end, start + self._deadline)
+                if time.monotonic() >= end:
+                    self.error = RecordLostError(f"{self.path} accepts nobody", path=self.path)
+            except SocketOwnerError as error:
+                connection.close()
+                self.error = error
+                return
+            except OSError as error:
+                connection.close()
+                self.error = RecordLostError(f"{self.path} cannot be reached: {error}", path=self.path)
+                return
+            if time.monotonic() >= end:
+                return
+            time.sleep(min(0.05, max(end - time.monotonic(), 0.0)))
+
+    def _attach(self, hello: Message) -> None:
+        try:
+            reply, _ = self._ask(hello)
+            self._take_state(reply)
+            self.engine_id = str(reply.get("engine") or self.engine_id)
+            if hello["do"] == "attach" and reply["status"] != "ok" and reply.get("code") not in _WITHOUT_RECORD:
+                raise self._lost(f"refused to attach this engine: {reply['reason']}")
+        except RecordLostError:
+            return  # `error` holds it
+
+    def _take_state(self, reply: Message, known: ExpertLayout | None = None) -> None:
+        self.about = dict(reply.get("about") or {})
+        if reply.get("code") in _WITHOUT_RECORD:
+            self.found = None
+            return
+        try:
+            self.found = _wire.decode_state(reply.get("state") or {}, known)
+        except WireError as error:
+            raise self._lost(f"answers with {error}") from error
+
+    def _request(self, message: Message) -> Reply:
+        try:
+            answer, _ = self._ask(message)
+        except EplbError as error:  # RecordLostError, SocketOwnerError
+            return Reply("refused", str(error))
+        return Reply(answer["status"], answer["reason"], answer["version"], answer["digest"])
+
+    def _ask(self, message: Message) -> tuple[Message, list[int]]:
+        with self._lock:
+            if self._process != os.getpid():
+                raise RecordLostError(f"{self.path}: the connection is that of the parent process", path=self.path)
+            if self._socket is None:
+                raise self.error or RecordLostError(f"nobody listens at {self.path}", path=self.path)
+            try:
+                self._socket.sendall(_wire.pack(message))
+                return _receive(self._socket, self._deadline)
+            except TimeoutError as error:
+                raise self._lost(f"has not answered for {self._deadline:g} s") from error
+            except OSError as error:
+                raise self._lost(f"closed the connection: {error}") from error
+            except WireError as error:
+                raise self._lost(f"answers with {error}") from error
+
+    def _lost(self, what: str) -> RecordLostError:
+        """What comes next on this connection is no answer to what is asked next: it ends."""
+        error = RecordLostError(f"the keeper at {self.path} {what}", path=self.path)
+        self.error = error
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        return error
+
+
+def _receive(connection: socket.socket, deadline: float) -> tuple[Message, list[int]]:
+    """One message within the deadline, and the descriptors that came with it."""
+    end = time.monotonic() + deadline
+    inbox, fds = _wire.Inbox(), list[int]()
+    try:
+        while True:
+            body = inbox.take(_wire.MAX_REPLY)
+            if body is not None:
+                message = _wire.unpack(body)
+                _check_reply(message)
+                return message, fds
+            connection.settimeout(max(end - time.monotonic(), 1e-3))
+            data, more, _, _ = socket.recv_fds(connection, 1 << 18, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            fds += more
+            if not data:
+                raise ConnectionError("it ended")
+            inbox.add(data)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    finally:
+        connection.settimeout(deadline)
+
+
+def _check_reply(message: Message) -> None:
+    version, digest = message.get("version"), message.get("digest")
+    if message.get("status") not in ("ok", "busy", "refused") or not isinstance(message.get("reason"), str):
+        raise WireError(f"status {str(message.get('status'))[:20]!r}")
+    if not (version is None or isinstance(version, int)) or not (digest is None or isinstance(digest, str)):
+        raise WireError(f"version {str(version)[:20]!r}")
+
+
+def _ints(layers: Iterable[int]) -> list[int]:
+    return [int(layer) for layer in (layers.tolist() if isinstance(layers, np.ndarray) else layers)]

@@ -1,0 +1,492 @@
+"""Changes to the layout record and the weight host that a test must notice."""
+
+from __future__ import annotations
+
+RECORD = "eplb_core/loading/record.py"
+REQUESTS = "eplb_core/loading/_requests.py"
+WIRE = "eplb_core/loading/_wire.py"
+PATH = "eplb_core/loading/_socket_path.py"
+SERVER = "eplb_core/loading/layout_server.py"
+CLIENT = "eplb_core/loading/layout_client.py"
+AGREE = "eplb_core/loading/agree.py"
+FILE = "eplb_core/loading/record_file.py"
+MEMORY = "eplb_core/loading/_memory.py"
+MODULES = "eplb_core/loading/_modules.py"
+HOST = "eplb_core/loading/host.py"
+ATTACH = "eplb_core/loading/attach.py"
+TEST_RECORD = "tests/loading/test_record.py"
+TEST_SERVER = "tests/loading/test_layout_server.py"
+TEST_AGREE = "tests/loading/test_agree.py"
+TEST_HOST = "tests/loading/test_host.py"
+
+# (file, text before, text after, test that must fail)
+MUTATIONS = [
+    # an engine that dies in a move leaves a clean record
+    (
+        RECORD,
+        'self._set(pending=None, dirty=f"{move} was pending when the engine left")',
+        "self._set(pending=None)",
+        f"{TEST_RECORD}::test_an_engine_that_leaves_during_its_move_leaves_a_dirty_record",
+    ),
+    # anybody's leaving ends the move
+    (
+        RECORD,
+        "if move is not None and move.engine == engine:\n            self._set(pending=None, dirty",
+        "if move is not None:\n            self._set(pending=None, dirty",
+        f"{TEST_RECORD}::test_a_second_engine_that_leaves_during_a_move_leaves_it_pending",
+    ),
+    # a dirty record lets engines move
+    (
+        RECORD,
+        "if state.dirty:\n            reason = self._dirty_reason()\n        elif engine not in",
+        "if engine not in",
+        f"{TEST_RECORD}::test_an_engine_that_leaves_during_its_move_leaves_a_dirty_record",
+    ),
+    # a dirty record is read
+    (
+        RECORD,
+        "if self._state.dirty:\n            return self._refused(self._dirty_reason())\n        if self._state.pending",
+        "if self._state.pending",
+        f"{TEST_RECORD}::test_an_engine_that_leaves_during_its_move_leaves_a_dirty_record",
+    ),
+    # who is not attached moves
+    (
+        RECORD,
+        "elif engine not in state.engines:",
+        "elif not engine:",
+        f"{TEST_RECORD}::test_a_move_that_cannot_be_is_refused_and_changes_nothing",
+    ),
+    # any version may begin
+    (
+        RECORD,
+        "elif not _is_int(version) or version != state.version:",
+        "elif not _is_int(version):",
+        f"{TEST_RECORD}::test_a_second_engine_pauses_moves_and_takes_over_from_the_current_version",
+    ),
+    # true is version 1
+    (
+        RECORD,
+        "return isinstance(value, (int, np.integer)) and not isinstance(value, bool)",
+        "return isinstance(value, (int, np.integer))",
+        f"{TEST_RECORD}::test_a_move_that_cannot_be_is_refused_and_changes_nothing",
+    ),
+    # a layer twice
+    (
+        RECORD,
+        " or len(set(layers)) < len(layers)",
+        "",
+        f"{TEST_RECORD}::test_a_move_that_cannot_be_is_refused_and_changes_nothing",
+    ),
+    # engines that do not follow do not count
+    (
+        RECORD,
+        "elif state.num_non_followers:",
+        "elif state.num_non_followers > 10**9:",
+        f"{TEST_RECORD}::test_who_cannot_be_seen_to_leave_or_follow_is_served_and_ends_all_moves",
+    ),
+    # an engine moves under others
+    (
+        RECORD,
+        "others = [name for name in state.engines if name != engine]",
+        "others: list[str] = []",
+        f"{TEST_RECORD}::test_a_second_engine_pauses_moves_and_takes_over_from_the_current_version",
+    ),
+    # to wait is decided before to refuse
+    (
+        RECORD,
+        'if unreadable is not None and unreadable.status == "refused":',
+        "if unreadable is not None:",
+        f"{TEST_RECORD}::test_a_reason_to_refuse_is_decided_before_a_reason_to_wait",
+    ),
+    # a second begin of the same engine replaces the first
+    (
+        RECORD,
+        "elif state.pending is not None and state.pending.engine == engine:",
+        "elif state.pending is not None and not state.pending.engine:",
+        f"{TEST_RECORD}::test_a_second_begin_of_the_same_engine_is_refused_and_the_first_stays",
+    ),
+    # the version stays
+    (
+        RECORD,
+        "self._set(layout=new, version=self._state.version + 1, pending=None)",
+        "self._set(layout=new, pending=None)",
+        f"{TEST_RECORD}::test_a_commit_stores_the_rows_and_counts_one_version",
+    ),
+    # rows in order of layer instead of the order given
+    (
+        RECORD,
+        "p2l[list(moved)] = given",
+        "p2l[sorted(moved)] = given",
+        f"{TEST_RECORD}::test_a_commit_stores_the_rows_and_counts_one_version",
+    ),
+    # a commit of some of the layers
+    (
+        RECORD,
+        "set(rows) != set(move.layers)",
+        "not set(rows) & set(move.layers)",
+        f"{TEST_RECORD}::test_a_malformed_commit_is_refused_and_leaves_the_move_pending",
+    ),
+    # anybody commits
+    (
+        RECORD,
+        "if move is None or move.engine != engine:",
+        "if move is None:",
+        f"{TEST_RECORD}::test_only_the_engine_that_began_ends_the_move",
+    ),
+    # the digest is not compared
+    (
+        RECORD,
+        "if digest is not None and digest != state.digest:",
+        "if digest is not None and version != state.version:",
+        f"{TEST_RECORD}::test_the_digest_decides_and_not_the_version",
+    ),
+    # engines that say nothing are served moved weights
+    (
+        RECORD,
+        "if digest is None and state.version > 0:",
+        "if digest is None and state.version > 1:",
+        f"{TEST_RECORD}::test_an_engine_without_a_digest_is_refused_once_experts_have_moved",
+    ),
+    # weights are served during a move
+    (
+        RECORD,
+        "        if unreadable is not None:\n            return unreadable\n        if digest is None or",
+        "        if digest is None or",
+        f"{TEST_RECORD}::test_another_engines_move_is_busy_and_names_engine_layers_and_version",
+    ),
+    # an attached engine that says no digest counts as following
+    (
+        RECORD,
+        "if digest is None or engine not in state.engines:",
+        "if engine not in state.engines:",
+        f"{TEST_RECORD}::test_who_cannot_be_seen_to_leave_or_follow_is_served_and_ends_all_moves",
+    ),
+    # names are kept without end
+    (
+        RECORD,
+        "if len(names) < NAMES_KEPT and name not in names:",
+        "if name not in names:",
+        f"{TEST_RECORD}::test_many_non_followers_are_counted_and_few_are_kept_by_name",
+    ),
+    # after a restart former engines are forgotten
+    (
+        RECORD,
+        "for engine in state.engines:\n            record._add",
+        "for engine in ():\n            record._add",
+        f"{TEST_RECORD}::test_a_restarted_keeper_counts_former_engines_as_non_followers",
+    ),
+    # after a restart a pending move is forgotten
+    (
+        RECORD,
+        "if state.pending is not None and not state.dirty:\n            record._set",
+        "if state.dirty:\n            record._set",
+        f"{TEST_RECORD}::test_a_move_that_was_pending_when_the_keeper_died_is_in_doubt",
+    ),
+    # two engines of one name are one
+    (
+        REQUESTS,
+        'engine = f"{engine}#{session.number}"',
+        "pass",
+        f"{TEST_SERVER}::test_an_engine_that_restarts_under_its_name_is_a_second_engine",
+    ),
+    # the end of a connection is not a detach
+    (
+        REQUESTS,
+        "self.record.detach(session.engine)",
+        "pass",
+        f"{TEST_SERVER}::test_a_process_killed_between_moves_leaves_a_clean_record",
+    ),
+    # nothing is logged
+    (
+        REQUESTS,
+        "if self.record.state.dirty != was_dirty:",
+        "if self.record.state.dirty != was_dirty and was_dirty:",
+        f"{TEST_SERVER}::test_a_process_killed_after_begin_leaves_a_dirty_record",
+    ),
+    # a promise that is not on disk is given
+    (REQUESTS, "record.revert(before)", "pass", f"{TEST_SERVER}::test_what_cannot_be_written_down_is_not_promised"),
+    # begin is answered before it is on disk
+    (
+        REQUESTS,
+        "return _of(self._promised(reply, before))",
+        "return _of(reply)",
+        f"{TEST_SERVER}::test_a_move_is_on_disk_before_begin_is_answered",
+    ),
+    # messages of any length are taken
+    (
+        WIRE,
+        "if length > limit:",
+        "if length > 1 << 31:",
+        f"{TEST_SERVER}::test_an_endless_message_ends_its_connection_alone",
+    ),
+    # any protocol will do
+    (
+        WIRE,
+        'message.get("protocol") != PROTOCOL or',
+        "False or",
+        f"{TEST_SERVER}::test_a_malformed_message_is_answered_and_the_connection_stays",
+    ),
+    # deep brackets stop the server
+    (
+        WIRE,
+        "except (ValueError, RecursionError) as error:  # Unicode",
+        "except ValueError as error:  # Unicode",
+        f"{TEST_SERVER}::test_a_malformed_message_is_answered_and_the_connection_stays",
+    ),
+    # a map under another digest is believed
+    (
+        WIRE,
+        'if layout.digest != message.get("digest"):',
+        "if not layout.digest:",
+        f"{TEST_SERVER}::test_a_keeper_says_when_it_does_not_know",
+    ),
+    # the socket is for all
+    (
+        PATH,
+        "os.chmod(self.path, 0o600)",
+        "os.chmod(self.path, 0o666)",
+        f"{TEST_SERVER}::test_the_socket_is_for_this_user_alone",
+    ),
+    # two servers at one path
+    (
+        PATH,
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        f"{TEST_SERVER}::test_a_second_server_on_the_path_is_an_error_and_the_first_stays",
+    ),
+    # somebody's file is removed
+    (
+        PATH,
+        "if not stat.S_ISSOCK(os.lstat(self.path).st_mode):",
+        "if stat.S_ISDIR(os.lstat(self.path).st_mode):",
+        f"{TEST_SERVER}::test_a_path_where_something_else_lives_is_left_alone",
+    ),
+    # somebody's socket is used
+    (
+        PATH,
+        "uid = os.lstat(path).st_uid\n    if uid not in (os.geteuid(), 0):",
+        "uid = os.lstat(path).st_uid\n    if uid < 0:",
+        f"{TEST_SERVER}::test_a_socket_of_somebody_else_is_neither_used_nor_removed",
+    ),
+    # anybody may connect
+    (
+        PATH,
+        "uid = _CREDENTIALS.unpack(raw)[1]",
+        "uid = 0 * _CREDENTIALS.unpack(raw)[1]",
+        f"{TEST_SERVER}::test_a_peer_of_another_user_is_told_from_this_one",
+    ),
+    # connections without end
+    (
+        SERVER,
+        "if len(self._connections) >= MAX_CONNECTIONS:",
+        "if len(self._connections) >= 10**9:",
+        f"{TEST_SERVER}::test_too_many_connections_are_closed_and_cost_nothing",
+    ),
+    # what did not go out at once is forgotten
+    (
+        SERVER,
+        "            connection.out = connection.out[sent:]\n",
+        "            connection.out = connection.out[len(connection.out) :]\n",
+        f"{TEST_SERVER}::test_a_client_that_reads_late_gets_every_reply_whole",
+    ),
+    # a flood of requests is read without end
+    (
+        SERVER,
+        "        if connection.queued:\n            return\n",
+        "",
+        f"{TEST_SERVER}::test_a_slow_client_blocks_nobody_and_is_read_no_further",
+    ),
+    # a fault ends the server
+    (
+        SERVER,
+        "except Exception:",
+        "except KeyError:",
+        f"{TEST_SERVER}::test_a_fault_of_the_server_costs_the_one_who_met_it",
+    ),
+    # a forked child speaks for its parent
+    (
+        CLIENT,
+        "if self._process != os.getpid():",
+        "if not self._process:",
+        f"{TEST_SERVER}::test_a_client_is_not_used_from_a_forked_child",
+    ),
+    # a lost server raises on the worker
+    (
+        CLIENT,
+        "except EplbError as error:  # RecordLostError, SocketOwnerError",
+        "except SocketOwnerError as error:",
+        f"{TEST_SERVER}::test_a_server_that_goes_ends_moves_and_says_so",
+    ),
+    # a clean record after the memory was lost
+    (
+        FILE,
+        "if not memory and not record.state.dirty:",
+        "if not record:",
+        f"{TEST_SERVER}::test_a_keeper_says_when_it_does_not_know",
+    ),
+    # memory that was loaded anew keeps the old version
+    (
+        FILE,
+        "if memory and memory != former:",
+        "if not former:",
+        f"{TEST_SERVER}::test_a_keeper_says_when_it_does_not_know",
+    ),
+    # a rank fails alone
+    (AGREE, "    if failed:\n", "    if len(failed) == len(found):\n", f"{TEST_AGREE}::test_ranks_fail_together"),
+    # nobody waits for a move
+    (
+        AGREE,
+        "pending = _where(found, lambda each: bool(each.pending))",
+        "pending = _where(found, lambda each: False)",
+        f"{TEST_AGREE}::test_a_move_of_another_engine_is_waited_for",
+    ),
+    # each rank by its own watch
+    (
+        AGREE,
+        "if max(each.waited for each in found) < deadline:",
+        "if min(each.waited for each in found) < deadline:",
+        f"{TEST_AGREE}::test_ranks_fail_together",
+    ),
+    # versions are not compared
+    (
+        AGREE,
+        "(each.version, each.digest) != (first.version, first.digest)",
+        "each.digest != first.digest",
+        f"{TEST_AGREE}::test_ranks_fail_together",
+    ),
+    # digests are not compared
+    (
+        AGREE,
+        "lambda each: (each.version, each.digest) != (first.version, first.digest))",
+        "lambda each: each.version != first.version)",
+        f"{TEST_AGREE}::test_ranks_fail_together",
+    ),
+    # ranks without a record start beside moved weights
+    (
+        AGREE,
+        "each.record and each.version > 0",
+        "each.record and each.version > 9",
+        f"{TEST_AGREE}::test_ranks_fail_together",
+    ),
+    # moves stay on where some rank keeps no record
+    (AGREE, "client.refuse_moves(f", "str(f", f"{TEST_AGREE}::test_one_rank_without_a_record_turns_moves_off"),
+    # an engine without balancing adopts
+    (
+        AGREE,
+        "lambda each: each.own != each.digest and not each.adopts",
+        "lambda each: False",
+        f"{TEST_AGREE}::test_ranks_fail_together",
+    ),
+    # shapes are not compared
+    (
+        AGREE,
+        "lambda each: each.shape != each.record_shape",
+        "lambda each: False",
+        f"{TEST_AGREE}::test_ranks_fail_together",
+    ),
+    # a field of the configuration is not compared
+    (
+        HOST,
+        "for name in sorted({*self._config, *config}):",
+        'for name in sorted({*self._config, *config} - {"seed"}):',
+        f"{TEST_HOST}::test_a_difference_in_any_field_is_refused_and_named",
+    ),
+    # 1 is true
+    (
+        HOST,
+        "if mine != theirs or (name in self._config) != (name in config):",
+        "if self._config.get(name) != config.get(name) or (name in self._config) != (name in config):",
+        f"{TEST_HOST}::test_values_that_look_alike_are_not_the_same",
+    ),
+    # None and nothing are the same
+    (
+        HOST,
+        "if mine != theirs or (name in self._config) != (name in config):",
+        "if mine != theirs:",
+        f"{TEST_HOST}::test_a_difference_in_any_field_is_refused_and_named",
+    ),
+    # the rank is not compared
+    (
+        HOST,
+        "if name in frame and frame[name] != value:",
+        'if name != "ep_rank" and name in frame and frame[name] != value:',
+        f"{TEST_HOST}::test_the_host_of_another_rank_is_refused",
+    ),
+    # loads before it knows whether the path is free
+    (
+        HOST,
+        "        place = SocketPlace(path)\n",
+        "        load(layout, rank)\n        place = SocketPlace(path)\n",
+        f"{TEST_HOST}::test_a_second_host_fails_before_it_loads",
+    ),
+    # tensors that nobody fills stay on the meta device
+    (
+        ATTACH,
+        "if tensor.is_meta and name not in mapped]",
+        "if False]",
+        f"{TEST_HOST}::test_a_module_that_does_not_fit_stays_as_it_was",
+    ),
+    # a dict takes tensors of another shape
+    (
+        ATTACH,
+        "(value.shape, value.dtype) != (tensor.shape, tensor.dtype)",
+        "value.dtype != tensor.dtype",
+        f"{TEST_HOST}::test_a_dict_receives_what_it_names",
+    ),
+    # an engine may cut the memory
+    (
+        MEMORY,
+        "fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)",
+        "pass",
+        f"{TEST_HOST}::test_no_engine_can_cut_the_memory_of_the_others",
+    ),
+    # each tensor gets a span of its own
+    (
+        MEMORY,
+        "key = storage.data_ptr() or -1 - len(keys)",
+        "key = -1 - len(keys)",
+        f"{TEST_HOST}::test_views_of_one_storage_share_one_span_and_odd_kinds_come_back",
+    ),
+    # whole storages are shared
+    (
+        MEMORY,
+        "low // 16 * 16, high - low // 16 * 16)",
+        "0, high)",
+        f"{TEST_HOST}::test_views_of_one_storage_share_one_span_and_odd_kinds_come_back",
+    ),
+    # a description may point outside
+    (
+        MEMORY,
+        "if not (start >= 0 and nbytes >= 0 and start + nbytes <= whole.numel()):",
+        "if not (start >= 0 and nbytes >= 0):",
+        f"{TEST_HOST}::test_a_description_that_does_not_fit_is_refused",
+    ),
+    # ties are cut
+    (
+        MODULES,
+        "made[id(old)] = parameter",
+        "pass",
+        f"{TEST_HOST}::test_a_module_on_the_meta_device_is_filled_with_all_that_the_host_computes_with",
+    ),
+    # plain attributes are left out
+    (
+        MODULES,
+        "if isinstance(value, torch.Tensor):\n",
+        "if isinstance(value, torch.nn.Parameter):\n",
+        f"{TEST_HOST}::test_a_module_on_the_meta_device_is_filled_with_all_that_the_host_computes_with",
+    ),
+    # parameters lose what the engine hung on them
+    (
+        MODULES,
+        "parameter.__dict__.update(vars(old) if isinstance(old, torch.nn.Parameter) else {})",
+        "pass",
+        f"{TEST_HOST}::test_a_module_on_the_meta_device_is_filled_with_all_that_the_host_computes_with",
+    ),
+    # temporary buffers come into the state dict
+    (
+        MODULES,
+        'persistent=kind == "buffer"',
+        "persistent=True",
+        f"{TEST_HOST}::test_a_module_on_the_meta_device_is_filled_with_all_that_the_host_computes_with",
+    ),
+]

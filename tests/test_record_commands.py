@@ -1,0 +1,143 @@
+"""`eplb record` and `eplb host` from a shell's view: readiness, status, signals, exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from eplb_core import ExpertLayout, LayoutClient, LayoutRecord, LayoutServer, Topology, save_layout
+from eplb_core.cli import main
+from eplb_core.loading.record import RecordState
+
+LAYOUT = ExpertLayout([[0, 1, 1, 0], [1, 0, 0, 1]], 2, topology=Topology(num_ranks=2))
+LOADER = """
+import torch
+def load(layout, rank):
+    return {"w": torch.full((2, 3), float(rank))}
+"""
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    save_layout(LAYOUT, tmp_path / "layout.json")
+    (tmp_path / "kestrel.py").write_text(LOADER)
+    return str(tmp_path / "sock")
+
+
+def start(stack: ExitStack, folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """The command in a process, and the line in which it says that it is ready."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", "eplb_core", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment)
+    stack.callback(process.kill)
+    assert process.stdout is not None
+    stack.callback(process.stdout.close)
+    return process, process.stdout.readline()
+
+
+def test_status_shows_engines_the_move_and_who_does_not_follow(
+    path: str, capsys: pytest.CaptureFixture[str], stack: ExitStack
+) -> None:
+    state = RecordState(LAYOUT, version=3, non_followers=("old",), num_non_followers=1)
+    server = stack.enter_context(LayoutServer(path, LayoutRecord.of_state(state)))
+    stack.enter_context(LayoutClient(path, "kestrel"))
+    assert main(["record", "status", path]) == 0
+    text = capsys.readouterr().out
+    assert "record        version 3\n" in text
+    assert "layout        2 layers, 2 experts, 4 slots on 2 ranks\n" in text
+    assert "engines       kestrel\nmoving        nothing\n" in text
+    assert "not following 1, so nothing may move: old\n" in text
+    assert server.state is not None
+    assert server.state.engines == ("kestrel",)
+
+
+def test_status_of_a_dirty_record_is_1_and_says_why(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with LayoutServer(path, LayoutRecord.of_state(RecordState(LAYOUT, dirty="it was dropped"))):
+        assert main(["record", "status", path]) == 1
+        assert "nobody knows what the slots hold" in (text := capsys.readouterr().out)
+        assert "because it was dropped; restart the keeper" in text
+        assert main(["record", "status", path, "--json"]) == 1
+        assert json.loads(capsys.readouterr().out)["dirty"] == "it was dropped"
+
+
+def test_status_without_a_record_or_a_server(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with LayoutServer(path, None):
+        assert main(["record", "status", path]) == 0
+        assert "record none is kept here" in capsys.readouterr().out
+    assert main(["record", "status", path]) == 2
+    assert f"eplb: nobody listens at {path}" in capsys.readouterr().err
+    Path(path).mkdir()
+    assert main(["record", "status", path]) == 2
+
+
+@pytest.mark.slow
+def test_a_served_record_survives_its_keeper(path: str, tmp_path: Path, stack: ExitStack) -> None:
+    arguments = ["record", "serve", path, "--layout", "layout.json", "--state", "state.json", "--memory", "m1"]
+    keeper, ready = start(stack, tmp_path, *arguments, "--json")
+    assert json.loads(ready) == {"ready": path, "version": 0, "digest": LAYOUT.digest}
+    with LayoutClient(path, "a") as client:
+        client.begin([0], 0)
+        client.commit([0], [[1, 0, 0, 1]])
+        keeper.kill()
+        keeper.wait()
+    keeper, ready = start(stack, tmp_path, *arguments)
+    assert ready.startswith(f"ready {path} version 1 digest ")
+    assert main(["record", "serve", path, "--layout", str(tmp_path / "layout.json")]) == 2
+    keeper.send_signal(signal.SIGTERM)
+    assert keeper.wait(30) == 0
+    assert not Path(path).exists()
+
+
+@pytest.mark.slow
+def test_a_host_loads_by_the_engines_function_and_says_when_it_is_ready(
+    path: str, tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch", reason="a host keeps tensors")
+    from eplb_core import attach_weights
+
+    config = {"model": "kestrel-1"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = [path, "--load", "kestrel:load", "--layout", "layout.json", "--rank", "1", "--config", "@config.json"]
+    process, ready = start(stack, tmp_path, "host", *arguments)
+    assert ready == f"ready {path} tensors 1 bytes 24\n"
+    with LayoutClient(path, "a") as client:
+        tensors: dict[str, object] = {}
+        attach_weights(client, tensors, config=config, layout=LAYOUT, rank=1).close()
+        assert tensors["w"].tolist() == [[1.0] * 3] * 2  # type: ignore[attr-defined]
+        assert main(["record", "status", path]) == 0
+        assert "weights 1 tensors, 24 bytes\n" in capsys.readouterr().out
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--load", "kestrel"], r"--load (=kestrel) must be MODULE:FUNCTION"),
+        (["--load", "json:nothing"], "--load: module json has no function 'nothing'"),
+        (["--load", "no_such_module_here:f"], "No module named 'no_such_module_here'"),
+        (["--load", "json:loads", "--config", "{"], "--config is no JSON"),
+        (["--load", "json:loads", "--config", "[1]"], "--config (=[1]) must be a JSON object"),
+        (["--load", "json:loads", "--config", '{"ep_rank": 5}'], "`config['ep_rank']` (=5) must be 0"),
+    ],
+)
+def test_a_host_that_cannot_start_says_why(
+    path: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch", reason="a host keeps tensors")
+    assert main(["host", path, "--rank", "0", *arguments]) == 2
+    assert said in capsys.readouterr().err
