@@ -7,7 +7,7 @@ READY := $(VENV)/.installed
 .PHONY: demo test test-quick test-bounds mutants fuzz coverage lint format bench peers engines clean
 
 $(READY): pyproject.toml constraints.txt
-	@echo "installing into $(VENV), once: a minute or two, 1.5 GB ..."
+	@echo "installing into $(VENV), once: a minute or two, 2.2 GB ..."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from eplb_core.dispatch.shares import replica_shares as replica_shares
     from eplb_core.dispatch.static import static_dispatch_table as static_dispatch_table
     from eplb_core.dispatch.tables import DispatchTables as DispatchTables
+    from eplb_core.errors import AgreementError as AgreementError
     from eplb_core.errors import EplbError as EplbError
     from eplb_core.errors import FileFormatError as FileFormatError
     from eplb_core.errors import HostAbsent as HostAbsent
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from eplb_core.errors import InfeasiblePlacementError as InfeasiblePlacementError
     from eplb_core.errors import LayoutAgreementError as LayoutAgreementError
     from eplb_core.errors import LayoutError as LayoutError
+    from eplb_core.errors import MigrationError as MigrationError
     from eplb_core.errors import MissingExpertError as MissingExpertError
     from eplb_core.errors import RecordLostError as RecordLostError
     from eplb_core.errors import SocketInUseError as SocketInUseError
@@ -51,13 +53,20 @@ if TYPE_CHECKING:
     from eplb_core.layout_file import save_layout as save_layout
     from eplb_core.loading.agree import agree_on_layout as agree_on_layout
     from eplb_core.loading.agreement import Agreement as Agreement
+    from eplb_core.loading.agreement import GroupAgreement as GroupAgreement
     from eplb_core.loading.attach import attach_weights as attach_weights
+    from eplb_core.loading.backup import HostBackup as HostBackup
     from eplb_core.loading.checkpoint import CheckpointError as CheckpointError
     from eplb_core.loading.checkpoint import load_checkpoint as load_checkpoint
     from eplb_core.loading.fingerprint import fingerprints as fingerprints
     from eplb_core.loading.host import WeightHost as WeightHost
     from eplb_core.loading.layout_client import LayoutClient as LayoutClient
     from eplb_core.loading.layout_server import LayoutServer as LayoutServer
+    from eplb_core.loading.migrator import Migrator as Migrator
+    from eplb_core.loading.migrator import MigratorStatus as MigratorStatus
+    from eplb_core.loading.mover import move_experts as move_experts
+    from eplb_core.loading.pull_plan import PullPlan as PullPlan
+    from eplb_core.loading.pull_plan import plan_pull as plan_pull
     from eplb_core.loading.record import LayoutRecord as LayoutRecord
     from eplb_core.loading.resolver import SlotResolver as SlotResolver
     from eplb_core.loading.store import ExpertStore as ExpertStore
@@ -66,6 +75,12 @@ if TYPE_CHECKING:
     from eplb_core.loading.transport import ReadState as ReadState
     from eplb_core.loading.transport import Region as Region
     from eplb_core.loading.transport import Transport as Transport
+    from eplb_core.loading.transports.cuda_ipc import CudaIpc as CudaIpc
+    from eplb_core.loading.transports.faulty import Faulty as Faulty
+    from eplb_core.loading.transports.mooncake import Mooncake as Mooncake
+    from eplb_core.loading.transports.nixl import Nixl as Nixl
+    from eplb_core.loading.transports.shared_memory import SharedMemory as SharedMemory
+    from eplb_core.loading.transports.torch_distributed import TorchDistributed as TorchDistributed
     from eplb_core.loading.verify import verify_weights as verify_weights
     from eplb_core.metrics import balancedness as balancedness
     from eplb_core.metrics import mean_balancedness as mean_balancedness
@@ -103,17 +118,27 @@ _HOMES = {
     "layout": "ExpertLayout min_redundant",
     "layout_file": "load_layout save_layout",
     "loading.agree": "agree_on_layout",
-    "loading.agreement": "Agreement",
+    "loading.agreement": "Agreement GroupAgreement",
     "loading.attach": "attach_weights",
+    "loading.backup": "HostBackup",
     "loading.checkpoint": "CheckpointError load_checkpoint",
     "loading.fingerprint": "fingerprints",
     "loading.host": "WeightHost",
     "loading.layout_client": "LayoutClient",
     "loading.layout_server": "LayoutServer",
+    "loading.migrator": "Migrator MigratorStatus",
+    "loading.mover": "move_experts",
+    "loading.pull_plan": "PullPlan plan_pull",
     "loading.record": "LayoutRecord",
     "loading.resolver": "SlotResolver",
     "loading.store": "ExpertStore",
     "loading.transport": "Caps ReadBatch ReadState Region Transport",
+    "loading.transports.cuda_ipc": "CudaIpc",
+    "loading.transports.faulty": "Faulty",
+    "loading.transports.mooncake": "Mooncake",
+    "loading.transports.nixl": "Nixl",
+    "loading.transports.shared_memory": "SharedMemory",
+    "loading.transports.torch_distributed": "TorchDistributed",
     "loading.verify": "verify_weights",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
     "dispatch.static": "static_dispatch_table",
@@ -134,7 +159,8 @@ _HOMES = {
     "placement.place": "Placement place",
     "placement.report": "GainReport gain_report",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError "
-    "HostAbsent HostBusy HostRefused LayoutAgreementError RecordLostError SocketInUseError SocketOwnerError",
+    "AgreementError HostAbsent HostBusy HostRefused LayoutAgreementError MigrationError RecordLostError "
+    "SocketInUseError SocketOwnerError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

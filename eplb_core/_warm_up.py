@@ -90,7 +90,9 @@ def _warm_deepseek() -> None:
 def _warm_loading() -> None:
     import torch
 
+    from eplb_core.loading._warm import warm_moves
     from eplb_core.loading.fingerprint import fingerprints
     from eplb_core.loading.store import ExpertStore
 
     fingerprints([ExpertStore({"weight": torch.zeros(1, 4)})])
+    warm_moves()

@@ -139,3 +139,32 @@ class HostRefused(EplbError, RuntimeError):
     def __init__(self, message: str, *, field: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+class AgreementError(EplbError, RuntimeError):
+    """Ranks did not come to an agreement in time: one is dead, stopped, or has left the loop.
+
+    Attributes:
+        ranks: Members of the agreement that did not answer, as far as is known; may be empty.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class MigrationError(EplbError, RuntimeError):
+    """A move that ended before its target was reached. Every live rank has the same layout, and serves on.
+
+    Attributes:
+        layout: The layout that the weights are in: layers installed before the end are new, the others old. None where
+            nothing had begun.
+        reason: One word: see `MigratorStatus.cause`.
+        rank: The rank that gave up, or None where it is not known.
+    """
+
+    def __init__(self, message: str, *, layout: object = None, reason: str = "", rank: int | None = None) -> None:
+        super().__init__(message)
+        self.layout = layout
+        self.reason = reason
+        self.rank = rank

@@ -14,7 +14,9 @@ import eplb_core
 SOURCE = Path(eplb_core.__file__)
 NEED_TORCH = {
     *("CheckpointError", "ExpertStore", "fingerprints", "load_checkpoint", "rebalance_experts"),
+    "TorchDistributed",
     *("DispatchTables", "LayerTables", "LoadCounter", "topk_to_slots"),
+    *("HostBackup", "Migrator", "MigratorStatus", "move_experts"),
     *("WeightHost", "attach_weights"),
 }
 

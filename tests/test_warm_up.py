@@ -16,6 +16,9 @@ import eplb_core as eplb
 from numba.core import event
 from numba.core.dispatcher import Dispatcher
 
+from eplb_core.loading.agreement import LocalAgreement
+from eplb_core.loading.transports import LocalCopy
+
 eplb.warm_up()
 
 def loaded():
@@ -62,6 +65,18 @@ with event.install_recorder("numba:compile") as compiled:
         tables.map(1, torch.arange(16, dtype=torch.int32)[:, None])
     for dtype, width in ((torch.float32, 5), (torch.uint8, 3), (torch.bfloat16, 4)):
         eplb.fingerprints([eplb.ExpertStore({"w": torch.ones(2, width, dtype=dtype)})], sample=2)
+    other = eplb.ExpertLayout.trivial(2, 16, num_slots=24, topology=topology)
+    eplb.plan_pull(live, other, rank=1, loaded=np.ones((2, 24), bool))
+    one = eplb.Topology(1)
+    old, new = (eplb.ExpertLayout([row], 4, topology=one) for row in ([0, 1, 2, 3, 0], [3, 0, 1, 2, 2]))
+    stores = [eplb.ExpertStore({"w": torch.ones(5, 3), "s": torch.ones(5, 1)}, {"a": torch.ones(5)})]
+    (alone,) = LocalAgreement.group(1)
+    eplb.move_experts(stores, old, new, rank=0, transport=LocalCopy(), agreement=alone)
+    migrator = eplb.Migrator(stores, new, rank=0, transport=LocalCopy(), agreement=alone)
+    migrator.start(old)
+    while not migrator.idle:
+        migrator.poll()
+    assert migrator.layout == old and migrator.stop(10)
     print(len(compiled.buffer), [name for name, count in loaded().items() if count != before.get(name)])
 """
 

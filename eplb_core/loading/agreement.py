@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from eplb_core._arrays import check_real
+from eplb_core.errors import AgreementError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @runtime_checkable
@@ -30,3 +41,269 @@ class Agreement(Protocol):
     def gather(self, blob: bytes) -> list[bytes]:
         """Every rank's blob, by rank. Blocks until all ranks called it, with a deadline; start-up and pause only."""
         ...
+
+
+class GroupAgreement:
+    """Agreement by a process group of torch: an all-reduce that runs in the background from one pass to the next.
+
+    Args:
+        cpu_group: A group on the CPU (gloo) that nobody else uses: collectives of two users on one group mix. From
+            `torch.distributed.new_group(backend="gloo")`, or a `ProcessGroupGloo`.
+        deadline: Seconds after which a peer that does not answer is given up on.
+        store: The store that the group was made with, through which ranks find out who is missing. Default: that of a
+            group that torch made by name.
+
+    Raises:
+        ValueError: `deadline` is not positive.
+        TypeError: `cpu_group` is no process group.
+
+    Cost:
+        `post` starts an all-reduce of 8 bytes; `take` waits for the one of the pass before, which is there already if
+        passes take longer than a network round trip. `python -m benchmarks.moving`.
+
+    Threads:
+        That of the passes. After an error every call raises it again: the group is broken, make another.
+    """
+
+    def __init__(self, cpu_group: Any, deadline: float = 30.0, *, store: Any = None) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if not callable(getattr(cpu_group, "allreduce", None)):
+            raise TypeError(
+                f"`cpu_group` (={type(cpu_group).__name__}) must be a process group; give it what `new_group` returned"
+            )
+        self.deadline = check_real(deadline, "deadline", above=0.0)
+        self.rank: int = cpu_group.rank()
+        self.size: int = cpu_group.size()
+        self._group = cpu_group
+        self._timeout = timedelta(seconds=self.deadline)
+        self._words = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        options: Any = dist.distributed_c10d
+        self._options = options.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp.MIN
+        self._options.timeout = self._timeout
+        self._gather_options = options.AllgatherOptions()
+        self._gather_options.timeout = self._timeout
+        self._pending: tuple[Any, torch.Tensor] | None = None
+        self._failure: AgreementError | None = None
+        self._window = min(1.0, self.deadline / 4)
+        self._marks = _Marks(cpu_group, self.rank, store)
+
+    def post(self, word: int) -> None:
+        """Start this pass's all-reduce.
+
+        Raises:
+            AgreementError: The group is broken, or the word of the pass before was not taken.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._pending is not None:
+            raise AgreementError("`post` was called twice without a `take` between them; call each once a pass")
+        buffer = self._words[0]
+        self._words.reverse()
+        buffer[0] = word
+        self._pending = (self._guarded(lambda: self._group.allreduce([buffer], self._options)), buffer)
+
+    def take(self) -> int | None:
+        """The minimum of the pass before.
+
+        Raises:
+            AgreementError: A rank did not answer within `deadline`, or died; it is named if it can be told.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._pending is None:
+            return None
+        work, buffer = self._pending
+        self._pending = None
+        self._guarded(lambda: self._wait(work))
+        return int(buffer[0])
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        """Every rank's blob, by rank; the word posted last stays where it is.
+
+        Raises:
+            AgreementError: As `take`.
+        """
+        import torch
+
+        if self._failure is not None:
+            raise self._failure
+        sizes = self._all_gather(torch.tensor([len(blob)], dtype=torch.int64))
+        lengths = [int(size[0]) for size in sizes]
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        if blob:
+            padded[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        blobs = self._all_gather(padded)
+        return [part[:length].numpy().tobytes() for part, length in zip(blobs, lengths, strict=True)]
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        import torch
+
+        out = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._guarded(lambda: self._wait(self._group.allgather([out], [tensor], self._gather_options)))
+        return out
+
+    def _wait(self, work: Any) -> None:
+        """Until it is complete, or the deadline has passed, or another rank says that it has seen a failure."""
+        start = time.monotonic()
+        look = start + _LOOK_S
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - start > self.deadline - self._window:
+                raise RuntimeError("it took too long")
+            if now > look:
+                if self._marks.any():
+                    raise RuntimeError("another rank has seen a failure")
+                look = now + _LOOK_S
+            time.sleep(2e-5 if now - start < 0.01 else 1e-3)
+        work.wait()
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            missing = self._missing()
+            who = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+            self._failure = AgreementError(
+                f"{who} did not answer rank {self.rank} within {self.deadline:g} s, or died; stop the passes, and make "
+                "an agreement of the ranks that live",
+                ranks=missing,
+            )
+            raise self._failure from error
+
+    def _missing(self) -> tuple[int, ...]:
+        """Ranks that do not say soon that they too have seen the failure."""
+        try:
+            self._marks.set()
+            until = time.monotonic() + self._window
+            while True:
+                missing = self._marks.missing(self.size)
+                if not missing or time.monotonic() > until:
+                    return missing
+                time.sleep(0.01)
+        except RuntimeError:  # the store's host is gone
+            return ()
+
+
+_LOOK_S = 0.2
+"""How often a rank that waits asks whether others have given up."""
+
+
+class _Marks:
+    """How ranks whose group has failed find each other: keys in the store that the group was made with, if known."""
+
+    def __init__(self, group: Any, rank: int, store: Any) -> None:
+        import torch.distributed as dist
+
+        world: Any = dist.distributed_c10d
+        self._rank = rank
+        self._store = store
+        if store is None:
+            with contextlib.suppress(AttributeError, KeyError, TypeError):
+                self._store = world._world.pg_map[group][1]
+
+    def set(self) -> None:
+        if self._store is not None:
+            self._store.set("eplb-failed", "1")
+            self._store.set(f"eplb-alive-{self._rank}", "1")
+
+    def any(self) -> bool:
+        return self._store is not None and bool(self._store.check(["eplb-failed"]))
+
+    def missing(self, size: int) -> tuple[int, ...]:
+        if self._store is None:
+            return ()
+        return tuple(rank for rank in range(size) if not self._store.check([f"eplb-alive-{rank}"]))
+
+
+class LocalAgreement:
+    """Agreement of ranks in one process, each on a thread of its own or all on one in turn: for tests and notebooks.
+
+    Make all members at once by `group`. With all ranks on one thread, `take` and `post` never wait; `gather` does until
+    all members called it, and so needs a thread each.
+
+    Example:
+        >>> first, second = LocalAgreement.group(2)
+        >>> first.take(), second.take()
+        (None, None)
+        >>> first.post(7)
+        >>> second.post(3)
+        >>> first.take(), second.take()
+        (3, 3)
+    """
+
+    def __init__(self, room: _Room, rank: int, deadline: float) -> None:
+        self.rank, self.size, self.deadline = rank, len(room.left), deadline
+        self._room, self._posted, self._taken, self._gathered = room, 0, 0, 0
+
+    @classmethod
+    def group(cls, size: int, *, deadline: float = 30.0) -> list[LocalAgreement]:
+        """All members of a new agreement."""
+        room = _Room(size)
+        return [cls(room, rank, deadline) for rank in range(size)]
+
+    def post(self, word: int) -> None:
+        """Hand in this pass's word."""
+        if self._posted != self._taken:
+            raise AgreementError("`post` was called twice without a `take` between them; call each once a pass")
+        self._room.put(("word", self._posted), self.rank, word)
+        self._posted += 1
+
+    def take(self) -> int | None:
+        """The minimum of the pass before; waits for members that are a pass behind."""
+        if self._posted == 0:
+            return None
+        self._taken = self._posted
+        lowest: int = min(self._room.get(("word", self._posted - 1), self.deadline))
+        return lowest
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        """Every member's blob."""
+        key = ("blob", self._gathered)
+        self._gathered += 1
+        self._room.put(key, self.rank, blob)
+        return self._room.get(key, self.deadline)
+
+    def leave(self) -> None:
+        """As if this member had died: the others' calls raise from now on where they need it."""
+        self._room.leave(self.rank)
+
+
+class _Room:
+    """Where members of a `LocalAgreement` put their words and blobs."""
+
+    def __init__(self, size: int) -> None:
+        self.left = [False] * size
+        self._changed = threading.Condition()
+        self._entries: dict[tuple[str, int], dict[int, Any]] = {}
+        self._seen: dict[tuple[str, int], int] = {}
+
+    def put(self, key: tuple[str, int], rank: int, value: Any) -> None:
+        with self._changed:
+            self._entries.setdefault(key, {})[rank] = value
+            self._changed.notify_all()
+
+    def get(self, key: tuple[str, int], deadline: float) -> list[Any]:
+        with self._changed:
+            entry = self._entries[key]
+            size = len(self.left)
+            self._changed.wait_for(lambda: len(entry) == size or self._absent(entry), deadline)
+            if len(entry) < size:
+                missing = self._absent(entry) or tuple(rank for rank in range(size) if rank not in entry)
+                raise AgreementError(
+                    f"rank {', '.join(map(str, missing))} did not answer within {deadline:g} s, or died", ranks=missing
+                )
+            self._seen[key] = self._seen.get(key, 0) + 1
+            if self._seen[key] == size:
+                del self._entries[key], self._seen[key]
+            return [entry[rank] for rank in range(size)]
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self.left[rank] = True
+            self._changed.notify_all()
+
+    def _absent(self, entry: dict[int, Any]) -> tuple[int, ...]:
+        return tuple(rank for rank, left in enumerate(self.left) if left and rank not in entry)

@@ -33,7 +33,8 @@ class Caps(NamedTuple):
     devices: frozenset[str]
     """Kinds of memory: `"cpu"`, `"cuda"`."""
     stops_late_writes: bool
-    """After `abandon`, nothing of that read can land any more once `poll` says so at once; False: it may land late."""
+    """True: an abandoned read is DRAINED within milliseconds, whatever the peer does. False: bytes of it may land for
+    as long as the peer lives, and its destination is lost until `poll` says otherwise."""
     max_batch: int
     """Most operations in one `read`; the caller splits."""
     sm_free: bool | None
@@ -64,6 +65,11 @@ class ReadState(IntEnum):
     """Given up on, and may still write: the destination stays quarantined."""
     DRAINED = 5
     """Given up on, and nothing of it can be written any more: the destination is free again."""
+
+    @property
+    def is_end(self) -> bool:
+        """Nothing of the read can still be written, and the state does not change any more."""
+        return self not in (ReadState.PENDING, ReadState.ABANDONED)
 
 
 class Status(NamedTuple):
@@ -120,7 +126,10 @@ class Transport(Protocol):
         ...
 
     def abandon(self, ticket: Any) -> None:
-        """Give up on a read. Its destination is free once `poll` says DRAINED or another end, which may be never."""
+        """Give up on a read. Its destination is free once `poll` says DRAINED or another end, which may be never.
+
+        A read that has ended stays as it is. The ticket need not be polled to drain.
+        """
         ...
 
     def disconnect(self, rank: int) -> None:
@@ -128,5 +137,8 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything that no pending read still holds. Idempotent."""
+        """Release everything that no pending read still holds. Idempotent.
+
+        Pending reads are given up on; tickets can still be polled. Everything else but `disconnect` raises from now on.
+        """
         ...

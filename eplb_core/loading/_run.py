@@ -1,0 +1,242 @@
+"""One migration: what its threads share, and what the two workers do for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, to_numpy
+from eplb_core.layout import ExpertLayout
+from eplb_core.loading import _words
+from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble
+from eplb_core.loading._staged import check_staged
+from eplb_core.loading._steps import Step, plan_steps
+from eplb_core.loading.install import Copies, Installer
+from eplb_core.loading.move_record import Recorder
+from eplb_core.loading.mover import Tables, restore
+from eplb_core.loading.pull_plan import RESTORE
+
+Plan: TypeAlias = "ExpertLayout | tuple[ExpertLayout, ArrayLike] | None"
+"""What a migration goes to: a layout, or a layout and shares `[L, P]`, or None for no move."""
+Target: TypeAlias = "Plan | Callable[[ExpertLayout], Plan]"
+
+
+class Run:
+    """One migration, from start to end. Fields change under the lock of `changed`."""
+
+    def __init__(
+        self, number: int, rank: int, live: ExpertLayout, word: IntArray, changed: threading.Condition
+    ) -> None:
+        self.number, self.rank, self.live, self.word, self.changed = number, rank, live, word, changed
+        self.steps: list[Step] = []
+        self.shares: FloatArray | None = None
+        self.bits = 0
+        """32 bits of the target's digest."""
+        self.phase = _words.TARGET
+        self.lowest = 0
+        """Minimum of all ranks' bits."""
+        self.value = 0
+        """What all ranks have reached in phase 2."""
+        self.copies: Copies | None = None
+        """Of the step that is staged."""
+        self.staged, self.installed, self.settled = 0, 0, 0
+        """Steps that are; settled = the install has run on the device and is recorded."""
+        self.event: Any = None
+        """CUDA event of the last install."""
+        self.trouble: Trouble | None = None
+        self.ended = False
+        self.last_heard = (-1, -1)
+        self.since = time.monotonic()
+        """When the agreed word changed last."""
+
+    def publish(self, phase: int, value: int) -> None:
+        """Make this the rank's word, unless the rank has failed; under the lock."""
+        if self.trouble is None and not self.ended:
+            self.word[0] = _words.word(self.number, phase, value)
+
+    def fail(self, trouble: Trouble) -> None:
+        """Make the rank's word say that it failed; any thread."""
+        with self.changed:
+            if not self.ended and self.trouble is None:
+                self.trouble = trouble
+                self.word[0] = _words.failure(self.number, trouble.cause, self.rank)
+
+    def end(self) -> None:
+        """Nothing more happens for it; under the lock."""
+        self.ended = True
+        self.changed.notify_all()
+
+
+class RunWorker:
+    """What the two worker threads do. Never touches the agreement."""
+
+    def __init__(
+        self,
+        puller: Puller,
+        installer: Installer,
+        recorder: Recorder,
+        backup: Backup | None,
+        tables: Tables | None,
+        reference: IntArray | None,
+        deadline: float,
+    ) -> None:
+        self.puller, self._installer, self.recorder, self._backup = puller, installer, recorder, backup
+        self._tables, self.reference, self._deadline = tables, reference, deadline
+        device = puller.stores[0].device
+        on_device = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_device else None  # type: ignore[no-untyped-call]
+        self.read_bytes, self.read_s, self.num_quarantined = 0, 0.0, 0
+
+    # ---- the planning thread ---------------------------------------------------------------------------------------
+
+    def plan(self, run: Run, target: Target, shares: ArrayLike | None) -> None:
+        """Work out the target and the steps; the rank's word says when that is done."""
+        try:
+            goal: Plan = target(run.live) if callable(target) else target
+            if isinstance(goal, tuple):
+                goal, shares = goal
+            goal = run.live if goal is None else goal
+            run.live.check_same_frame(goal)
+            self._check_tables(goal, shares)
+            checked = None if shares is None else check_shares(shares, goal)
+            steps = []
+            for step in plan_steps(
+                run.live,
+                goal,
+                rank=self.puller.rank,
+                capacity=self.puller.capacity,
+                avoid_ranks=self.puller.avoid_ranks,
+            ):
+                self._check_backup(step)
+                steps.append(step)
+                time.sleep(0)  # others may have the interpreter
+            bits = _words.target_bits(goal.digest)
+        except Trouble as why:
+            run.fail(why)
+            return
+        except Exception as error:
+            run.fail(Trouble("plan", f"no target: {type(error).__name__}: {error}"))
+            return
+        with run.changed:
+            run.steps, run.shares, run.bits = steps, checked, bits
+            run.publish(_words.TARGET, bits)
+
+    def _check_tables(self, goal: ExpertLayout, shares: ArrayLike | None) -> None:
+        """Whether the tables can take it: an install must not fail half way."""
+        limit = getattr(self._tables, "max_replicas", None)
+        if limit is not None and goal.num_layers and int(goal.replica_count.max()) > limit:
+            raise Trouble("plan", f"an expert has {int(goal.replica_count.max())} replicas and `tables` hold {limit}")
+        if shares is not None and getattr(self._tables, "mode", "") in ("static", "even"):
+            raise Trouble("plan", "`tables` pick one slot an expert and cannot keep shares; use mode 'weighted'")
+
+    def _check_backup(self, step: Step) -> None:
+        if self._backup is None and (step.kind == RESTORE).any():
+            slot = int(np.argmax(step.kind == RESTORE)) + self.puller.rank * len(step.kind)
+            expert = step.after.physical_to_logical_map[step.layer, slot]
+            raise Trouble("backup", f"no live rank holds expert {expert} of layer {step.layer}, and there is no backup")
+
+    # ---- the reading thread ----------------------------------------------------------------------------------------
+
+    def move(self, run: Run) -> None:
+        """Stage step after step, each when the one before is installed."""
+        before = -1
+        for index, step in enumerate(run.steps):
+            # Peers' slots of this very layer were written by the step before: all ranks must have done so.
+            needed = 2 * index if step.layer == before else 0
+            before = step.layer
+            with run.changed:
+                run.changed.wait_for(
+                    lambda index=index, needed=needed: (  # type: ignore[misc]
+                        run.ended or (run.phase == _words.MOVING and run.settled == index and run.value >= needed)
+                    )
+                )
+            if run.ended or not self._move_one(run, index, step):
+                return
+
+    def _move_one(self, run: Run, index: int, step: Step) -> bool:
+        """One step until it is installed and recorded; False if the run is over for this thread."""
+        try:
+            staged = self._stage(run, step)
+        except Trouble as why:
+            run.fail(why)
+            return False
+        except Exception as error:  # a transport's own
+            run.fail(Trouble("read", f"layer {step.layer}: {type(error).__name__}: {error}"))
+            return False
+        if staged is None:
+            return False
+        pull, copies = staged
+        with run.changed:
+            if not run.ended:
+                run.copies, run.staged = copies, index + 1
+                run.publish(_words.MOVING, 2 * index + 1)
+                run.changed.wait_for(lambda: run.ended or run.installed > index)
+            installed = run.installed > index
+        self.puller.release(pull)
+        if not installed:
+            self.recorder.abort(step)
+            return False
+        if run.event is not None:  # pragma: no cover
+            run.event.synchronize()
+        try:
+            self.recorder.commit(step)
+        except Trouble as why:
+            run.fail(why)
+            return False
+        with run.changed:
+            run.settled = index + 1
+            run.publish(_words.MOVING, 2 * index + 2)
+        return True
+
+    def _stage(self, run: Run, step: Step) -> tuple[Pull, Copies] | None:
+        """Read and restore a step's slots, and announce it to the record; None if the run ended meanwhile."""
+        pull = self.puller.begin(step, self._deadline, lambda: run.ended)
+        begun = time.monotonic()
+        try:
+            copies = self._installer.plan(step, pull.place_of)
+            while not self.puller.is_done(pull):
+                if run.ended:
+                    self.puller.give_up(pull)
+                    return None
+                if time.monotonic() - begun > self._deadline:
+                    self.puller.give_up(pull)
+                    raise Trouble("deadline", f"the reads of layer {step.layer} took longer than {self._deadline:g} s")
+                time.sleep(POLL_S)
+            self.read_bytes += pull.bytes
+            with torch.cuda.stream(self._stream):  # nothing where there is none
+                restore(self.puller, self._backup, step, pull)
+                if self._stream is not None:  # pragma: no cover
+                    self._stream.synchronize()
+                check_staged(self.puller, step, pull, self.reference)
+            self.recorder.begin(step)
+        except BaseException:
+            self.puller.give_up(pull)
+            raise
+        finally:
+            self.read_s += time.monotonic() - begun
+            self.num_quarantined = self.puller.num_quarantined()
+        return pull, copies
+
+
+def check_shares(shares: ArrayLike, layout: ExpertLayout) -> FloatArray:
+    """Shares `[L, P]` as the tables would take them, so that no install can fail; else ValueError."""
+    array = np.array(to_numpy(shares), dtype=np.float64)
+    p2l = layout.physical_to_logical_map
+    if array.shape != p2l.shape:
+        raise ValueError(f"shares (shape {list(array.shape)}) must be {list(p2l.shape)}, a fraction a slot")
+    held = p2l >= 0
+    bad = held & ~((array >= 0) & (array <= 1))
+    if bad.any():
+        layer, slot = np.argwhere(bad)[0].tolist()
+        raise ValueError(f"shares (={array[layer, slot]}) must be in [0, 1] at layer {layer}, slot {slot}")
+    for layer in range(len(p2l)):
+        sums = np.bincount(p2l[layer][held[layer]], weights=array[layer][held[layer]], minlength=layout.num_experts)
+        if (np.abs(sums - 1.0) > 5e-7).any():
+            expert = int(np.argmax(np.abs(sums - 1.0) > 5e-7))
+            raise ValueError(f"shares of expert {expert} (sum {sums[expert]}) must sum to 1 at layer {layer}")
+    return array

@@ -1,0 +1,54 @@
+"""Whether what a transport delivered is the expert that was asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_core._arrays import ArrayLike, IntArray, read_only, to_numpy
+from eplb_core.layout import ExpertLayout
+from eplb_core.loading._pull import Pull, Puller, Trouble
+from eplb_core.loading._steps import Step
+from eplb_core.loading.fingerprint import fingerprints
+from eplb_core.loading.store import ExpertStore
+from eplb_core.loading.verify import UNKNOWN
+
+
+def to_reference(value: ArrayLike | None, layout: ExpertLayout, num_tensors: int) -> IntArray | None:
+    """`WeightReport.by_expert` as int64 `[L, E, tensors]`, or None; another shape raises ValueError."""
+    if value is None:
+        return None
+    array = np.array(to_numpy(value))
+    shape = (layout.num_layers, layout.num_experts, num_tensors)
+    if array.dtype != np.int64 or array.shape != shape:
+        raise ValueError(
+            f"`reference` ({array.dtype} {list(array.shape)}) must be int64 {list(shape)}, as a report's `by_expert`"
+        )
+    return read_only(array)
+
+
+def check_staged(puller: Puller, step: Step, pull: Pull, reference: IntArray | None) -> None:
+    """Compare the prints of staged slots with those of their experts, before anybody may install them.
+
+    Raises:
+        Trouble: `read`: other bytes arrived.
+    """
+    slots = np.flatnonzero(pull.place_of >= 0)
+    if reference is None or not len(slots):
+        return
+    store = puller.stores[step.layer]
+    rows = [puller.staging.row(place, store) for place in pull.place_of[slots].tolist()]
+    staged = ExpertStore({name: [row[index] for row in rows] for index, name in enumerate(store.names)})
+    prints = fingerprints([staged])[0].cpu().numpy()
+    first = puller.rank * len(step.kind)
+    experts = step.after.physical_to_logical_map[step.layer, first + slots]
+    expected = reference[step.layer, experts]
+    bad = np.argwhere((prints != expected) & (expected != UNKNOWN))
+    if len(bad):
+        which, tensor = bad[0].tolist()
+        source = int(step.source_slot[slots[which]])
+        origin = f"slot {source}" if source >= 0 else "the backup"
+        raise Trouble(
+            "read",
+            f"tensor {store.names[tensor]!r} of expert {experts[which]} of layer {step.layer} did not arrive from "
+            f"{origin} as it was at the start",
+        )

@@ -1,0 +1,208 @@
+"""Experts outside of the ranks' memory: where they come from when the last rank that held one is gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from eplb_core._arrays import IntArray
+from eplb_core.errors import MigrationError
+from eplb_core.layout import ExpertLayout
+from eplb_core.loading._pull import POLL_S, Puller, Trouble, check_frame, keep_while_written
+from eplb_core.loading._steps import Step
+from eplb_core.loading.agreement import Agreement
+from eplb_core.loading.install import Staging
+from eplb_core.loading.pull_plan import EMPTY, READ
+from eplb_core.loading.store import ExpertStore
+from eplb_core.loading.transport import Transport
+
+Rows = list[torch.Tensor]
+"""An expert's bytes on the host, uint8, one a tensor of the store."""
+
+
+class HostBackup:
+    """Experts in safetensors files, as `HostBackup.save` writes them; for `Migrator(backup=)` and `move_experts`.
+
+    A folder on a disk that all nodes see serves all of them; one in memory (`/dev/shm`) serves its node, and outlives
+    the ranks' processes.
+
+    Args:
+        folder: Where the files are.
+
+    Raises:
+        FileNotFoundError: No such folder, or nothing of a backup in it.
+        ModuleNotFoundError: safetensors is missing: `pip install eplb_core[files]`.
+
+    Cost:
+        Reads the files' headers. `fetch` reads one expert, from the page cache or the disk.
+
+    Threads:
+        Any.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._file_of: dict[tuple[int, int], Path] = {}
+        paths = sorted(self.folder.glob("experts-*.safetensors"))
+        if not paths:
+            raise FileNotFoundError(f"{self.folder} must hold experts-*.safetensors; `HostBackup.save` writes them")
+        for path in paths:
+            with _open(path) as file:
+                for name in file.keys():  # noqa: SIM118  no mapping
+                    layer, expert, _ = name.split(".", 2)
+                    self._file_of[int(layer), int(expert)] = path
+
+    def __contains__(self, place: tuple[int, int]) -> bool:
+        """Whether the expert of (layer, expert) is here."""
+        return place in self._file_of
+
+    def fetch(self, layer: int, expert: int, rows: Sequence[torch.Tensor]) -> None:
+        """Fill `rows`, uint8, one a tensor of the store, with an expert's bytes.
+
+        Raises:
+            KeyError: It is not here.
+            ValueError: It has other tensors or sizes.
+        """
+        path = self._file_of.get((layer, expert))
+        if path is None:
+            raise KeyError(f"{self.folder} does not have expert {expert} of layer {layer}")
+        with _open(path) as file:
+            for index, row in enumerate(rows):
+                found = file.get_tensor(f"{layer}.{expert}.{index}")
+                if found.numel() != row.numel():
+                    raise ValueError(
+                        f"tensor {index} of expert {expert} of layer {layer} has {found.numel()} bytes in {path} and "
+                        f"{row.numel()} in the store; save the backup anew"
+                    )
+                row.copy_(found)
+
+    @classmethod
+    def save(
+        cls,
+        folder: str | os.PathLike[str],
+        stores: Sequence[ExpertStore],
+        layout: ExpertLayout,
+        *,
+        rank: int,
+        agreement: Agreement,
+        transport: Transport | None = None,
+        deadline: float = 60.0,
+    ) -> HostBackup:
+        """Write all experts, each once, and open what was written; every rank calls it, between passes.
+
+        Args:
+            folder: Made if need be. Without `transport` one that all ranks see: each expert is written by the rank of
+                its first slot. With `transport` one for each node: the ranks of each node write all E experts of a
+                layer between them, and read from other ranks what they do not hold.
+            stores: One a layer, of this rank, after post-processing.
+            layout: What they hold.
+            rank: This rank.
+            agreement: Of all ranks.
+            transport: How to read other ranks' memory.
+            deadline: Seconds for the reads of a few experts.
+
+        Raises:
+            MigrationError: A read failed.
+            OSError: The files cannot be written.
+        """
+        stores = check_frame(stores, layout, rank)
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        puller = None
+        if transport is not None:
+            staging = Staging(None, stores)
+            puller = Puller(stores, layout, rank, transport, agreement, staging, {})
+        for layer in range(layout.num_layers):
+            tensors: dict[str, torch.Tensor] = {}
+            share = _share(layout, layer, rank, per_node=puller is not None)
+            for expert, rows in _experts(stores[layer], layout, layer, rank, share, puller, deadline):
+                tensors.update({f"{layer}.{expert}.{index}": row for index, row in enumerate(rows)})
+            if tensors:
+                _save(tensors, path / f"experts-{layer:05}-{rank:05}.safetensors")
+        agreement.gather(b"written")
+        return cls(path)
+
+
+def _share(layout: ExpertLayout, layer: int, rank: int, *, per_node: bool) -> list[int]:
+    """Experts that this rank writes."""
+    if per_node:
+        nodes = layout.topology.rank_to_node
+        mates = np.flatnonzero(nodes == nodes[rank])
+        place = int(np.searchsorted(mates, rank))
+        return list(range(place, layout.num_experts, len(mates)))
+    row = layout.physical_to_logical_map[layer]
+    experts, first = np.unique(row, return_index=True)
+    mine = (experts >= 0) & (first // layout.slots_per_rank == rank)
+    return [int(expert) for expert in experts[mine]]
+
+
+def _experts(
+    store: ExpertStore,
+    layout: ExpertLayout,
+    layer: int,
+    rank: int,
+    share: Sequence[int],
+    puller: Puller | None,
+    deadline: float,
+) -> Iterator[tuple[int, Rows]]:
+    """Each expert's bytes: from an own slot, or read into staging, a few at a time."""
+    far: list[int] = []
+    for expert in share:
+        own = [
+            slot % layout.slots_per_rank
+            for slot in layout.slots(layer, expert)
+            if slot // layout.slots_per_rank == rank
+        ]
+        if own:
+            yield expert, [store.row(name, own[0]).cpu() for name in store.names]
+        else:
+            far.append(expert)
+    while far and puller is not None:
+        some, far = far[: puller.staging.capacity], far[puller.staging.capacity :]
+        slots = [layout.slots(layer, expert) for expert in some]
+        source = np.array([held[rank % len(held)] for held in slots])  # ranks start at different holders
+        for expert, place in zip(some, _read(puller, layout, layer, source, deadline).tolist(), strict=True):
+            yield expert, [row.cpu().clone() for row in puller.staging.row(place, store)]
+
+
+def _read(puller: Puller, layout: ExpertLayout, layer: int, source: IntArray, deadline: float) -> IntArray:
+    """Read slots into staging; the staging row of each."""
+    kind = np.full(layout.slots_per_rank, EMPTY, dtype=np.int8)
+    kind[: len(source)] = READ
+    slots = np.full(layout.slots_per_rank, -1, dtype=np.int64)
+    slots[: len(source)] = source
+    until = time.monotonic() + deadline
+    try:
+        pull = puller.begin(Step(layer, layout, layout, kind, slots, True), deadline)
+        while not puller.is_done(pull):
+            if time.monotonic() > until:
+                puller.give_up(pull)
+                raise Trouble("deadline", f"the reads of layer {layer} took longer than {deadline:g} s")
+            time.sleep(POLL_S)
+    except Trouble as why:
+        keep_while_written(puller)
+        raise MigrationError(f"no backup: {why.reason}", layout=layout, reason=why.cause, rank=puller.rank) from why
+    puller.release(pull)
+    return pull.place_of[: len(source)]
+
+
+def _open(path: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ModuleNotFoundError as error:  # pragma: no cover
+        raise ModuleNotFoundError("HostBackup needs safetensors: pip install eplb_core[files]") from error
+    return safe_open(path, framework="pt")
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    part = path.with_suffix(".part")
+    save_file(tensors, part)
+    part.replace(path)  # whole or not at all

@@ -1,0 +1,188 @@
+"""Moving experts while nothing else runs: stage, agree, install, step by step."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from eplb_core._arrays import ArrayLike, IntArray, check_real
+from eplb_core.errors import AgreementError, MigrationError
+from eplb_core.layout import ExpertLayout
+from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble, check_frame, keep_while_written
+from eplb_core.loading._staged import check_staged, to_reference
+from eplb_core.loading._steps import Step, plan_steps
+from eplb_core.loading.agreement import Agreement
+from eplb_core.loading.install import Installer, Staging
+from eplb_core.loading.move_record import MoveRecord, Recorder
+from eplb_core.loading.pull_plan import RESTORE
+from eplb_core.loading.store import ExpertStore
+from eplb_core.loading.transport import Transport
+
+
+class Tables(Protocol):
+    """What dispatch reads the layout from, such as `DispatchTables`."""
+
+    def install(
+        self, layout: ExpertLayout, *, layers: ArrayLike | None = None, shares: ArrayLike | None = None
+    ) -> object:
+        """Fill the rows of `layers`, on the current stream."""
+        ...
+
+
+def move_experts(
+    stores: Sequence[ExpertStore],
+    old: ExpertLayout,
+    new: ExpertLayout,
+    *,
+    rank: int,
+    transport: Transport,
+    agreement: Agreement,
+    tables: Tables | None = None,
+    layers: ArrayLike | None = None,
+    record: MoveRecord | None = None,
+    staging: int | torch.Tensor | None = None,
+    backup: Backup | None = None,
+    reference: ArrayLike | None = None,
+    deadline: float = 60.0,
+) -> ExpertLayout:
+    """Bring the weights of all ranks from `old` to `new`, and dispatch with them; every rank calls it at once.
+
+    For each layer all ranks read what they lack into staging; when all have, all install. If one cannot, the move ends
+    there on every rank: layers installed before are new, the others old.
+
+    Args:
+        stores: One a layer, of this rank.
+        old: Layout that the weights are in.
+        new: Layout to reach.
+        rank: This rank.
+        transport: How to read other ranks' memory.
+        agreement: Of all ranks, or of those that live: others are not read from. Its `gather` alone is used.
+        tables: Dispatch tables to keep in step, or None.
+        layers: Rows to move, ints or bools. Default: all.
+        record: Keeper to tell of every step, or None.
+        staging: Memory for incoming slots: bytes, or uint8 `[bytes]` on the stores' device. With less than what any
+            rank reads for a layer, the layer is moved in parts; one slot is always enough. Default: S slots.
+        backup: Where experts come from that no live rank holds.
+        reference: `by_expert` of `verify_weights`: what arrives is printed and compared before it is installed.
+        deadline: Seconds for the reads of one step.
+
+    Returns:
+        The layout reached: `new` in `layers`, else `old`.
+
+    Raises:
+        MigrationError: On every rank: a read failed or took too long, a peer was lost, a record refused, or ranks do
+            not fit each other. `layout` is the one reached, `rank` who gave up, `reason` why in one word.
+        ValueError: Stores, layouts or rank do not fit each other.
+
+    Cost:
+        Two blocking gathers a step and the reads one after the other. Waits for the device.
+
+    Threads:
+        One, between passes: nobody may compute with the weights meanwhile.
+    """
+    seconds = check_real(deadline, "deadline", above=0.0)
+    stores = check_frame(stores, old, rank)
+    old.check_same_frame(new)
+    prints = to_reference(reference, old, len(stores[0].names))
+    space = Staging(staging, stores)
+    installer = Installer(stores, space)
+    facts = {"target": new.digest, "record": record is not None}
+    puller = Puller(stores, old, rank, transport, agreement, space, facts)
+    recorder = Recorder(record)
+    steps = plan_steps(old, new, rank=rank, capacity=puller.capacity, layers=layers, avoid_ranks=puller.avoid_ranks)
+    live = old
+    for step in steps:
+        pull, trouble = _stage(puller, recorder, backup, prints, step, seconds)
+        failures = _tell(agreement, trouble, rank, live)
+        if failures:
+            if trouble is None:
+                recorder.abort(step)
+            keep_while_written(puller)
+            _raise(failures, live)
+        if pull is not None:
+            installer.run(step.layer, installer.plan(step, pull.place_of))
+            puller.release(pull)
+        live = step.after
+        if tables is not None:
+            tables.install(live, layers=[step.layer])
+        if stores[0].device.type == "cuda":
+            torch.cuda.current_stream(stores[0].device).synchronize()
+        trouble = None
+        try:
+            recorder.commit(step)
+        except Trouble as why:
+            trouble = why
+        failures = _tell(agreement, trouble, rank, live)
+        if failures:
+            recorder.off(failures[0][2])
+            _raise(failures, live)
+    return live
+
+
+def _stage(
+    puller: Puller,
+    recorder: Recorder,
+    backup: Backup | None,
+    prints: IntArray | None,
+    step: Step,
+    seconds: float,
+) -> tuple[Pull | None, Trouble | None]:
+    until = time.monotonic() + seconds
+    try:
+        pull = puller.begin(step, seconds)
+        while not puller.is_done(pull):
+            if time.monotonic() > until:
+                puller.give_up(pull)
+                raise Trouble("deadline", f"the reads of layer {step.layer} took longer than {seconds:g} s")
+            time.sleep(POLL_S)
+        restore(puller, backup, step, pull)
+    except Trouble as why:
+        return None, why
+    try:
+        check_staged(puller, step, pull, prints)
+        recorder.begin(step)
+    except Trouble as why:
+        puller.give_up(pull)
+        return None, why
+    return pull, None
+
+
+def restore(puller: Puller, backup: Backup | None, step: Step, pull: Pull) -> int:
+    """Fill the staging rows of slots that no rank can give, from the backup; how many."""
+    slots = (step.kind == RESTORE).nonzero()[0].tolist()
+    row = step.after.physical_to_logical_map[step.layer]
+    for slot in slots:
+        expert = int(row[puller.rank * len(step.kind) + slot])
+        try:
+            if backup is None:
+                raise KeyError(f"there is no backup of layer {step.layer}, expert {expert}")
+            backup.fetch(step.layer, expert, puller.staging.row(int(pull.place_of[slot]), puller.stores[step.layer]))
+        except (KeyError, OSError, RuntimeError, ValueError) as error:
+            puller.give_up(pull)
+            raise Trouble(
+                "backup", f"no live rank holds expert {expert} of layer {step.layer}, and its backup: {error}"
+            ) from error
+    return len(slots)
+
+
+def _tell(agreement: Agreement, trouble: Trouble | None, rank: int, live: ExpertLayout) -> list[tuple[int, str, str]]:
+    """Tell all ranks how it went here; who failed, by (rank, cause, reason)."""
+    own: list[Any] = [] if trouble is None else [rank, trouble.cause, trouble.reason]
+    try:
+        told = agreement.gather(json.dumps(own).encode())
+    except AgreementError as error:
+        raise MigrationError(
+            f"{error}; this rank has reached the layout {live.digest[:12]}", layout=live, reason="agreement"
+        ) from error
+    failures: list[tuple[int, str, str]] = [tuple(entry) for entry in map(json.loads, told) if entry]
+    return failures
+
+
+def _raise(failures: list[tuple[int, str, str]], live: ExpertLayout) -> None:
+    rank, cause, reason = failures[0]
+    more = f" ({len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+    raise MigrationError(f"rank {rank} gave up: {reason}{more}", layout=live, reason=cause, rank=rank)

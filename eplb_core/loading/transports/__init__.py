@@ -1,0 +1,44 @@
+"""What moves experts between ranks: one file a transport, imported when first used.
+
+Optional packages are imported by the constructor, whose error names the extra to install.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eplb_core.loading.transports.cuda_ipc import CudaIpc as CudaIpc
+    from eplb_core.loading.transports.faulty import Faulty as Faulty
+    from eplb_core.loading.transports.local import DeferredCopy as DeferredCopy
+    from eplb_core.loading.transports.local import LocalCopy as LocalCopy
+    from eplb_core.loading.transports.mooncake import Mooncake as Mooncake
+    from eplb_core.loading.transports.nixl import Nixl as Nixl
+    from eplb_core.loading.transports.shared_memory import SharedMemory as SharedMemory
+    from eplb_core.loading.transports.torch_distributed import TorchDistributed as TorchDistributed
+
+_HOMES = {
+    "CudaIpc": "cuda_ipc",
+    "DeferredCopy": "local",
+    "Faulty": "faulty",
+    "LocalCopy": "local",
+    "Mooncake": "mooncake",
+    "Nixl": "nixl",
+    "SharedMemory": "shared_memory",
+    "TorchDistributed": "torch_distributed",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

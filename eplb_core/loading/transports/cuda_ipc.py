@@ -1,0 +1,245 @@
+"""Reads from the device memory of other processes on one host: the same GPU or one that it reaches as a peer."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eplb_core._arrays import IntArray
+from eplb_core.errors import TransportError
+from eplb_core.loading.transport import Caps, ReadState, Region, Status
+from eplb_core.loading.transports import _cuda
+from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket
+from eplb_core.loading.transports._processes import host, started
+
+
+class IpcMemory(NamedTuple):
+    """Where a span of device memory lies, in words of its owner. For `Region.handle`, where the owner is a third one.
+
+    A process that opened memory of another cannot export it again; with this it hands on what it was given.
+    """
+
+    handle: bytes
+    """64 bytes: the allocation."""
+    offset: int
+    """Of the span in it."""
+
+
+class CudaIpc(BaseTransport):
+    """Copies on a stream of its own, from where peers' allocations are mapped. The owner does nothing.
+
+    Handles are opened once, by `connect`, and closed when the peer is disconnected or replaced, which may wait for the
+    device. Memory must come from cudaMalloc, as torch's does unless `expandable_segments` is on. A peer that died
+    between the beginning and the end of a read makes it LOST_PEER, though the bytes may be there: what a driver does
+    with a dead owner's memory is not documented.
+
+    Peers on other GPUs are read by copy engines. On the same GPU copies are kernels, unless `prefer_overlap` is on and
+    the runtime has batched copies (CUDA 12.8): then they leave the cores alone and are slower; see
+    `benchmarks/transport_gpu.py`.
+
+    Args:
+        device: Index of the device that reads land on; None: torch's current one.
+        prefer_overlap: Ask that copies leave the cores to others.
+        batched: One call for all copies of a read, where the runtime has it; False: a call for each.
+
+    Raises:
+        TransportError: No CUDA device, or its runtime cannot be loaded.
+
+    Threads:
+        One at a time. Calls are safe while another thread captures a graph.
+    """
+
+    def __init__(self, *, device: int | None = None, prefer_overlap: bool = True, batched: bool = True) -> None:
+        try:
+            self._cuda = _cuda.runtime()
+        except ImportError as error:
+            raise TransportError(f"CudaIpc needs a CUDA device and its runtime: {error}") from error
+        super().__init__(
+            Caps(
+                name="cuda_ipc",
+                one_sided=True,
+                owner_must_progress=False,
+                devices=frozenset({"cuda"}),
+                stops_late_writes=True,
+                max_batch=4096,
+                sm_free=None,
+            )
+        )
+        if device is None:
+            import torch
+
+            device = torch.cuda.current_device()
+        self.device = device
+        self.prefer_overlap = prefer_overlap
+        self.batched = batched
+        with self._cuda.on(device):
+            self._stream = self._cuda.new_stream()
+        self._events: list[ctypes.c_void_p] = []
+        self._opened: dict[bytes, int] = {}
+        """First byte here of each open handle."""
+        self._owners: dict[int, _Owner] = {}
+
+    def _register(self, regions: tuple[Region, ...]) -> Mapping[str, Any]:
+        handles: dict[bytes, int] = {}
+        region_handle, region_offset = [], []
+        bases: dict[int, bytes] = {}
+        with self._cuda.on(self.device):
+            for i, region in enumerate(regions):
+                self._check_device(i, region)
+                memory = IpcMemory(*region.handle) if region.handle is not None else self._own_memory(i, region, bases)
+                region_handle.append(handles.setdefault(bytes(memory.handle), len(handles)))
+                region_offset.append(int(memory.offset))
+        return {
+            "host": host(),
+            "pid": os.getpid(),
+            "started": started(os.getpid()),
+            "handles": [base64.b64encode(handle).decode() for handle in handles],
+            "region_handle": region_handle,
+            "region_offset": region_offset,
+        }
+
+    def _check_device(self, i: int, region: Region) -> None:
+        if region.device.partition(":")[2] not in ("", str(self.device)):
+            raise TransportError(
+                f"`regions[{i}].device` (={region.device!r}) must be cuda:{self.device}, the device of this transport"
+            )
+
+    def _own_memory(self, i: int, region: Region, bases: dict[int, bytes]) -> IpcMemory:
+        if not region.nbytes:
+            return IpcMemory(b"", 0)
+        try:
+            base, size = self._cuda.allocation(region.address)
+            if base not in bases:
+                bases[base] = self._cuda.handle_of(base)
+        except _cuda.CudaError as error:
+            raise TransportError(
+                f"`regions[{i}]` ({region.nbytes} bytes at {region.address:#x}) cannot be exported: {error}; memory "
+                "must come from cudaMalloc: without expandable_segments, and not opened from another process"
+            ) from error
+        if region.address + region.nbytes > base + size:
+            raise TransportError(f"`regions[{i}]` (={region.nbytes} bytes) must lie in one allocation (={size} bytes)")
+        return IpcMemory(bases[base], region.address - base)
+
+    def _attach(self, peer: Peer, former: Peer | None) -> None:
+        try:
+            owner = _Owner(peer)
+        except (KeyError, TypeError, ValueError) as error:
+            raise TransportError(f"`blob` of rank {peer.rank} lacks {error!r}", rank=peer.rank) from error
+        if not owner.is_alive():
+            raise TransportError(
+                f"rank {peer.rank} (process {owner.pid}) must be alive to be connected", rank=peer.rank
+            )
+        if owner.pid != os.getpid():
+            with self._cuda.on(self.device):
+                for i, handle in enumerate(owner.handles):
+                    owner.shift[owner.region_handle == i] += self._base(peer.rank, handle) if handle else 0
+            owner.shift -= peer.address
+        else:
+            owner.shift[:] = 0
+        self._owners[peer.rank] = owner
+        self._close_unused()
+
+    def _base(self, rank: int, handle: bytes) -> int:
+        """Open a handle, once."""
+        if handle not in self._opened:
+            try:
+                self._opened[handle] = self._cuda.open_handle(handle)
+            except _cuda.CudaError as error:
+                raise TransportError(f"memory of rank {rank} cannot be opened: {error}", rank=rank) from error
+        return self._opened[handle]
+
+    def _detach(self, peer: Peer) -> None:
+        self._owners.pop(peer.rank, None)
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        if self._pending:  # the next one to leave does it
+            return
+        used = {handle for owner in self._owners.values() for handle in owner.handles}
+        with self._cuda.on(self.device):
+            for handle in self._opened.keys() - used:
+                self._cuda.close_handle(self._opened.pop(handle))
+
+    def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
+        owner = self._owners[peer.rank]
+        ticket = _Copies(peer.rank, spans, owner)
+        if not owner.is_alive():
+            ticket.finish(owner.lost(peer.rank))
+            return ticket
+        with self._cuda.on(self.device):
+            ticket.event = self._events.pop() if self._events else self._cuda.new_event()
+            if stream is not None:
+                self._cuda.call(
+                    "cudaEventRecord", ticket.event, ctypes.c_void_p(getattr(stream, "cuda_stream", stream))
+                )
+                self._cuda.call("cudaStreamWaitEvent", self._stream, ticket.event, 0)
+            try:
+                src = spans.src + owner.shift[spans.src_region]
+                self._cuda.copy(
+                    spans.dst, src, spans.nbytes, self._stream, overlap=self.prefer_overlap, batched=self.batched
+                )
+            except _cuda.CudaError as error:
+                ticket.problem = Status(ReadState.FAILED, f"rank {peer.rank}: {error}")
+            self._cuda.call("cudaEventRecord", ticket.event, self._stream)
+        return ticket
+
+    def _progress(self, ticket: Ticket) -> None:
+        if not isinstance(ticket, _Copies) or ticket.event is None:
+            return
+        try:
+            with self._cuda.on(self.device):
+                if not self._cuda.is_over(ticket.event):
+                    return
+        except _cuda.CudaError as error:  # the device is lost, and nothing runs on it any more
+            ticket.problem = Status(ReadState.FAILED, f"rank {ticket.rank}: {error}")
+        alive = ticket.owner.is_alive()
+        ticket.finish(ticket.problem or (DONE if alive else ticket.owner.lost(ticket.rank)))
+        self._events.append(ticket.event)
+        ticket.event = None
+
+    def _shut(self) -> None:
+        self._owners.clear()
+        self._close_unused()
+
+
+class _Owner:
+    """A peer's process and where its memory is mapped."""
+
+    def __init__(self, peer: Peer) -> None:
+        extra = peer.extra
+        if extra["host"] != host():
+            raise TransportError(f"rank {peer.rank} must be on this host and in this pid namespace", rank=peer.rank)
+        self.pid, self.started = int(extra["pid"]), int(extra["started"])
+        self.handles = [base64.b64decode(handle, validate=True) for handle in extra["handles"]]
+        self.region_handle: IntArray = np.array(extra["region_handle"], dtype=np.int64)
+        self.shift: IntArray = np.array(extra["region_offset"], dtype=np.int64)
+        """From an address of the owner's to one of this process."""
+        count = len(self.handles)
+        inside = (self.region_handle >= 0) & (self.region_handle < count) & (self.shift >= 0)
+        if not self.region_handle.shape == self.shift.shape == peer.address.shape or not inside.all():
+            raise ValueError("a handle for each region")
+        if any(len(handle) not in (0, 64) for handle in self.handles):
+            raise ValueError("handles of 64 bytes")
+
+    def is_alive(self) -> bool:
+        return started(self.pid) == self.started
+
+    def lost(self, rank: int) -> Status:
+        return Status(ReadState.LOST_PEER, f"rank {rank} (process {self.pid}) is gone")
+
+
+class _Copies(Ticket):
+    """A read on the transport's stream."""
+
+    __slots__ = ("event", "owner", "problem")
+
+    def __init__(self, rank: int, spans: Spans, owner: _Owner) -> None:
+        super().__init__(rank, spans)
+        self.owner = owner
+        self.event: ctypes.c_void_p | None = None
+        self.problem: Status | None = None

@@ -1,0 +1,181 @@
+"""Ranks with a Migrator each, the loop of passes, and parts that fail where they are told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from eplb_core import DispatchTables, ExpertLayout
+from eplb_core.loading.migrator import Migrator
+from eplb_core.loading.transport import ReadState, Status, Transport
+from eplb_core.loading.transports import LocalCopy
+from tests.loading.worlds import SIZES, World, label
+
+SLOT = sum(SIZES.values())
+LONG = 20.0
+
+
+class FailsAt(LocalCopy):
+    """The n-th read fails."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.left = n
+
+    def _copy(self, ticket: Any, peer: Any) -> None:
+        self.left -= 1
+        if self.left < 0:
+            ticket.finish(Status(ReadState.FAILED, "the cable was cut"))
+        else:
+            super()._copy(ticket, peer)
+
+
+class Answer(NamedTuple):
+    status: str = "ok"
+    reason: str = ""
+    version: int | None = None
+    digest: str | None = None
+
+
+class Keeper:
+    """A record that follows the moves it is told of, and answers otherwise where told to."""
+
+    def __init__(self, layout: ExpertLayout, begin: Answer | None = None, digest: str | None = None) -> None:
+        self.layout, self.adopted, self.digest = layout, 0, digest
+        self.answer = begin or Answer()
+        self.pending: list[int] = []
+        self.said: list[str] = []
+
+    def begin(self, layers: list[int], version: int) -> Answer:
+        assert version == self.adopted
+        assert not self.pending
+        self.said.append("begin")
+        if self.answer.status == "ok":
+            self.pending = list(layers)
+        return self.answer
+
+    def commit(self, layers: list[int], rows: np.ndarray[Any, Any]) -> Answer:
+        assert layers == self.pending
+        p2l = self.layout.physical_to_logical_map.copy()
+        p2l[layers] = rows
+        self.layout = ExpertLayout(p2l, self.layout.num_experts, topology=self.layout.topology)
+        self.pending, self.adopted = [], self.adopted + 1
+        self.said.append("commit")
+        return Answer(version=self.adopted, digest=self.digest or self.layout.digest)
+
+    def abort(self, layers: list[int]) -> Answer:
+        assert layers == self.pending
+        self.pending = []
+        self.said.append("abort")
+        return Answer()
+
+    def refuse_moves(self, reason: str) -> None:
+        self.said.append("off")
+
+
+class Shelf:
+    """Every expert, by label."""
+
+    def fetch(self, layer: int, expert: int, rows: Sequence[torch.Tensor]) -> None:
+        for name, row in zip(SIZES, rows, strict=True):
+            row.copy_(label(layer, expert, name))
+
+
+class Fleet(World):
+    """Ranks with a Migrator each, and the loop of passes."""
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        make: Callable[[], Transport] = LocalCopy,
+        *,
+        ranks: Sequence[int] | None = None,
+        mode: Any = "even",
+        transports: dict[int, Transport] | None = None,
+        records: dict[int, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(layout, make, ranks)
+        self.transports |= transports or {}
+        self.tables = {rank: DispatchTables(layout, rank=rank, mode=mode) for rank in self.ranks}
+        self.installed: list[int] = []
+        made = self.each(
+            lambda rank: Migrator(
+                self.stores[rank],
+                layout,
+                rank=rank,
+                transport=self.transports[rank],
+                agreement=self.agreements[rank],
+                tables=self.tables[rank],
+                record=(records or {}).get(rank),
+                **{"deadline": LONG, **options},
+            )
+        )
+        failed = [result for result in made if isinstance(result, BaseException)]
+        if failed:
+            raise failed[0]
+        self.migrators: dict[int, Migrator] = dict(zip(self.ranks, made, strict=True))  # type: ignore[arg-type]
+
+    @property
+    def first(self) -> Migrator:
+        return self.migrators[self.ranks[0]]
+
+    def one_pass(self) -> tuple[int, ...]:
+        """All ranks poll; then they must agree in layout, tables and status, and every slot must hold its expert."""
+        rows = {rank: migrator.poll() for rank, migrator in self.migrators.items()}
+        assert len(set(rows.values())) == 1
+        self.look()
+        self.installed += rows[self.ranks[0]]
+        return rows[self.ranks[0]]
+
+    def look(self) -> None:
+        layout = self.first.layout
+        agreed = {
+            (m.layout.digest, m.idle, m.status.phase, m.status.migration, m.status.installed, m.status.cause)
+            for m in self.migrators.values()
+        }
+        assert len(agreed) == 1
+        for rank in self.ranks:
+            assert self.tables[rank].layout == layout
+        self.check(layout)
+
+    def passes(self, until: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> int:
+        """Passes until something is so; workers get their turn in between."""
+        count, end = 0, time.monotonic() + LONG
+        while not until():
+            assert time.monotonic() < end, self.first.status
+            self.one_pass()
+            meanwhile()
+            count += 1
+            self.passes_pause()
+        return count
+
+    def passes_pause(self) -> None:
+        """Give workers a turn."""
+        threading.Event().wait(0.0005)
+
+    def until_idle(self, meanwhile: Callable[[], object] = lambda: None) -> int:
+        return self.passes(lambda: self.first.idle, meanwhile)
+
+    def start(self, target: Any, **options: Any) -> None:
+        for migrator in self.migrators.values():
+            assert migrator.start(target, **options)
+
+    def stop(self) -> list[Any]:
+        return self.each(lambda rank: self.migrators[rank].stop(LONG))
+
+
+@contextmanager
+def fleet(*args: Any, clean: bool = True, **options: Any) -> Iterator[Fleet]:
+    made = Fleet(*args, **options)
+    try:
+        yield made
+    finally:
+        stopped = made.stop()
+    assert not clean or stopped == [True] * len(made.ranks)

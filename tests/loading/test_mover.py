@@ -1,0 +1,220 @@
+"""Synchronous moves of labelled weights, all ranks as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology
+from eplb_core.errors import MigrationError
+from eplb_core.loading.mover import move_experts
+from eplb_core.loading.transports import DeferredCopy, LocalCopy
+from tests.loading.fleets import SLOT, Answer, FailsAt, Keeper, Shelf
+from tests.loading.worlds import World, layout_pairs, stores_of
+
+
+def move(world: World, new: ExpertLayout, **options: Any) -> list[Any]:
+    def call(rank: int) -> ExpertLayout:
+        own = {key: value(rank) if callable(value) else value for key, value in options.items()}
+        return move_experts(
+            world.stores[rank],
+            world.layout,
+            new,
+            rank=rank,
+            transport=world.transports[rank],
+            agreement=world.agreements[rank],
+            **own,
+        )
+
+    return world.each(call)
+
+
+@settings(deadline=None, max_examples=40)
+@given(layout_pairs(), st.integers(1, 4))
+def test_any_move_ends_with_every_expert_in_its_slots(layouts: list[ExpertLayout], slots: int) -> None:
+    """One slot of staging is enough; rows of whole tensors move too."""
+    old, new = layouts
+    world = World(old)
+    assert move(world, new, staging=slots * SLOT) == [new] * len(world.ranks)
+    world.check(new)
+
+
+def test_dispatch_targets_the_new_slots_after_a_move() -> None:
+    """B12: tables and weights change together."""
+    topology = Topology(2)
+    old = ExpertLayout([[0, 1, 2, 3]], 4, topology=topology)
+    new = ExpertLayout([[3, 1, 2, 0]], 4, topology=topology)
+    world = World(old)
+    tables = {rank: DispatchTables(old, rank=rank) for rank in world.ranks}
+    move(world, new, tables=lambda rank: tables[rank])
+    world.check(new)
+    for table in tables.values():
+        assert table.layout == new
+        assert table.map(0, torch.tensor([[0], [3]])).tolist() == [[3], [0]]
+
+
+def test_layers_that_are_left_out_stay() -> None:
+    topology = Topology(2)
+    old = ExpertLayout([[0, 1], [0, 1]], 2, topology=topology)
+    new = ExpertLayout([[1, 0], [1, 0]], 2, topology=topology)
+    world = World(old)
+    reached = move(world, new, layers=[1])[0]
+    assert reached.physical_to_logical_map.tolist() == [[0, 1], [1, 0]]
+    world.check(reached)
+
+
+SWAP = (
+    ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=Topology(2)),
+    ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=Topology(2)),
+)
+
+
+def test_a_read_that_fails_ends_the_move_on_every_rank_between_two_layers() -> None:
+    """F6: layers 0 and 1 are new, 2 is old, on both ranks."""
+    old, new = SWAP
+    world = World(old)
+    world.transports[1] = FailsAt(2)
+    reached = old.replace(new, [0, 1])
+    for error in move(world, new):
+        assert isinstance(error, MigrationError)
+        assert error.layout == reached
+        assert (error.reason, error.rank) == ("read", 1)
+        assert "reading from rank 0 ended as FAILED: the cable was cut" in str(error)
+    world.check(reached)
+
+
+def test_reads_that_do_not_end_are_given_up_on_and_their_staging_stays_alive() -> None:
+    old, new = SWAP
+    world = World(old, DeferredCopy)
+    for error in move(world, new, deadline=0.05):
+        assert isinstance(error, MigrationError)
+        assert error.reason == "deadline"
+        assert error.layout == old
+    for transport in world.transports.values():
+        assert transport.complete() == 1  # type: ignore[attr-defined]  # late: lands in staging that is kept
+    world.check(old)
+
+
+def test_ranks_that_do_not_fit_are_refused_before_a_byte_moves() -> None:
+    """E6, B8: another target, another layout, other tensors; the text is the same on every rank."""
+    old, new = SWAP
+    world = World(old)
+    results = world.each(
+        lambda rank: move_experts(
+            world.stores[rank],
+            old,
+            [new, old][rank],
+            rank=rank,
+            transport=world.transports[rank],
+            agreement=world.agreements[rank],
+        )
+    )
+    for error in results:
+        assert isinstance(error, MigrationError)
+        assert "target of rank 1 (=" in str(error)
+        assert error.reason == "join"
+    world = World(old)
+    world.stores[1] = [ExpertStore({"w13": torch.zeros(2, 9)}) for _ in range(3)]
+    assert ["tensors of rank 1 (=['w13']) must be as on rank 0" in str(error) for error in move(world, new)] == [
+        True
+    ] * 2
+    world = World(old)
+    world.transports[1].close()
+    assert ["no weight was moved: rank 1: this local_copy" in str(error) for error in move(world, new)] == [True] * 2
+
+
+def test_a_record_is_told_before_and_after_each_layer() -> None:
+    """R26, R28."""
+    old, new = SWAP
+    world = World(old)
+    keepers = [Keeper(old) for _ in world.ranks]
+    move(world, new, record=lambda rank: keepers[rank])
+    for keeper in keepers:
+        assert keeper.said == ["begin", "commit"] * 3
+        assert (keeper.layout, keeper.adopted) == (new, 3)
+
+
+@pytest.mark.parametrize("status", ["busy", "refused"])
+def test_a_record_that_does_not_agree_stops_all_ranks_and_those_that_began_abort(status: str) -> None:
+    """R26."""
+    old, new = SWAP
+    world = World(old)
+    keepers = [Keeper(old), Keeper(old, begin=Answer(status, "engine 'b' is there"))]
+    for error in move(world, new, record=lambda rank: keepers[rank]):
+        assert isinstance(error, MigrationError)
+        assert (error.reason, error.rank, error.layout) == (status, 1, old)
+        assert "layer 0: engine 'b' is there" in str(error)
+    assert [keeper.said for keeper in keepers] == [["begin", "abort"], ["begin"]]
+    world.check(old)
+
+
+def test_a_record_that_holds_another_layout_ends_moves_for_good() -> None:
+    """R28: the weights are new; the error says what to restart."""
+    old, new = SWAP
+    world = World(old)
+    keepers = [Keeper(old), Keeper(old, digest="0123456789abcdef")]
+    for error in move(world, new, record=lambda rank: keepers[rank]):
+        assert isinstance(error, MigrationError)
+        assert error.reason == "record"
+        assert "the record's layout (=0123456789ab) must be" in str(error)
+        assert error.layout == old.replace(new, [0])
+    assert [keeper.said[-1] for keeper in keepers] == ["off", "off"]
+    world.check(old.replace(new, [0]))
+
+
+def test_a_record_on_some_ranks_alone_is_refused() -> None:
+    """R30."""
+    old, new = SWAP
+    world = World(old)
+    results = move(world, new, record=lambda rank: Keeper(old) if rank else None)
+    assert all("record of rank 1 (=True) must be as on rank 0 (=False)" in str(error) for error in results)
+
+
+def test_experts_of_a_dead_rank_come_from_the_backup() -> None:
+    """H1: expert 2 and 3 lived on rank 1 alone; ranks 0 and 2 agree without it."""
+    topology = Topology(3)
+    old = ExpertLayout([[0, 1, 2, 3, 0, 1]], 4, topology=topology)
+    new = ExpertLayout([[2, 1, -1, -1, 0, 3]], 4, topology=topology)
+    world = World(old, ranks=[0, 2])
+    assert move(world, new, backup=Shelf()) == [new, new]
+    world.check(new)
+    world = World(old, ranks=[0, 2])
+    for error in move(world, new):
+        assert isinstance(error, MigrationError)
+        assert error.reason == "backup"
+        assert "no live rank holds expert 2 of layer 0" in str(error)
+    world.check(old)
+
+
+def test_bad_arguments_are_named() -> None:
+    old, new = SWAP
+    stores = stores_of(old, 0)
+    options: dict[str, Any] = {"rank": 0, "transport": LocalCopy(), "agreement": World(old).agreements[0]}
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: move_experts(stores[:2], old, new, **options), ValueError, "`stores` has 2 layers and the layout 3"),
+        (
+            lambda: move_experts(stores, old, new, **{**options, "rank": 2}),
+            ValueError,
+            r"`rank` \(=2\) must be in \[0, 2\)",
+        ),
+        (
+            lambda: move_experts(stores, old, new, **options, deadline=0),
+            ValueError,
+            r"`deadline` \(=0.0\) must be above 0",
+        ),
+        (
+            lambda: move_experts(stores, old, new, **options, staging=66),
+            ValueError,
+            r"`staging` \(=66 bytes\) must hold",
+        ),
+        (lambda: move_experts(stores, old, World, **options), TypeError, r"`other` \(=type\) must be an ExpertLayout"),  # type: ignore[arg-type]
+        (lambda: move_experts(stores, [[0]], new, **options), TypeError, r"`layout` \(=list\) must be an ExpertLayout"),  # type: ignore[arg-type]
+    ]
+    for call, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            call()

@@ -1,0 +1,260 @@
+"""Pull plans against plain Python: applied to labelled weights they give the new layout, whoever installs first."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_core import ExpertLayout, Topology, transfers
+from eplb_core.loading.pull_plan import COPY_NEW, COPY_OLD, EMPTY, KEEP, READ, RESTORE, PullPlan, plan_pull
+
+
+def layout(rows: list[list[int]], experts: int, ranks: int, nodes: int = 1) -> ExpertLayout:
+    return ExpertLayout(rows, experts, topology=Topology(ranks, nodes))
+
+
+@st.composite
+def pairs(draw: st.DrawFn, empty: bool = True) -> tuple[ExpertLayout, ExpertLayout]:
+    """Two layouts of one frame: pairs on a rank, empty slots, nodes of unequal size."""
+    ranks = draw(st.integers(1, 5))
+    per_rank = draw(st.integers(1, 4))
+    experts = draw(st.integers(1, ranks * per_rank))
+    nodes = draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks))
+    names = sorted(set(nodes))
+    topology = Topology(rank_to_node=[names.index(node) for node in nodes])
+    layers = draw(st.integers(1, 3))
+
+    def row() -> list[int]:
+        spare = st.integers(-1 if empty else 0, experts - 1)
+        extra = draw(st.lists(spare, min_size=ranks * per_rank - experts, max_size=ranks * per_rank - experts))
+        return draw(st.permutations([*range(experts), *extra]))
+
+    old, new = ([row() for _ in range(layers)] for _ in range(2))
+    return ExpertLayout(old, experts, topology=topology), ExpertLayout(new, experts, topology=topology)
+
+
+def plans_of(old: ExpertLayout, new: ExpertLayout, **options: object) -> list[PullPlan]:
+    return [plan_pull(old, new, rank=rank, **options) for rank in range(old.topology.num_ranks)]  # type: ignore[arg-type]
+
+
+def apply(plans: list[PullPlan], weights: dict[tuple[int, int], str], per_rank: int, order: list[int]) -> None:
+    """Stage all ranks' reads of a layer, then install rank by rank in the order given."""
+    for i, layer in enumerate(plans[0].layers.tolist()):
+        staged: dict[int, str] = {}
+        for plan in plans:
+            for local, (kind, source) in enumerate(zip(plan.kind[i], plan.source_slot[i], strict=True)):
+                if kind == READ:
+                    assert source // per_rank != plan.rank
+                    staged[plan.rank * per_rank + local] = weights[layer, int(source)]
+        for rank in order:
+            plan = plans[rank]
+            before = dict(weights)
+            for local, (kind, source) in enumerate(zip(plan.kind[i], plan.source_slot[i], strict=True)):
+                slot = rank * per_rank + local
+                if kind in (COPY_OLD, COPY_NEW):
+                    assert source // per_rank == rank
+                    assert kind == COPY_OLD or source < slot
+                if kind == COPY_OLD:
+                    weights[layer, slot] = before[layer, int(source)]
+                elif kind == COPY_NEW:
+                    weights[layer, slot] = weights[layer, int(source)]
+                elif kind == READ:
+                    weights[layer, slot] = staged[slot]
+
+
+def check(weights: dict[tuple[int, int], str], new: ExpertLayout) -> None:
+    for (layer, slot), expert in np.ndenumerate(new.physical_to_logical_map):
+        if expert >= 0:
+            assert weights[layer, slot] == f"{layer}/{expert}"
+
+
+def labelled(old: ExpertLayout) -> dict[tuple[int, int], str]:
+    return {(layer, slot): f"{layer}/{expert}" for (layer, slot), expert in np.ndenumerate(old.physical_to_logical_map)}
+
+
+@settings(deadline=None, max_examples=60)
+@given(pairs(), st.randoms(use_true_random=False))
+def test_all_plans_applied_to_the_old_layout_give_the_new_one_in_any_order_of_installs(
+    layouts: tuple[ExpertLayout, ExpertLayout], random: Random
+) -> None:
+    old, new = layouts
+    order = list(range(old.topology.num_ranks))
+    random.shuffle(order)
+    weights = labelled(old)
+    apply(plans_of(old, new), weights, old.slots_per_rank, order)
+    check(weights, new)
+
+
+@settings(deadline=None, max_examples=60)
+@given(pairs())
+def test_a_plan_reads_what_must_be_transferred_and_each_expert_once(layouts: tuple[ExpertLayout, ExpertLayout]) -> None:
+    old, new = layouts
+    plans = plans_of(old, new)
+    reads = np.stack([plan.num_reads for plan in plans], axis=1)
+    assert reads.tolist() == transfers(old, new).tolist()
+    for plan in plans:
+        assert plan.most_staged.tolist() == reads.max(axis=1).tolist()
+        assert ((plan.kind == READ).sum(axis=1) == plan.num_reads).all()
+        for i in range(len(plan.layers)):
+            sources = plan.source_slot[i][plan.kind[i] == READ] // old.slots_per_rank
+            assert plan.reads_from[i].tolist() == np.bincount(sources, minlength=old.topology.num_ranks).tolist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(pairs())
+def test_the_same_node_serves_a_read_if_it_can(layouts: tuple[ExpertLayout, ExpertLayout]) -> None:
+    old, new = layouts
+    nodes = old.topology.rank_to_node
+    for plan in plans_of(old, new):
+        for i, local in np.argwhere(plan.kind == READ).tolist():
+            expert = int(new.physical_to_logical_map[i, plan.rank * old.slots_per_rank + local])
+            holders = {nodes[slot // old.slots_per_rank] for slot in old.slots(i, expert)}
+            near = nodes[plan.source_slot[i, local] // old.slots_per_rank] == nodes[plan.rank]
+            assert near == (nodes[plan.rank] in holders)
+
+
+@settings(deadline=None, max_examples=60)
+@given(pairs(), st.data())
+def test_avoided_ranks_and_unloaded_slots_are_no_source(
+    layouts: tuple[ExpertLayout, ExpertLayout], data: st.DataObject
+) -> None:
+    """E17: and an unloaded slot is filled although it keeps its expert."""
+    old, new = layouts
+    shape = old.physical_to_logical_map.shape
+    ranks, per_rank = old.topology.num_ranks, old.slots_per_rank
+    loaded = np.array(data.draw(st.lists(st.booleans(), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1])))
+    loaded = loaded.reshape(shape)
+    avoid = data.draw(st.sets(st.integers(0, ranks - 1)))
+    for plan in plans_of(old, new, avoid_ranks=avoid, loaded=loaded):
+        for i, local in itertools.product(range(shape[0]), range(per_rank)):
+            slot, kind, source = plan.rank * per_rank + local, plan.kind[i, local], int(plan.source_slot[i, local])
+            expert = int(new.physical_to_logical_map[i, slot])
+            able = [s for s in old.slots(i, expert) if loaded[i, s]] if expert >= 0 else []
+            inside = [s for s in able if s // per_rank == plan.rank]
+            if expert < 0:
+                assert (kind, source) == (EMPTY, -1)
+            elif slot in inside:
+                assert (kind, source) == (KEEP, slot)
+            elif inside:
+                assert kind == COPY_OLD
+                assert source in inside
+            elif kind == COPY_NEW:
+                assert plan.kind[i, source - plan.rank * per_rank] in (READ, RESTORE)
+                assert new.physical_to_logical_map[i, source] == expert
+                assert source < slot
+            elif kind == READ:
+                assert source in able
+                assert source // per_rank not in avoid
+            else:
+                assert (kind, source) == (RESTORE, -1)
+                assert not [s for s in able if s // per_rank not in avoid]
+
+
+@settings(deadline=None, max_examples=60)
+@given(pairs(), st.data())
+def test_a_layer_s_plan_depends_on_its_own_rows_alone(
+    layouts: tuple[ExpertLayout, ExpertLayout], data: st.DataObject
+) -> None:
+    old, new = layouts
+    rows = data.draw(st.lists(st.integers(0, old.num_layers - 1), max_size=4))
+    whole, part = plan_pull(old, new, rank=0), plan_pull(old, new, rank=0, layers=np.array(rows, dtype=np.int64))
+    assert part.layers.tolist() == rows
+    for field in ("kind", "source_slot", "num_reads", "reads_from", "most_staged"):
+        assert getattr(part, field).tolist() == getattr(whole, field)[rows].tolist()
+
+
+def test_the_second_of_two_new_replicas_on_a_rank_is_filled_from_the_first() -> None:
+    """E1."""
+    plan = plan_pull(layout([[0, 1, 2, 3, 1, 2]], 4, 2), layout([[0, 1, 2, 3, 0, 0]], 4, 2), rank=1)
+    assert plan.kind.tolist() == [[KEEP, READ, COPY_NEW]]
+    assert plan.source_slot.tolist() == [[3, 0, 4]]
+    assert plan.num_reads.tolist() == [1]
+
+
+def test_a_rank_that_holds_an_expert_in_slots_apart_is_one_holder() -> None:
+    """E9: ranks 0 and 1 hold expert 5, rank 0 twice; two readers take one each."""
+    old = layout([[5, 1, 5, 5, 0, 2, 3, 4, 4, 3, 4, 4]], 6, 4)
+    new = layout([[5, 1, 5, 5, 0, 2, 3, 4, 5, 3, 4, 5]], 6, 4)
+    plans = plans_of(old, new)
+    assert sum(plan.reads_from[0] for plan in plans).tolist() == [1, 1, 0, 0]
+
+
+def test_reads_of_one_expert_are_spread_over_its_holders() -> None:
+    """E14: far holders on two ranks, four readers: two each; a holder on the readers' node would serve them all."""
+    old = layout([[0, 1, 0, 2, 3, 1, 3, 1, 2, 1, 2, 1]], 4, 6, 3)
+    new = layout([[0, 1, 0, 2, 3, 0, 3, 0, 2, 0, 2, 0]], 4, 6, 3)
+    reads = np.sum([plan.reads_from[0] for plan in plans_of(old, new)], axis=0)
+    assert reads.tolist() == [2, 2, 0, 0, 0, 0]
+    near = layout([[0, 1, 0, 2, 0, 1, 3, 1, 2, 1, 2, 3]], 4, 6, 3)
+    plan = plan_pull(near, layout([[0, 1, 0, 2, 0, 1, 3, 0, 2, 1, 2, 3]], 4, 6, 3), rank=3)
+    assert plan.source_slot[0].tolist() == [6, 4]
+
+
+def test_a_read_goes_past_a_holder_that_is_left_out() -> None:
+    old, new = layout([[0, 0, 1, 1]], 2, 4), layout([[0, 0, 0, 1]], 2, 4)
+    assert plan_pull(old, new, rank=2).source_slot.tolist() == [[0]]
+    assert plan_pull(old, new, rank=2, avoid_ranks=[0]).source_slot.tolist() == [[1]]
+
+
+def test_reads_with_one_choice_are_placed_before_those_with_several() -> None:
+    """Rank 2 could read expert 0 from rank 0 or 1, and must read 1 from rank 0: so 0 comes from rank 1."""
+    old = layout([[0, 1, 0, 2, 3, 3, 3, 3]], 4, 4)
+    plan = plan_pull(old, layout([[0, 1, 0, 2, 0, 1, 3, 3]], 4, 4), rank=2)
+    assert plan.source_slot[0].tolist() == [2, 1]
+
+
+def test_ties_are_broken_from_another_rank_on_each_layer() -> None:
+    old = layout([[0, 0, 1]] * 4, 2, 3)
+    plan = plan_pull(old, layout([[1, 0, 0]] * 4, 2, 3), rank=2)
+    assert plan.source_slot[:, 0].tolist() == [0, 1, 0, 0]
+
+
+def test_a_copy_inside_the_rank_prefers_a_slot_that_stays() -> None:
+    plan = plan_pull(layout([[0, 0, 1, 2]], 3, 1), layout([[1, 0, 0, 2]], 3, 1), rank=0)
+    assert plan.kind.tolist() == [[COPY_OLD, KEEP, COPY_OLD, KEEP]]
+    assert plan.source_slot.tolist() == [[2, 1, 1, 3]]
+
+
+def test_the_last_holder_left_out_means_a_restore() -> None:
+    """H1: experts 2 and 3 lived on rank 1 alone."""
+    old = layout([[0, 1, 2, 3, 0, 1]], 4, 3)
+    new = layout([[0, 2, -1, -1, 3, 1]], 4, 3)
+    plans = plans_of(old, new, avoid_ranks=[1])
+    assert [plan.kind[0].tolist() for plan in plans] == [[KEEP, RESTORE], [EMPTY, EMPTY], [RESTORE, KEEP]]
+    assert [plan.num_restores.tolist() for plan in plans] == [[1], [0], [1]]
+
+
+def test_arrays_of_a_plan_do_not_change() -> None:
+    plan = plan_pull(layout([[0, 1]], 2, 2), layout([[1, 0]], 2, 2), rank=0)
+    with pytest.raises(ValueError, match="read-only"):
+        plan.kind[0, 0] = KEEP
+
+
+def test_bad_arguments_are_named() -> None:
+    one = layout([[0, 1, 2, 3]], 4, 2)
+    with pytest.raises(ValueError, match=r"`rank` \(=2\) must be in \[0, 2\)"):
+        plan_pull(one, one, rank=2)
+    with pytest.raises(ValueError, match=r"`rank` \(=-1\) must be at least 0"):
+        plan_pull(one, one, rank=-1)
+    with pytest.raises(IndexError, match=r"`avoid_ranks` \(=-1\) must be in \[0, 2\)"):
+        plan_pull(one, one, rank=0, avoid_ranks=[-1])
+    with pytest.raises(ValueError, match=r"`loaded` \(bool \[4\]\) must be bool \[1, 4\]"):
+        plan_pull(one, one, rank=0, loaded=[True] * 4)
+    with pytest.raises(IndexError, match=r"`layers` \(=1\) must be in \[0, 1\)"):
+        plan_pull(one, one, rank=0, layers=[1])
+    with pytest.raises(ValueError, match="layouts differ in slots: 4 and 6"):
+        plan_pull(one, layout([[0, 1, 2, 3, 0, 1]], 4, 2), rank=0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(pairs())
+def test_a_plan_for_no_change_does_nothing(layouts: tuple[ExpertLayout, ExpertLayout]) -> None:
+    old, _ = layouts
+    for plan in plans_of(old, old):
+        assert set(plan.kind.reshape(-1).tolist()) <= {KEEP, EMPTY}
+        assert not plan.num_reads.any()

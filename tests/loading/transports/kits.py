@@ -1,0 +1,112 @@
+"""How the transports are made, for the checks of `eplb_core.testing`; importable by the peers' processes."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from eplb_core.errors import TransportError
+from eplb_core.loading.transport import Transport
+from eplb_core.loading.transports import CudaIpc, Faulty, Mooncake, Nixl, SharedMemory, TorchDistributed
+
+
+def require(find: Callable[[], object]) -> None:
+    """Skip a module whose transport is not installed; where EPLB_REQUIRE_TRANSPORTS is set, fail."""
+    import pytest  # not in the peers' processes, which import this file too
+
+    try:
+        find()
+    except TransportError as error:
+        if os.environ.get("EPLB_REQUIRE_TRANSPORTS"):
+            raise
+        pytest.skip(str(error), allow_module_level=True)
+
+
+@contextmanager
+def unreachable(nbytes: int) -> Iterator[int]:
+    """Address of memory that cannot be read or written; nothing else comes to lie there."""
+    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = np.frombuffer(block, dtype=np.uint8).ctypes.data
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    yield address
+    block.close()
+
+
+def shared_memory(rank: int, size: int, folder: str) -> Transport:
+    return SharedMemory()
+
+
+def shared_tensor(nbytes: int) -> torch.Tensor:
+    tensor = torch.zeros(nbytes, dtype=torch.uint8)
+    tensor.share_memory_()  # type: ignore[no-untyped-call]
+    return tensor
+
+
+def gloo_group(rank: int, size: int, folder: str) -> Any:
+    """On the loopback device, beside torch's default group or without one."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+    store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def gloo(rank: int, size: int, folder: str) -> Transport:
+    return TorchDistributed(gloo_group(rank, size, folder))
+
+
+def delayed(rank: int, size: int, folder: str) -> Transport:
+    return Faulty(SharedMemory(), {"delay": 1.0}, polls=5)
+
+
+def nixl_tcp(rank: int, size: int, folder: str) -> Transport:
+    """As between hosts: the owner must run.
+
+    The wheel's RDMA libraries and the system's take each other down at exit where both are loaded: none is.
+    """
+    os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,self", UCX_MODULES="^ib")
+    return Nixl()
+
+
+def nixl_on_one_host(rank: int, size: int, folder: str) -> Transport:
+    """With the system's own copy between processes."""
+    os.environ.update(UCX_NET_DEVICES="lo", UCX_TLS="tcp,sm,self", UCX_MODULES="^ib")
+    return Nixl()
+
+
+def mooncake(rank: int, size: int, folder: str) -> Transport:
+    """A stopped owner is given up on after a second, not after 30."""
+    os.environ.update(MC_TCP_PROGRESS_TIMEOUT_SEC="1", MC_LOG_LEVEL="FATAL")
+    return Mooncake("127.0.0.1")
+
+
+def cuda_ipc(rank: int, size: int, folder: str) -> Transport:
+    return CudaIpc()
+
+
+def cuda_ipc_on_cores(rank: int, size: int, folder: str) -> Transport:
+    """Without the request to leave the cores alone."""
+    return CudaIpc(prefer_overlap=False)
+
+
+def cuda_ipc_one_by_one(rank: int, size: int, folder: str) -> Transport:
+    """As with a runtime that has no batched copies."""
+    return CudaIpc(batched=False)
+
+
+def gloo_and_device(rank: int, size: int, folder: str) -> Transport:
+    """Device memory by way of the host."""
+    return TorchDistributed(gloo_group(rank, size, folder), device=0)
+
+
+def device_tensor(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")

@@ -1,0 +1,63 @@
+"""Reads by NIXL between processes, over TCP and by the system's own copy."""
+
+from __future__ import annotations
+
+import pytest
+
+from eplb_core.errors import TransportError
+from eplb_core.loading.transport import ReadState
+from eplb_core.loading.transports import nixl
+from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
+from eplb_core.testing._peers import contents, pattern, wait, world
+from tests.loading.transports import kits
+
+kits.require(nixl._import)
+TCP, ONE_HOST = TransportKit(kits.nixl_tcp), TransportKit(kits.nixl_on_one_host)
+DIFFERENT = (
+    transports.random_batches_are_exact,
+    transports.abandoned_reads_end_and_leave_the_destination_alone,
+    transports.a_peer_that_dies_during_a_read_ends_it,
+    transports.reads_of_a_stopped_peer_are_as_the_caps_say,
+)
+"""Checks in which it shows how UCX moves the bytes."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
+def test_conforms(check: transports.Check) -> None:
+    check(TCP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", DIFFERENT, ids=lambda check: check.__name__)
+def test_conforms_with_the_systems_own_copy(check: transports.Check) -> None:
+    check(ONE_HOST)
+
+
+def test_an_unknown_back_end_is_named() -> None:
+    with pytest.raises(TransportError, match=r"`backend` \(='WIRE'\) must be one of NIXL's: .*UCX"):
+        nixl.Nixl("WIRE")
+
+
+@pytest.mark.slow
+def test_what_lands_after_a_read_was_given_up_on_lands_before_it_drains() -> None:
+    """A stopped owner that runs again: NIXL writes all of it, and the ticket is ABANDONED until then."""
+    with world(TCP) as w:
+        own, ticket = transports._stalled(w)
+        w.transport.abandon(ticket)
+        assert w.transport.poll(ticket).state is ReadState.ABANDONED
+        assert not contents(own[0])[100:].any()
+        transports._process(w, 1).resume()
+        assert wait(w.transport, ticket, TCP.deadline).state in (ReadState.DRAINED, ReadState.DONE)
+        assert (contents(own[0]) == pattern(1, TCP.big)).all()
+
+
+@pytest.mark.slow
+def test_reads_of_a_closed_transport_are_kept_until_they_are_over() -> None:
+    with world(TCP) as w:
+        _, ticket = transports._stalled(w)
+        w.transport.close()
+        assert ticket in nixl._UNDRAINED
+        transports._process(w, 1).resume()
+        assert wait(w.transport, ticket, TCP.deadline).state.is_end
+        assert ticket not in nixl._UNDRAINED

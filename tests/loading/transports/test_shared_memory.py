@@ -1,0 +1,154 @@
+"""Reads between processes of one host, mapped and by the system's copy."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import shared_memory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eplb_core.errors import TransportError
+from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status
+from eplb_core.loading.transports import SharedMemory
+from eplb_core.testing import TRANSPORT_CHECKS, TransportKit
+from eplb_core.testing.transports import Check
+from tests.loading.transports import kits
+
+KITS = {
+    "private memory": TransportKit(kits.shared_memory),
+    "shared memory": TransportKit(kits.shared_memory, allocate=kits.shared_tensor),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kit", KITS.values(), ids=KITS)
+@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
+def test_conforms(check: Check, kit: TransportKit) -> None:
+    check(kit)
+
+
+def numbers(*columns: list[int]) -> ReadBatch:
+    return ReadBatch(*(np.array(column) for column in columns))
+
+
+@contextmanager
+def reader_of(*regions: Region) -> Iterator[tuple[SharedMemory, dict[str, Any]]]:
+    """A transport whose regions these are, and what it exports."""
+    transport = SharedMemory()
+    record = json.loads(transport.export(list(regions)))
+    yield transport, record
+    transport.close()
+
+
+def end_of(transport: SharedMemory, ticket: Any) -> Status:
+    for _ in range(10**7):
+        status = transport.poll(ticket)
+        if status.state.is_end:
+            return status
+    raise AssertionError("no end")
+
+
+def test_shared_regions_are_found_by_their_address() -> None:
+    """Torch's shared tensors, the standard library's blocks and memfd; not plain memory, not private files."""
+    plain = torch.zeros(100, dtype=torch.uint8)
+    tensor = kits.shared_tensor(100)
+    block = shared_memory.SharedMemory(create=True, size=100)
+    number = os.memfd_create("eplb")
+    os.truncate(number, 8192)
+    both = mmap.mmap(number, 8192)
+    own = mmap.mmap(number, 8192, flags=mmap.MAP_PRIVATE)
+    anonymous = mmap.mmap(-1, 4096)
+    views = [
+        np.frombuffer(buffer, dtype=np.uint8)  # type: ignore[arg-type]
+        for buffer in (block.buf, both, own, anonymous)
+    ]
+    addresses = [plain.data_ptr(), tensor.data_ptr() + 10, views[0].ctypes.data, views[1].ctypes.data + 5000]
+    addresses += [views[2].ctypes.data, views[3].ctypes.data]
+    with reader_of(*(Region(address, 50, "cpu") for address in addresses)) as (_, record):
+        extra = record["extra"]
+        assert extra["region_file"] == [-1, 0, 1, 2, -1, -1]
+        assert extra["region_offset"] == [0, 10, 0, 5000, 0, 0]
+        assert "descriptor" in extra["files"][0]
+        assert extra["files"][1]["path"].startswith("/dev/shm/")
+    del views
+    block.close()
+    block.unlink()
+    os.close(number)
+
+
+def test_an_older_blob_of_the_same_exporter_is_ignored() -> None:
+    """Blobs that overtake each other on their way."""
+    data = np.arange(200, dtype=np.uint8)
+    at = data.ctypes.data
+    transport = SharedMemory()
+    old = transport.export([Region(at, 50, "cpu")])
+    new = transport.export([Region(at, 200, "cpu")])
+    transport.connect(3, new)
+    transport.connect(3, old)
+    ticket = transport.read(3, numbers([0], [100], [0], [0], [100]))
+    assert end_of(transport, ticket).state is ReadState.DONE
+    assert data[100:].tolist() == list(range(100))
+    transport.close()
+
+
+def test_memory_that_cannot_be_read_fails_the_read_and_says_so() -> None:
+    target = np.zeros(1 << 20, dtype=np.uint8)
+    with kits.unreachable(1 << 20) as address:
+        transport = SharedMemory()
+        regions = [Region(target.ctypes.data, 1 << 20, "cpu"), Region(address, 1 << 20, "cpu")]
+        transport.connect(0, transport.export(regions))
+        status = end_of(transport, transport.read(0, numbers([0], [0], [1], [0], [1 << 20])))
+        assert status.state is ReadState.FAILED
+        assert status.reason.startswith(f"rank 0: process {os.getpid()}: EFAULT; memory was unmapped")
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"host": "elsewhere"}, "rank 1 must be on this host and in this pid namespace"),
+        ({"started": 1}, r"rank 1 \(process \d+\) must be alive to be connected"),
+        ({"region_file": [7]}, "`blob` of rank 1 must name a file for each region"),
+        ({"region_offset": [-4096]}, "`blob` of rank 1 must name a file for each region"),
+        ({"region_offset": [1 << 40]}, r"must be the file that it exported and hold \d+ bytes"),
+        ({"files": [{"device": 1, "inode": 2, "path": "/nowhere"}]}, "its shared memory /nowhere cannot be opened"),
+        ({"files": [{"device": 1, "inode": 2, "path": "/proc/self/maps"}]}, "must be the file that it exported"),
+        ({"files": [{"device": 1}]}, "`blob` of rank 1 lacks 'descriptor'"),
+        ({"pid": None}, "`blob` of rank 1 lacks"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_blobs_that_name_what_is_not_there_are_refused(change: dict[str, Any], message: str) -> None:
+    """Another host, a process number that was used again, files that are others or too short."""
+    tensor = kits.shared_tensor(100)
+    with reader_of(Region(tensor.data_ptr(), 100, "cpu")) as (transport, record):
+        record["extra"].update(change)
+        with pytest.raises(TransportError, match=message):
+            transport.connect(1, json.dumps(record).encode())
+
+
+def test_device_memory_is_refused() -> None:
+    with pytest.raises(TransportError, match=r"`regions\[1\]\.device` \(='cuda:0'\) must be one of \['cpu'\]"):
+        SharedMemory().export([Region(0, 0, "cpu"), Region(0, 10, "cuda:0")])
+
+
+def test_threads_end_with_their_transports() -> None:
+    def count() -> int:
+        return sum(thread.name == "eplb-shared-memory" for thread in threading.enumerate())
+
+    before = count()
+    data = np.zeros(10, dtype=np.uint8)
+    for _ in range(3):
+        transport = SharedMemory()
+        transport.connect(0, transport.export([Region(data.ctypes.data, 10, "cpu")]))
+        end_of(transport, transport.read(0, numbers([0], [0], [0], [5], [5])))
+        transport.close()
+    assert count() == before

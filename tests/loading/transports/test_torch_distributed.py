@@ -1,0 +1,100 @@
+"""Reads through a gloo group."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eplb_core.errors import TransportError
+from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status
+from eplb_core.loading.transports import TorchDistributed
+from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
+from eplb_core.testing._peers import State, batch, export, wait, world
+from eplb_core.testing.transports import Check
+from tests.loading.transports import kits
+
+GLOO = TransportKit(kits.gloo, rejoins=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
+def test_conforms(check: Check) -> None:
+    check(GLOO)
+
+
+def whole(nbytes: int) -> ReadBatch:
+    return batch([(0, 0, 0, 0, nbytes)])
+
+
+@pytest.mark.slow
+def test_memory_that_was_exported_anew_fails_reads_by_old_blobs() -> None:
+    """The owner looks at the epoch, before a byte moves."""
+    with world(GLOO) as w:
+        transports._join(w, 1, [1000], 1)
+        w.peers[1].call(export, [1000], 2)
+        status = wait(w.transport, w.transport.read(1, whole(1)), GLOO.deadline)
+        assert status == Status(ReadState.FAILED, "rank 1 exported other memory meanwhile; exchange blobs again")
+
+
+@pytest.mark.slow
+def test_a_peer_that_closed_is_lost() -> None:
+    with world(GLOO) as w:
+        transports._join(w, 1, [1000], 1)
+        w.peers[1].call(close)
+        for _ in range(2):
+            status = wait(w.transport, w.transport.read(1, whole(1)), GLOO.deadline)
+            assert status.state in (ReadState.LOST_PEER, ReadState.FAILED)
+            assert "closed" in status.reason
+
+
+def close(state: State) -> None:
+    state.transport.close()
+
+
+@pytest.mark.slow
+def test_a_blob_belongs_to_its_rank_in_the_group() -> None:
+    with world(GLOO, 2) as w:
+        blob = transports._join(w, 1, [1000], 1)
+        with pytest.raises(TransportError, match=r"`rank` \(=2\) must be the rank in the group of 3 .* \(=1\)"):
+            w.transport.connect(2, blob)
+
+
+class Group:
+    """What is looked at first."""
+
+    def name(self) -> str:
+        return "nccl"
+
+
+def test_groups_of_other_kinds_are_refused() -> None:
+    with pytest.raises(TransportError, match=r"`group` \(='nccl'\) must be of gloo"):
+        TorchDistributed(Group())
+
+
+@pytest.mark.slow
+def test_processes_that_end_without_a_word_end_well(tmp_path: Path) -> None:
+    """Threads that wait within gloo must not take an interpreter down that goes away."""
+    command = [sys.executable, "-m", "tests.loading.transports.gloo_rank"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert said == ["DONE 2 1\n", "DONE 1 2\n"]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_destination_that_cannot_be_written_fails_the_read_and_not_the_peer() -> None:
+    with world(GLOO) as w, kits.unreachable(4096) as address:
+        transports._join(w, 1, [4096], 1)
+        own = w.me.tensors[0]
+        w.transport.export([Region(own.data_ptr(), 1, "cpu"), Region(address, 4096, "cpu")])
+        ticket = w.transport.read(1, batch([(1, 0, 0, 0, 4096)]))
+        status = wait(w.transport, ticket, GLOO.deadline)
+        assert status.state is ReadState.FAILED
+        assert "own memory cannot be written" in status.reason
+        assert wait(w.transport, w.transport.read(1, whole(1)), GLOO.deadline).state is ReadState.DONE

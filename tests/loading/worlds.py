@@ -1,0 +1,126 @@
+"""All ranks in one process, with weights that name their expert: what tests of moves stand on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from eplb_core import ExpertLayout, ExpertStore, Topology
+from eplb_core.loading.agreement import LocalAgreement
+from eplb_core.loading.transport import Transport
+from eplb_core.loading.transports import LocalCopy
+
+T = TypeVar("T")
+SIZES = {"w13": 40, "w2": 24, "scale": 3}
+"""Bytes of a row of each tensor."""
+
+
+@cache
+def label(layer: int, expert: int, name: str) -> torch.Tensor:
+    """The bytes of an expert: nobody else's."""
+    seed = (layer * 1009 + expert) * 8 + list(SIZES).index(name)
+    return torch.randint(0, 256, (SIZES[name],), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def whole_label(layer: int, expert: int) -> torch.Tensor:
+    return torch.tensor([layer * 16 + expert + 1.0, 0.5])
+
+
+def stores_of(layout: ExpertLayout, rank: int, whole: bool = True) -> list[ExpertStore]:
+    """One rank's stores, filled; empty slots hold 255s."""
+    stores = []
+    for layer, row in enumerate(layout.physical_to_logical_map.tolist()):
+        own = row[rank * layout.slots_per_rank :][: layout.slots_per_rank]
+        tensors = {name: torch.full((len(own), size), 255, dtype=torch.uint8) for name, size in SIZES.items()}
+        for slot, expert in enumerate(own):
+            for name, tensor in tensors.items():
+                if expert >= 0:
+                    tensor[slot] = label(layer, expert, name)
+        alpha = torch.stack([whole_label(layer, expert) if expert >= 0 else torch.zeros(2) for expert in row])
+        stores.append(ExpertStore(tensors, {"alpha": alpha} if whole else None))
+    return stores
+
+
+def wrong_slots(stores: Sequence[ExpertStore], layout: ExpertLayout, rank: int) -> list[tuple[int, int]]:
+    """(layer, slot) whose bytes are not those of the expert that the layout names."""
+    wrong = []
+    for layer, row in enumerate(layout.physical_to_logical_map.tolist()):
+        store = stores[layer]
+        for slot, expert in enumerate(row):
+            if expert < 0:
+                continue
+            local = slot - rank * layout.slots_per_rank
+            good = True
+            if 0 <= local < layout.slots_per_rank:
+                good = all(torch.equal(store.row(name, local), label(layer, expert, name)) for name in SIZES)
+            if store.whole_names:
+                good = good and torch.equal(store.tensor_row("alpha", slot), whole_label(layer, expert))
+            if not good:
+                wrong.append((layer, slot))
+    return wrong
+
+
+def on_threads(calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
+    """Each call on a thread of its own, as ranks; what it returned or raised."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = calls[rank]()
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+class World:
+    """All ranks of a layout: stores, transports, agreements."""
+
+    def __init__(
+        self, layout: ExpertLayout, make: Callable[[], Transport] = LocalCopy, ranks: Sequence[int] | None = None
+    ) -> None:
+        self.layout = layout
+        self.ranks = list(range(layout.topology.num_ranks)) if ranks is None else list(ranks)
+        self.stores = {rank: stores_of(layout, rank) for rank in self.ranks}
+        self.transports = {rank: make() for rank in self.ranks}
+        members = LocalAgreement.group(len(self.ranks), deadline=20.0)
+        self.agreements = dict(zip(self.ranks, members, strict=True))
+
+    def each(self, call: Callable[[int], T]) -> list[T | BaseException]:
+        """`call(rank)` for all ranks at once."""
+        return on_threads([lambda rank=rank: call(rank) for rank in self.ranks])  # type: ignore[misc]
+
+    def check(self, layout: ExpertLayout) -> None:
+        """Every slot of every rank holds its expert."""
+        for rank in self.ranks:
+            assert wrong_slots(self.stores[rank], layout, rank) == []
+
+
+@st.composite
+def layout_pairs(draw: st.DrawFn, count: int = 2, most_ranks: int = 4) -> list[ExpertLayout]:
+    """Layouts of one frame: pairs on a rank, empty slots."""
+    ranks, per_rank = draw(st.integers(1, most_ranks)), draw(st.integers(1, 4))
+    experts = draw(st.integers(1, min(16, ranks * per_rank)))
+    layers = draw(st.integers(1, 3))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    topology = Topology(ranks)
+    return [random_layout(rng, layers, experts, ranks * per_rank, topology) for _ in range(count)]
+
+
+def random_layout(
+    rng: np.random.Generator, layers: int, experts: int, slots: int, topology: Topology, empty: bool = True
+) -> ExpertLayout:
+    spare = rng.integers(-1 if empty else 0, experts, (layers, slots - experts))
+    rows = rng.permuted(np.concatenate([np.tile(np.arange(experts), (layers, 1)), spare], axis=1), axis=1)
+    return ExpertLayout(rows, experts, topology=topology)

@@ -1,0 +1,246 @@
+"""Changes to what moves experts that a test must notice."""
+
+from __future__ import annotations
+
+INTERPRETED = True
+
+PLAN = "eplb_core/loading/pull_plan.py"
+STEPS = "eplb_core/loading/_steps.py"
+COPIES = "eplb_core/loading/_copies.py"
+INSTALL = "eplb_core/loading/install.py"
+PULL = "eplb_core/loading/_pull.py"
+RUN = "eplb_core/loading/_run.py"
+MIGRATOR = "eplb_core/loading/migrator.py"
+MOVER = "eplb_core/loading/mover.py"
+AGREEMENT = "eplb_core/loading/agreement.py"
+BACKUP = "eplb_core/loading/backup.py"
+STAGED = "eplb_core/loading/_staged.py"
+TEST_PLAN = "tests/loading/test_pull_plan.py"
+TEST_STEPS = "tests/loading/test_steps.py"
+TEST_INSTALL = "tests/loading/test_install.py"
+TEST_MOVER = "tests/loading/test_mover.py"
+TEST_MIGRATOR = "tests/loading/test_migrator.py"
+TEST_STOPS = "tests/loading/test_migrator_interruptions.py"
+TEST_AGREEMENT = "tests/loading/test_agreement.py"
+
+# (file, text before, text after, test that must fail)
+MUTATIONS = [
+    # a slot that keeps its id but was never loaded stays garbage
+    (
+        PLAN,
+        "if expert >= 0 and old[slot] == expert and loaded[slot]:",
+        "if expert >= 0 and old[slot] == expert:",
+        f"{TEST_PLAN}::test_avoided_ranks_and_unloaded_slots_are_no_source",
+    ),
+    # the second of two new replicas is read again
+    (
+        PLAN,
+        "elif filled[expert] >= reader * per_rank:",
+        "elif filled[expert] >= len(old):",
+        f"{TEST_PLAN}::test_the_second_of_two_new_replicas_on_a_rank_is_filled_from_the_first",
+    ),
+    # far holders are as good as near ones
+    (
+        PLAN,
+        "better = best < 0 or (best_far and not far)",
+        "better = best < 0",
+        f"{TEST_PLAN}::test_reads_of_one_expert_are_spread_over_its_holders",
+    ),
+    # dead ranks are read from
+    (
+        PLAN,
+        "if holder == last or not readable[holder]:",
+        "if holder == last:",
+        f"{TEST_PLAN}::test_a_read_goes_past_a_holder_that_is_left_out",
+    ),
+    # the first holder serves all
+    (
+        PLAN,
+        "better = load[holder] < best_load or (load[holder] == best_load and turn < best_turn)",
+        "better = turn < best_turn",
+        f"{TEST_PLAN}::test_reads_of_one_expert_are_spread_over_its_holders",
+    ),
+    # reads that have no choice come too late
+    (
+        PLAN,
+        "order[count[need_choices[k]]] = k",
+        "order[k] = k",
+        f"{TEST_PLAN}::test_reads_with_one_choice_are_placed_before_those_with_several",
+    ),
+    # a copy from a slot that is itself written over, though another one stays
+    (
+        PLAN,
+        "if where < 0 or (new[other] == expert and new[where] != expert):",
+        "if where < 0:",
+        f"{TEST_PLAN}::test_a_copy_inside_the_rank_prefers_a_slot_that_stays",
+    ),
+    # all ties go to the same rank
+    (
+        PLAN,
+        "first = layer % ranks",
+        "first = 0",
+        f"{TEST_PLAN}::test_ties_are_broken_from_another_rank_on_each_layer",
+    ),
+    # a step loses the last copy of an expert
+    (
+        STEPS,
+        "copies[row[slot]] > 1):",
+        "copies[row[slot]] >= 1):",
+        f"{TEST_STEPS}::test_any_capacity_reaches_the_target_through_valid_layouts",
+    ),
+    # a step needs more staging than there is
+    (
+        STEPS,
+        "while used[rank] < capacity and",
+        "while used[rank] <= capacity and",
+        f"{TEST_STEPS}::test_any_capacity_reaches_the_target_through_valid_layouts",
+    ),
+    # a circle of slots loses one
+    (
+        COPIES,
+        "count = _add(copies, count, spare, place)",
+        "count = _add(copies, count, first, place)",
+        f"{TEST_INSTALL}::test_copies_in_order_are_as_if_made_at_once",
+    ),
+    # the second replica gets what the slot held before
+    (
+        INSTALL,
+        "own[again] = own[step.source_slot[again] % first]",
+        "own[again] = step.source_slot[again] % first",
+        f"{TEST_INSTALL}::test_an_install_leaves_every_slot_with_its_expert",
+    ),
+    # rows of whole tensors stay behind
+    (
+        INSTALL,
+        "if not self.stores[0].whole_names:",
+        "if self.stores:",
+        f"{TEST_INSTALL}::test_an_install_leaves_every_slot_with_its_expert",
+    ),
+    # staging is used again while a read that was given up on may write to it
+    (
+        PULL,
+        "if self.transport.poll(ticket).state in (ReadState.PENDING, ReadState.ABANDONED)",
+        "if self.transport.poll(ticket).state is ReadState.PENDING",
+        f"{TEST_MIGRATOR}::test_a_rank_that_never_becomes_ready_ends_it_by_the_deadline",
+    ),
+    # a read that is refused keeps its staging for ever
+    (
+        PULL,
+        "            pull.tickets.append((self.transport.read(peer, batch), peer, rows))\n",
+        "            self._taken[rows] = True\n"
+        "            pull.tickets.append((self.transport.read(peer, batch), peer, rows))\n",
+        f"{TEST_MIGRATOR}::test_a_read_that_is_refused_keeps_no_staging",
+    ),
+    # peers with other tensors are taken
+    (
+        PULL,
+        "if hello.facts.get(what) != value:",
+        "if not hello.facts:",
+        f"{TEST_MOVER}::test_ranks_that_do_not_fit_are_refused_before_a_byte_moves",
+    ),
+    # a layer is read again while a peer has not installed it
+    (
+        RUN,
+        "needed = 2 * index if step.layer == before else 0",
+        "needed = 0",
+        f"{TEST_STOPS}::test_a_layer_is_not_read_again_before_every_rank_has_installed_it",
+    ),
+    # ranks that began do not abort
+    (
+        RUN,
+        "            self.recorder.abort(step)\n",
+        "",
+        f"{TEST_MIGRATOR}::test_a_busy_record_ends_this_migration_and_a_refusing_one_all",
+    ),
+    # a failed rank goes on telling how far it is
+    (
+        RUN,
+        "if self.trouble is None and not self.ended:\n            self.word",
+        "if not self.ended:\n            self.word",
+        f"{TEST_MIGRATOR}::test_a_rank_that_has_failed_says_so_whatever_its_workers_do_next",
+    ),
+    # ranks with different targets go on
+    (
+        MIGRATOR,
+        "if run.lowest + value != _words.BITS:",
+        "if run.lowest + value < 0:",
+        f"{TEST_MIGRATOR}::test_ranks_with_different_targets_move_nothing",
+    ),
+    # weights change and tables do not
+    (
+        MIGRATOR,
+        "        if self._tables is not None:\n",
+        "        if self._tables is None:\n",
+        f"{TEST_MIGRATOR}::test_rows_that_change_are_installed_one_a_pass_in_order",
+    ),
+    # no deadline
+    (
+        MIGRATOR,
+        "if run.trouble is None and not run.ended and time.monotonic() - run.since > self._deadline:",
+        "if False:",
+        f"{TEST_MIGRATOR}::test_a_rank_that_was_never_started_stops_the_others_by_the_deadline_and_none_moves_alone",
+    ),
+    # a rank that was never in a migration later starts one under its number
+    (
+        MIGRATOR,
+        "self._number = max(self._number, failure.migration)",
+        "self._number = max(self._number, 0)",
+        f"{TEST_MIGRATOR}::test_a_rank_that_was_never_started_stops_the_others_by_the_deadline_and_none_moves_alone",
+    ),
+    # refused is not for good
+    (
+        MIGRATOR,
+        'FOR_GOOD = ("refused", "record")',
+        'FOR_GOOD = ("record",)',
+        f"{TEST_MIGRATOR}::test_a_busy_record_ends_this_migration_and_a_refusing_one_all",
+    ),
+    # a pause leaves the migration running
+    (
+        MIGRATOR,
+        '            self._end(self._run, "paused", "the engine paused it", None)',
+        "            pass",
+        f"{TEST_STOPS}::test_a_pause_drops_what_is_staged_and_ends_the_migration",
+    ),
+    # who missed the last install does not catch up
+    (
+        MIGRATOR,
+        "if (run.number, run.installed + 1) == most and run.staged > run.installed:",
+        "if run.staged < 0:",
+        f"{TEST_STOPS}::test_a_rank_that_missed_the_last_agreement_catches_up_when_they_rejoin",
+    ),
+    # a rank in doubt serves on
+    (
+        MIGRATOR,
+        "_words.word(run.number, _words.MOVING, 2 * run.installed + 1):",
+        "_words.word(run.number, _words.MOVING, 2 * run.installed + 2):",
+        f"{TEST_STOPS}::test_a_rank_that_missed_the_last_agreement_catches_up_when_they_rejoin",
+    ),
+    # ranks install though one could not read
+    (
+        MOVER,
+        "        if failures:\n            if trouble is None:",
+        "        if failures and trouble:\n            if trouble is None:",
+        f"{TEST_MOVER}::test_a_read_that_fails_ends_the_move_on_every_rank_between_two_layers",
+    ),
+    # the largest word instead of the smallest
+    (
+        AGREEMENT,
+        "dist.ReduceOp.MIN",
+        "dist.ReduceOp.MAX",
+        f"{TEST_AGREEMENT}::test_the_minimum_comes_one_pass_later_and_nothing_on_the_first",
+    ),
+    # a node's backup lacks what its ranks do not hold
+    (
+        BACKUP,
+        "            far.append(expert)",
+        "            pass",
+        "tests/loading/test_backup.py::test_a_folder_a_node_holds_every_expert_of_all_nodes",
+    ),
+    # torn bytes are installed
+    (
+        STAGED,
+        "    if len(bad):\n",
+        "    if len(bad) > 1000:\n",
+        f"{TEST_MIGRATOR}::test_bytes_that_were_torn_on_the_way_are_not_installed",
+    ),
+]

@@ -1,0 +1,180 @@
+"""Changes to transports, and to the checks that they pass, that a test must notice."""
+
+from __future__ import annotations
+
+BASE = "eplb_core/loading/transports/_base.py"
+COPIES = "eplb_core/loading/transports/_copies.py"
+SHARED = "eplb_core/loading/transports/shared_memory.py"
+GLOO = "eplb_core/loading/transports/torch_distributed.py"
+FAULTY = "eplb_core/loading/transports/faulty.py"
+CHECKS = "eplb_core/testing/transports.py"
+STRATEGIES = "eplb_core/testing/strategies.py"
+T_BASE = "tests/loading/transports/test_base.py"
+T_SHARED = "tests/loading/transports/test_shared_memory.py"
+T_GLOO = "tests/loading/transports/test_torch_distributed.py"
+T_FAULTY = "tests/loading/transports/test_faulty.py"
+T_CHECKS = "tests/testing/test_transports.py"
+T_STRATEGIES = "tests/testing/test_strategies.py"
+REFUSED = f"{T_BASE}::test_a_refused_batch_names_value_operation_and_rank"
+LIES = f"{T_CHECKS}::test_a_transport_that_does_not_keep_its_word_fails"
+HONEST = f"{T_CHECKS}::test_an_honest_transport_passes_all_checks_within_one_process"
+
+# (file, text before, text after, test that must fail)
+MUTATIONS = [
+    # refusals
+    (BASE, "bad = (region < 0) | (region >= len(start))", "bad = region >= len(start)", REFUSED),
+    (BASE, " | (nbytes > limit - np.clip(offset, 0, limit))", "", REFUSED),
+    (BASE, "    if lengths[0] > max_batch:\n", "    if False:\n", REFUSED),
+    (BASE, "if nbytes.size and nbytes.min() < 0:\n        i", "if False:\n        i", REFUSED),
+    (
+        BASE,
+        "        if found != (kind, _FORMAT):\n",
+        "        if found[0] != kind:\n",
+        f"{T_BASE}::test_blobs_that_are_none_are_refused_with_the_rank",
+    ),
+    # epochs
+    (
+        BASE,
+        "former.identity == peer.identity and peer.epoch <= former.epoch",
+        "former.identity == peer.identity and peer.epoch == former.epoch",
+        f"{T_SHARED}::test_an_older_blob_of_the_same_exporter_is_ignored",
+    ),
+    (BASE, "        if self._blob and wanted == self._regions:\n", "        if False:\n", HONEST),
+    # ends
+    (
+        BASE,
+        "        if self._end is not None:\n            return\n",
+        "",
+        f"{T_BASE}::test_an_end_is_final_whatever_comes_later",
+    ),
+    (
+        BASE,
+        "                status = DRAINED\n",
+        "                pass\n",
+        f"{T_BASE}::test_what_was_given_up_on_drains_or_is_done",
+    ),
+    (
+        BASE,
+        "                status = Status(ReadState.LOST_PEER, self.lost)\n",
+        "                pass\n",
+        f"{T_BASE}::test_reads_of_a_peer_that_is_let_go_are_lost",
+    ),
+    (BASE, "            self.poll(left)\n", "            pass\n", f"{T_BASE}::test_tickets_that_ended_are_not_kept"),
+    # portions
+    (
+        COPIES,
+        'side="right")), first + most_spans)',
+        'side="right")), first + most_spans + 1)',
+        f"{T_BASE}::test_portions_are_the_same_bytes_within_the_limits",
+    ),
+    (
+        BASE,
+        "- np.repeat(np.cumsum(parts) - parts, parts)) * piece",
+        ") * piece",
+        f"{T_BASE}::test_portions_are_the_same_bytes_within_the_limits",
+    ),
+    # shared memory
+    (
+        SHARED,
+        "        return started(self.pid) == self.started\n",
+        "        return True\n",
+        f"{T_SHARED}::test_blobs_that_name_what_is_not_there_are_refused",
+    ),
+    (
+        SHARED,
+        'if (about.st_dev, about.st_ino) != (file["device"], file["inode"]) or about.st_size < end:',
+        "if about.st_size < end:",
+        f"{T_SHARED}::test_blobs_that_name_what_is_not_there_are_refused",
+    ),
+    (
+        SHARED,
+        "        if moved == expected:\n",
+        "        if True:\n",
+        f"{T_SHARED}::test_memory_that_cannot_be_read_fails_the_read_and_says_so",
+    ),
+    (
+        SHARED,
+        '        if mode[3] == "s" and inode != "0":',
+        '        if inode != "0":',
+        f"{T_SHARED}::test_shared_regions_are_found_by_their_address",
+    ),
+    (
+        SHARED,
+        "region.address - mapping.start + mapping.offset",
+        "region.address - mapping.start + 1",
+        f"{T_SHARED}::test_shared_regions_are_found_by_their_address",
+    ),
+    # gloo
+    (
+        GLOO,
+        "request[1] != self.identity or request[2] != memory.epoch",
+        "request[1] != self.identity",
+        f"{T_GLOO}::test_memory_that_was_exported_anew_fails_reads_by_old_blobs",
+    ),
+    (
+        GLOO,
+        '                end.say_bye("it has closed its transport")\n',
+        "                pass\n",
+        f"{T_GLOO}::test_a_peer_that_closed_is_lost",
+    ),
+    (
+        GLOO,
+        'peer.extra.get("rank") != peer.rank or',
+        "",
+        f"{T_GLOO}::test_a_blob_belongs_to_its_rank_in_the_group",
+    ),
+    (
+        GLOO,
+        "            if not self.status.state.is_end and not self.unwanted:\n",
+        "            if True:\n",
+        f"{T_GLOO}::test_conforms[reads_of_a_stopped_peer_are_as_the_caps_say]",
+    ),
+    # faults
+    (FAULTY, "            if draw < share:\n", "            if draw < 0.5:\n", T_FAULTY),
+    (
+        FAULTY,
+        "            self._check(rank, batch)\n",
+        "            pass\n",
+        f"{T_FAULTY}::test_what_the_inner_transport_refuses_is_refused_under_every_fault",
+    ),
+    (
+        FAULTY,
+        '        if ticket.fault == "late" and not ticket.given_up:\n',
+        "        if False:\n",
+        f"{T_FAULTY}::test_a_late_read_writes_between_abandoned_and_drained",
+    ),
+    (
+        FAULTY,
+        "        self.disconnect(ticket.rank)\n",
+        "",
+        f"{T_FAULTY}::test_a_lost_rank_is_gone_until_it_is_connected_again",
+    ),
+    # the checks themselves
+    (
+        CHECKS,
+        '                _equal(contents(tensor), expected[i], f"region {i} after {count} operations of each read")\n',
+        "                pass\n",
+        LIES,
+    ),
+    (CHECKS, '    _equal(contents(tensor), mark, "late bytes in a destination that was given back")\n', "", LIES),
+    (CHECKS, '    raise AssertionError(f"{what} must raise TransportError")\n', "", LIES),
+    (
+        CHECKS,
+        '        _expect(w.peers[1].call(export_again) == blob, "equal regions must give an equal blob")\n',
+        "",
+        LIES,
+    ),
+    # strategies
+    (
+        STRATEGIES,
+        "for expert in range(experts) if pairs or expert not in mine]",
+        "for expert in range(experts)]",
+        f"{T_STRATEGIES}::test_layouts_have_pairs_only_where_counting_forces_them",
+    ),
+    (
+        STRATEGIES,
+        'side="right").tolist())',
+        'side="left").tolist())',
+        T_STRATEGIES,
+    ),
+]
