@@ -1,0 +1,156 @@
+"""Rank processes and what drives them: the same command to every rank, every answer taken, every fault noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks.engine.engine import Lost, Membership, Rank, Setup
+from eplb_core import AgreementError, MigrationError
+
+
+def serve(pipe: Connection, setup: Setup, worker: int) -> None:
+    """A rank's process: answer commands until the pipe ends."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rank = Rank(setup, worker)
+    calls: dict[str, Callable[..., Any]] = {
+        "form": rank.form,
+        "leave_frame": rank.leave_frame,
+        "regroup": rank.regroup,
+        "pass": rank.one_pass,
+        "update": rank.update,
+        "close": rank.close,
+        "verify": lambda layers: rank.verify(reference=rank._reference, layers=layers) is not None,
+        "retire": lambda index: setattr(rank, "retiring", index),
+        "status": lambda: (rank.layout.digest, rank.migrator.status._asdict() if rank.migrator else None),
+    }
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            name, arguments, options = pipe.recv()
+            try:
+                answer = ("ok", calls[name](*arguments, **options))
+            except (Lost, AgreementError, MigrationError, RuntimeError) as error:
+                answer = ("lost", f"{type(error).__name__}: {error}")
+            except Exception:
+                answer = ("failed", traceback.format_exc())
+            pipe.send(answer)
+            if name == "close":
+                break
+    os._exit(0)  # what is left of a broken group may wait for its peers
+
+
+class Worker:
+    """One process, as its parent sees it."""
+
+    def __init__(self, setup: Setup, number: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        # Imports once, not in every process: a restarted rank is there at once.
+        context.set_forkserver_preload(["benchmarks.engine.preload"])
+        self.number = number
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, setup, number), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, name: str, *arguments: Any, **options: Any) -> None:
+        """Send a command; one that is gone is noticed when it does not answer."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send((name, arguments, options))
+
+    def answer(self, until: float) -> tuple[str, Any]:
+        """Its answer: ("ok", value), ("lost", why), ("failed", trace), ("dead", "") or ("silent", "")."""
+        try:
+            if not self.pipe.poll(max(0.0, until - time.monotonic())):
+                return "silent", ""
+            status, value = self.pipe.recv()
+            return status, value
+        except (EOFError, ConnectionResetError):
+            return "dead", ""
+
+    def signal(self, number: int) -> None:
+        """Stop, continue or kill it."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        """Make sure that it is gone."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class EngineFailure(Exception):
+    """A rank raised what no fault explains."""
+
+
+class Cluster:
+    """All ranks, in lockstep."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.workers: dict[int, Worker] = {}
+        self.who = Membership(0, (), (), (), 0)
+        self._next = 0
+
+    def spawn(self) -> int:
+        """One more process, which belongs to no group yet."""
+        number = self._next
+        self._next += 1
+        self.workers[number] = Worker(self.setup, number)
+        return number
+
+    def form(self, kept: Iterable[tuple[int, int]]) -> None:
+        """A frame of these (process, former rank or -1)."""
+        pairs = list(kept)
+        workers, former = tuple(worker for worker, _ in pairs), tuple(rank for _, rank in pairs)
+        self.who = Membership(self.who.generation + 1, workers, tuple(range(len(pairs))), former, self.who.version)
+        self.call("form", self.who, patience=120.0)
+
+    def start(self, size: int) -> None:
+        """The first frame."""
+        self.form([(self.spawn(), -1) for _ in range(size)])
+
+    def ask(self, name: str, *arguments: Any, **options: Any) -> None:
+        """The same command to every member."""
+        for number in self.who.workers:
+            self.workers[number].ask(name, *arguments, **options)
+
+    def answers(self, patience: float = 60.0) -> dict[int, tuple[str, Any]]:
+        """Every member's answer."""
+        until = time.monotonic() + patience
+        answers = {number: self.workers[number].answer(until) for number in self.who.workers}
+        for number, (status, value) in answers.items():
+            if status == "failed":
+                raise EngineFailure(f"worker {number}: {value}")
+        return answers
+
+    def call(self, name: str, *arguments: Any, patience: float = 60.0, **options: Any) -> list[Any]:
+        """A command that must succeed on every member."""
+        self.ask(name, *arguments, **options)
+        answers = self.answers(patience)
+        for number, (status, value) in answers.items():
+            if status != "ok":
+                raise EngineFailure(f"worker {number} answers {name!r}: {status} {value}")
+        return [value for _, value in answers.values()]
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self.workers.values():
+            worker.end()
+        self.workers.clear()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

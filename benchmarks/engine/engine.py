@@ -1,0 +1,392 @@
+"""One rank: what an engine calls of the library, and when. The calls are numbered as in docs/guide.md."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import eplb_core as eplb
+from benchmarks.engine.exchange import Group, add_up, form_group, gather
+from benchmarks.engine.forward import Forward
+from benchmarks.engine.model import Dense, ModelConfig
+from benchmarks.engine.requests import Feed
+from benchmarks.engine.weights import empty_experts, load_experts, make_dense
+
+MODES = ("off", "sync", "async")
+WINDOWS = 8
+"""Windows of load that a decision looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What every rank is started with."""
+
+    folder: Path
+    """Where groups meet, and checkpoints and backups lie."""
+    mode: str = "async"
+    config: ModelConfig = field(default_factory=ModelConfig)
+    num_rows: int = 4
+    """Sequences of a rank's batch."""
+    slots_per_rank: int = 6
+    seed: int = 1
+    device: str = "cpu"
+    synthetic: bool = False
+    """Weights come straight from the seed, where a checkpoint would be too large."""
+    window: int = 8
+    """Passes of a window of load."""
+    interval: int = 64
+    """Passes between two decisions."""
+    deadline: float = 10.0
+    """Seconds after which a rank that does not answer counts as gone."""
+    weight_hosts: Path | None = None
+    """Folder of the weight hosts' sockets, where the weights are shared."""
+    faults: dict[str, float] | None = None
+    """Shares of reads between ranks that go wrong; see `eplb_core.Faulty`."""
+    backups: bool = False
+    """Keep every expert in files too, for ranks that die."""
+
+    def checkpoint(self, version: int) -> Path | int:
+        """The experts of a version of the weights."""
+        return self.seed + version if self.synthetic else self.folder / f"experts-{version}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and of what is sent."""
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
+
+
+class Membership(NamedTuple):
+    """Who makes up the engine from now on; every member is told the same."""
+
+    generation: int
+    workers: tuple[int, ...]
+    """Process that is member i."""
+    ranks: tuple[int, ...]
+    """EP rank of member i: i itself, but where ranks are gone from a frame."""
+    kept: tuple[int, ...]
+    """In a new frame: the former EP rank of rank i, -1 = new, so its slots are empty."""
+    version: int
+    """Of the weights."""
+
+
+class Lost(Exception):
+    """Another rank did not come; this one waits for a new membership."""
+
+
+class Backup:
+    """The backup of the weights' present version: a Migrator keeps one object for its life."""
+
+    def __init__(self) -> None:
+        self.files: eplb.HostBackup | None = None
+
+    def fetch(self, layer: int, expert: int, rows: Sequence[torch.Tensor]) -> None:
+        """Fill the bytes of an expert that no live rank holds."""
+        if self.files is None:
+            raise KeyError("this engine keeps no backup")
+        self.files.fetch(layer, expert, rows)
+
+
+class Rank:
+    """A rank's weights, tables and Migrator, and its passes."""
+
+    def __init__(self, setup: Setup, worker: int) -> None:
+        self.setup, self.worker, self.device = setup, worker, torch.device(setup.device)
+        config = setup.config
+        weights = make_dense(config, setup.seed, dtype=setup.dtype, device=self.device)
+        self.dense = Dense(config, weights, setup.num_rows)
+        self.client: eplb.LayoutClient | None = None
+        self.migrator: eplb.Migrator | None = None
+        self.backup = Backup()
+        self.tensors: list[dict[str, torch.Tensor]] = []
+        self.group: Group | None = None
+        self.retiring: int | None = None
+        self.shares: Any = None
+        self._layout: eplb.ExpertLayout | None = None
+        self._reference: Any = None
+        self._attached: Any = None
+        self._former_groups: list[Group] = []
+        self._since = 0
+        self._last_load: Any = None
+        # A transport outlives Migrators, and tensors of staging outlive both: nothing is registered twice.
+        self._staging: torch.Tensor | None = None
+        transport: eplb.Transport = eplb.SharedMemory() if setup.device == "cpu" else eplb.CudaIpc()
+        self.transport = eplb.Faulty(transport, setup.faults, seed=worker) if setup.faults else transport
+
+    @property
+    def layout(self) -> eplb.ExpertLayout:
+        """The live layout: the Migrator's, while there is one."""
+        layout = self._layout if self.migrator is None else self.migrator.layout
+        assert layout is not None
+        return layout
+
+    # ---- who is there ----------------------------------------------------------------------------------------------
+
+    def form(self, who: Membership) -> None:
+        """A new frame: at the start, and when ranks join or have left. Collective."""
+        setup, config = self.setup, self.setup.config
+        self._meet(who)
+        self.rank = self.members.index
+        layout = self._layout = self._agree(who)
+        if not self.tensors:
+            self._load(who)
+        # Views on the tensors that the pass computes with, made when nothing replaces these any more.
+        self.stores = [eplb.ExpertStore(dict(layer)) for layer in self.tensors]
+        # The kernels count into it; a window ends with `roll`.
+        self.load = eplb.LoadCounter(config.num_layers, config.num_experts, windows=WINDOWS, device=self.device)
+        # Fixed buffers; whatever layout is installed later, the passes' graphs stay.
+        self.tables = eplb.DispatchTables(layout, rank=self.rank, mode="weighted", device=self.device, load=self.load)
+        self.tables.warm_up(config.top_k)
+        self._reference = self.verify(reference=self._reference)
+        self._save_backup(who.version)
+        self.migrator = self._make_migrator(layout) if setup.mode == "async" else None
+        self._build()
+        self._since, self.retiring = 0, None
+
+    def _make_migrator(self, layout: eplb.ExpertLayout) -> eplb.Migrator:
+        """All memory, registration, addresses, threads and compilation are here; nothing of it comes later."""
+        if self._staging is None:
+            nbytes = self.setup.slots_per_rank * self.stores[0].slot_bytes
+            self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return eplb.Migrator(
+            self.stores,
+            layout,
+            rank=self.rank,
+            transport=self.transport,
+            agreement=self.agreement,
+            tables=self.tables,
+            record=self.client,
+            staging=self._staging,
+            backup=self.backup,
+            reference=self._reference,
+            deadline=self.setup.deadline,
+        )
+
+    def leave_frame(self) -> None:
+        """Before a new frame, and before this rank leaves for good. Collective."""
+        self._layout = self.layout
+        if self.migrator is not None:
+            self.migrator.stop(self.setup.deadline)
+            self.migrator = None
+
+    def regroup(self, who: Membership) -> None:
+        """Ranks are gone: those that live go on in the same frame, with no slot on the others. Collective."""
+        assert self.migrator is not None
+        self._meet(who)
+        self.migrator.rejoin(self.agreement)
+        loads = self.load.snapshot(all_reduce=add_up(self.members)).numpy()
+        alive = np.isin(np.arange(self.layout.topology.num_ranks), who.ranks)
+        for _ in range(20):  # reads may fail here too
+            self.migrator.start(lambda live: self._decide(live, loads, alive))
+            self._until_idle()
+            if not self.migrator.status.cause:
+                break
+        else:
+            raise Lost(f"no way off the ranks that are gone: {self.migrator.status.reason}")
+        self._build()
+
+    def _until_idle(self) -> None:
+        """Passes without a forward: nobody may send tokens to a rank that is gone."""
+        assert self.migrator is not None
+        while not self.migrator.idle:
+            self.migrator.poll()
+            if self.migrator.status.phase == "lost":
+                raise Lost(self.migrator.status.reason)
+            time.sleep(2e-4)
+
+    @property
+    def members(self) -> Group:
+        """Ranks that live."""
+        assert self.group is not None
+        return self.group
+
+    def _meet(self, who: Membership) -> None:
+        if self.group is not None:
+            self._former_groups.append(self.group)  # what is left of a broken one may wait for peers: keep it
+        self.who = who
+        folder = self.setup.folder / f"group-{who.generation}"
+        self.group = form_group(folder, who.workers.index(self.worker), len(who.workers), self.setup.deadline)
+        self.agreement = eplb.GroupAgreement(self.group.words, self.setup.deadline, store=self.group.store)
+
+    def _agree(self, who: Membership) -> eplb.ExpertLayout:
+        """From ranks that serve already, else from the record of the weights' host, else the trivial layout."""
+        topology = eplb.Topology(len(who.workers))
+        known = b"" if self._layout is None else pickle.dumps((self._layout, self._reference))
+        told = [blob for blob in self.agreement.gather(known) if blob]
+        if told:
+            layout, self._reference = pickle.loads(told[0])
+            resized: eplb.ExpertLayout = layout.resized(topology, who.kept)
+            return resized
+        config, slots = self.setup.config, len(who.workers) * self.setup.slots_per_rank
+        own = eplb.ExpertLayout.trivial(config.num_layers, config.num_experts, num_slots=slots, topology=topology)
+        if self.setup.weight_hosts is None:
+            return own
+        path = self.setup.weight_hosts / f"rank{self.rank}.sock"
+        self.client = eplb.LayoutClient(path, engine_id=f"engine-{self.setup.seed}")
+        return eplb.agree_on_layout(self.client, own=own, agreement=self.agreement)[0]
+
+    def _build(self) -> None:
+        self.load.recording(False)  # warming up and capturing is no traffic
+        self.forward = Forward(self.dense, self.tensors, self.tables, self.members, self.who.ranks, self.setup.num_rows)
+        self.load.recording(True)
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+
+    def _load(self, who: Membership) -> None:
+        setup, layout = self.setup, self.layout
+        if self.client is not None:
+            shared: dict[str, torch.Tensor] = {}
+            self._attached = eplb.attach_weights(self.client, shared, config=fingerprint_of(setup), layout=layout)
+            names = ("w13", "w2")
+            self.tensors = [
+                {name: shared[f"{layer}.{name}"] for name in names} for layer in range(setup.config.num_layers)
+            ]
+            return
+        self.tensors = empty_experts(setup.config, setup.slots_per_rank, dtype=setup.dtype, device=self.device)
+        load_experts(setup.checkpoint(who.version), setup.config, self.tensors, layout, self.rank)
+
+    def verify(self, *, reference: Any = None, layers: Sequence[int] | None = None) -> Any:
+        """Compare what every slot holds with the layout; the next reference. Collective, between passes."""
+        prints = gather(self.members, eplb.fingerprints(self.stores, layers=layers))
+        of_ranks = [torch.zeros_like(prints[0])] * self.layout.topology.num_ranks  # ranks that are gone hold nothing
+        for rank, one in zip(self.who.ranks, prints, strict=True):
+            of_ranks[rank] = one
+        report = eplb.verify_weights(of_ranks, self.layout, layers=layers, reference=reference)
+        if not report.ok:
+            raise ValueError(f"the weights do not match the layout\n{report}")
+        return report.by_expert
+
+    def _save_backup(self, version: int) -> None:
+        if self.setup.backups:
+            folder = self.setup.folder / f"backup-{version}"
+            there = self.agreement.gather(b"1" if (folder / "whole").exists() else b"")
+            if all(there):
+                self.backup.files = eplb.HostBackup(folder)
+                return
+            self.backup.files = eplb.HostBackup.save(
+                folder, self.stores, self.layout, rank=self.rank, agreement=self.agreement
+            )
+            (folder / "whole").touch()
+
+    def update(self, version: int) -> None:
+        """New weights in the same tensors: nobody reads or writes expert slots meanwhile. Collective."""
+        layout = self.layout if self.migrator is None else self.migrator.pause()
+        self.who = self.who._replace(version=version)
+        load_experts(self.setup.checkpoint(version), self.setup.config, self.tensors, layout, self.rank)
+        self._reference = self.verify()
+        self._save_backup(version)
+        if self.migrator is not None:
+            self.migrator.resume(reference=self._reference)
+
+    # ---- passes ----------------------------------------------------------------------------------------------------
+
+    def one_pass(self, number: int, feed: Feed, *, idle: bool = False) -> dict[str, Any]:
+        """Compute one token of each row. The same number on every rank.
+
+        Raises:
+            Lost: A rank did not come.
+        """
+        start = time.perf_counter()
+        installed: Sequence[int] = ()
+        if number % self.setup.window == 0:
+            self.load.roll()
+        if self.migrator is not None:
+            installed = self.migrator.poll()  # at most one layer; the rows that changed
+            if self.migrator.status.phase == "lost":
+                raise Lost(self.migrator.status.reason)
+        self._since += 1
+        if self._since >= self.setup.interval and self.setup.mode != "off":
+            self._rebalance()
+        library = time.perf_counter()
+        sampled = self.forward.run(feed, idle=idle)
+        end = time.perf_counter()
+        return {
+            "sampled": sampled.tolist(),
+            "installed": len(installed),
+            "library_s": library - start,
+            "pass_s": end - start,
+            "retired": self.retiring is not None and self._is_retired(),
+        }
+
+    def _rebalance(self) -> None:
+        """A pass number and agreed words decide when, never a clock: all ranks or none."""
+        if self.migrator is None:
+            self._since = 0
+            loads = self.load.snapshot(all_reduce=add_up(self.members)).numpy()
+            self._move_at_once(self._decide(self.layout, loads, None))
+        elif self.migrator.idle:
+            self._since = 0
+            snapshot = self.load.snapshot(all_reduce=add_up(self.members))  # enqueued, not waited for
+            retiring = self.retiring
+            self.migrator.start(lambda live: self._decide(live, snapshot.numpy(), None, retiring))  # on the worker
+
+    def _decide(
+        self, live: eplb.ExpertLayout, loads: Any, alive: Any, retiring: int | None = None
+    ) -> tuple[eplb.ExpertLayout, Any] | None:
+        """The next layout and the shares of replicas; equal on all ranks, because every input is."""
+        if retiring is not None:
+            target = eplb.retire_ranks(live, [retiring], expert_load=loads if len(loads) else None)
+            return (target, None) if target != live else None
+        if alive is None and self.who.ranks != tuple(range(live.topology.num_ranks)):
+            alive = np.isin(np.arange(live.topology.num_ranks), self.who.ranks)
+        if not len(loads):
+            loads = np.ones((1, live.num_layers, live.num_experts), dtype=np.int64)
+        placement = eplb.place(
+            loads,
+            live.topology,
+            num_slots=live.num_slots,
+            current=live,
+            active_ranks=alive,
+            dispatch="weighted",
+            max_transfers=4,
+        )
+        verdict = eplb.should_rebalance(
+            live, loads, placement, active_ranks=alive, dispatch="weighted", passes_since=self.setup.interval
+        )
+        if not verdict.layers.any():
+            return None
+        target = live.replace(placement.layout, verdict.layers)
+        return target, eplb.replica_shares(target, loads)
+
+    def _move_at_once(self, decision: tuple[eplb.ExpertLayout, Any] | None) -> None:
+        if decision is None:
+            return
+        target, shares = decision
+        self._layout = eplb.move_experts(
+            self.stores,
+            self.layout,
+            target,
+            rank=self.rank,
+            transport=self.transport,
+            agreement=self.agreement,
+            tables=self.tables,
+            record=self.client,
+            reference=self._reference,
+            deadline=self.setup.deadline,
+        )
+        self.tables.install(self._layout, shares=shares)
+
+    def _is_retired(self) -> bool:
+        alive = np.arange(self.layout.topology.num_ranks) != self.retiring
+        return len(eplb.lost_experts(self.layout, alive)) == 0
+
+    def close(self) -> None:
+        """After the last pass, together with the others."""
+        self.leave_frame()
+        self.transport.close()
+        if self.client is not None:
+            self.client.close()
+
+
+def fingerprint_of(setup: Setup) -> dict[str, Any]:
+    """What shapes the weights: a host and an engine must say the same."""
+    config = setup.config
+    return {"seed": setup.seed, "hidden": config.hidden, "width": config.expert_width, "dtype": str(setup.dtype)}
+
+

@@ -1,0 +1,151 @@
+"""One pass of a rank: pieces of computation with exchanges between them; on a GPU each piece is one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+import eplb_core as eplb
+from benchmarks.engine.exchange import Exchange, Group, Parcel, make_exchange
+from benchmarks.engine.model import Dense, feed_forward, gated, settle
+from benchmarks.engine.requests import Feed
+
+Experts = Sequence[dict[str, torch.Tensor]]
+
+
+def run_experts(x: torch.Tensor, local_slot: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Answers of this rank's slots to rows `[n, hidden]`, on the CPU; rows with slot -1 get nothing."""
+    out = torch.zeros_like(x)
+    for slot in torch.unique(local_slot).tolist():
+        if slot >= 0:
+            row = (local_slot == slot).nonzero()[:, 0]
+            out[row] = feed_forward(x[row], tensors["w13"][slot], tensors["w2"][slot]).to(x.dtype)
+    return out
+
+
+def run_grouped(x: torch.Tensor, local_slot: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The same on a GPU: two grouped products over all slots. No shape depends on the routing, so it can be captured."""
+    w13, w2 = tensors["w13"], tensors["w2"]
+    slots = len(w13)
+    key, order = torch.where(local_slot >= 0, local_slot, slots).sort(stable=True)
+    ends = torch.searchsorted(key, torch.arange(slots, device=x.device), right=True).int()
+    grouped = torch.nn.functional.grouped_mm
+    inner = settle(grouped(x[order], w13.transpose(1, 2), offs=ends).float(), w13.shape[2])
+    answers = settle(grouped(gated(inner, x.dtype), w2.transpose(1, 2), offs=ends).float(), w2.shape[2])
+    answers = torch.where((key < slots)[:, None], answers, 0.0)  # rows past the last group were not computed
+    return torch.empty_like(x).index_copy_(0, order, answers.to(x.dtype))
+
+
+class Forward:
+    """A rank's pass over fixed buffers.
+
+    Args:
+        dense: Everything but the routed experts.
+        experts: One layer's tensors `[S, ...]`.
+        tables: Where tokens go.
+        group: Ranks that live.
+        members: EP rank of each.
+        num_rows: Rows B of a batch.
+    """
+
+    def __init__(
+        self,
+        dense: Dense,
+        experts: Experts,
+        tables: eplb.DispatchTables,
+        group: Group,
+        members: Sequence[int],
+        num_rows: int,
+    ) -> None:
+        config, layout = dense.config, tables.layout
+        self.dense, self.experts, self.device = dense, experts, dense.device
+        self._slots_per_rank, self._rank = layout.slots_per_rank, tables.rank
+        # Call 3: the tensors of each layer, fixed for life; what an install changes is inside them.
+        self._tables = [tables.layer(layer) for layer in range(config.num_layers)]
+        room = num_rows * config.top_k
+        self.exchange: Exchange = make_exchange(group, Parcel.nbytes(room, config.hidden, dense.dtype), dense.device)
+        self._parcel = Parcel(self.exchange, group.size, room, config.hidden, dense.dtype)
+        member_of_rank = torch.full((layout.topology.num_ranks,), -1, dtype=torch.int64)
+        member_of_rank[list(members)] = torch.arange(len(members))
+        self._member_of_rank = member_of_rank.to(dense.device)
+        self._inputs = torch.zeros(4, num_rows, dtype=torch.int64, device=dense.device)
+        self._inputs[1] = config.max_length - 1
+        self._num_tokens = torch.zeros((), dtype=torch.int32, device=dense.device)
+        self._x = torch.zeros(num_rows, config.hidden, device=dense.device)
+        self._sampled = torch.zeros(num_rows, dtype=torch.int64, device=dense.device)
+        self._normal: torch.Tensor
+        self._weight: torch.Tensor
+        self._place: torch.Tensor
+        pieces: list[Callable[[], None]] = [self._first]
+        for layer in range(config.num_layers):
+            last = layer + 1 == config.num_layers
+            pieces += [self._experts_of(layer), self._between(layer, None if last else layer + 1)]
+        self._pieces = [self._captured(piece) for piece in pieces] if dense.device.type == "cuda" else pieces
+
+    @torch.no_grad()
+    def run(self, feed: Feed, *, idle: bool = False) -> torch.Tensor:
+        """Sampled tokens `[B]`, on the host. An idle rank sends no rows, but serves the others'.
+
+        Raises:
+            RuntimeError: A member did not come to an exchange.
+        """
+        self._inputs.copy_(torch.stack(feed.tensors(torch.device("cpu"))))
+        self._num_tokens.fill_(0 if idle else self._inputs.shape[1])
+        for index, piece in enumerate(self._pieces):
+            piece()
+            if index + 1 < len(self._pieces):
+                self.exchange.swap(index % 2)
+        return self._sampled.cpu()
+
+    # ---- pieces ----------------------------------------------------------------------------------------------------
+
+    def _first(self) -> None:
+        self._x = self.dense.embed(self._inputs[0])
+        self._to_experts(0)
+
+    def _to_experts(self, layer: int) -> None:
+        self._x = self.dense.attention(layer, self._x, self._inputs[1])
+        self._normal, ids, self._weight = self.dense.route(layer, self._x)
+        # Call 4: from logical experts to slots, counted on the way; rows beyond num_tokens become -1.
+        slots = eplb.topk_to_slots(ids, self._tables[layer], num_tokens=self._num_tokens)
+        rank = slots.reshape(-1).long().clamp(min=0) // self._slots_per_rank
+        self._place = self._parcel.pack(self._normal, slots, self._member_of_rank[rank])
+
+    def _experts_of(self, layer: int) -> Callable[[], None]:
+        run = run_experts if self.device.type == "cpu" else run_grouped
+
+        def piece() -> None:
+            parcel = self._parcel
+            slots = parcel.in_slots.reshape(-1).long()
+            local = torch.where(slots >= 0, slots - self._rank * self._slots_per_rank, -1)
+            x = parcel.in_rows.reshape(len(local), -1)
+            parcel.out_answers.copy_(run(x, local, self.experts[layer]).view(parcel.out_answers.shape))
+
+        return piece
+
+    def _between(self, layer: int, following: int | None) -> Callable[[], None]:
+        def piece() -> None:
+            answers = self._parcel.unpack(self._place, self.dense.config.top_k)
+            shared = self.dense.shared(layer, self._normal)
+            self._x = self.dense.combine(self._x, shared, answers, self._weight)
+            if following is None:
+                _, position, seed, topic = self._inputs
+                self._sampled.copy_(self.dense.sample(self._x, position, seed, topic))
+            else:
+                self._to_experts(following)
+
+        return piece
+
+    def _captured(self, piece: Callable[[], None]) -> Callable[[], None]:
+        """The piece as a CUDA graph: run once to compile, then captured. What it leaves on `self` are graph buffers."""
+        stream = torch.cuda.Stream(self.device)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            piece()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            piece()
+        graph.replay()  # the next piece is tried on what this one leaves
+        torch.cuda.synchronize(self.device)
+        return graph.replay
