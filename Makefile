@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-quick test-bounds mutants fuzz coverage lint format bench peers engines clean
+.PHONY: demo test test-quick test-bounds mutants fuzz coverage lint format bench soak peers engines clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once: a minute or two, 2.2 GB ..."
@@ -49,6 +49,10 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# The reference engine under traffic and faults: 10 minutes, 8 ranks on the CPU; fails if a token is wrong.
+soak: $(READY)
+	$(BIN)/python -m benchmarks.engine --soak 600 --ranks 8 --seed 1
 
 # Placement policies of other projects, for the benchmarks to compare with: a few files of each wheel.
 peers: $(READY)

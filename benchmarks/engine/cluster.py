@@ -30,6 +30,8 @@ def serve(pipe: Connection, setup: Setup, worker: int) -> None:
         "pass": rank.one_pass,
         "update": rank.update,
         "close": rank.close,
+        "received": lambda: rank.received(),
+        "map_cost": rank.map_cost,
         "verify": lambda layers: rank.verify(reference=rank._reference, layers=layers) is not None,
         "retire": lambda index: setattr(rank, "retiring", index),
         "status": lambda: (rank.layout.digest, rank.migrator.status._asdict() if rank.migrator else None),
@@ -99,7 +101,7 @@ class Cluster:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.workers: dict[int, Worker] = {}
-        self.who = Membership(0, (), (), (), 0)
+        self.who = Membership(time.time_ns(), (), (), (), 0)  # no generation was there before, in any cluster
         self._next = 0
 
     def spawn(self) -> int:
@@ -137,6 +139,10 @@ class Cluster:
     def call(self, name: str, *arguments: Any, patience: float = 60.0, **options: Any) -> list[Any]:
         """A command that must succeed on every member."""
         self.ask(name, *arguments, **options)
+        return self.take(name, patience)
+
+    def take(self, name: str, patience: float = 60.0) -> list[Any]:
+        """What every member answers to a command that must succeed."""
         answers = self.answers(patience)
         for number, (status, value) in answers.items():
             if status != "ok":

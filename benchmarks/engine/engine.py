@@ -217,18 +217,22 @@ class Rank:
     def _agree(self, who: Membership) -> eplb.ExpertLayout:
         """From ranks that serve already, else from the record of the weights' host, else the trivial layout."""
         topology = eplb.Topology(len(who.workers))
+        if self.setup.weight_hosts is not None and self._layout is None:
+            return self._ask_host(topology)
         known = b"" if self._layout is None else pickle.dumps((self._layout, self._reference))
         told = [blob for blob in self.agreement.gather(known) if blob]
         if told:
             layout, self._reference = pickle.loads(told[0])
             resized: eplb.ExpertLayout = layout.resized(topology, who.kept)
             return resized
-        config, slots = self.setup.config, len(who.workers) * self.setup.slots_per_rank
-        own = eplb.ExpertLayout.trivial(config.num_layers, config.num_experts, num_slots=slots, topology=topology)
-        if self.setup.weight_hosts is None:
-            return own
+        return first_layout(self.setup, topology)
+
+    def _ask_host(self, topology: eplb.Topology) -> eplb.ExpertLayout:
+        """The layout that the shared weights are in, whoever moved them: this engine adopts it before it loads."""
+        assert self.setup.weight_hosts is not None
         path = self.setup.weight_hosts / f"rank{self.rank}.sock"
-        self.client = eplb.LayoutClient(path, engine_id=f"engine-{self.setup.seed}")
+        self.client = eplb.LayoutClient(path, engine_id=f"engine-{self.worker}")  # open as long as the engine lives
+        own = first_layout(self.setup, topology)
         return eplb.agree_on_layout(self.client, own=own, agreement=self.agreement)[0]
 
     def _build(self) -> None:
@@ -314,6 +318,26 @@ class Rank:
             "retired": self.retiring is not None and self._is_retired(),
         }
 
+    def received(self) -> list[int]:
+        """(Token, expert) pairs that this rank has computed since the last call, by layer."""
+        counts: list[int] = self.forward.received.tolist()
+        self.forward.received.zero_()
+        return counts
+
+    def map_cost(self, calls: int) -> float:
+        """Seconds of one `topk_to_slots` call, the host's part: the least of some batches of calls."""
+        shape = (self.setup.num_rows, self.setup.config.top_k)
+        ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        tables, best = self.tables.layer(0), float("inf")
+        self.load.recording(False)
+        for _ in range(calls // 50):
+            start = time.perf_counter()
+            for _ in range(50):
+                eplb.topk_to_slots(ids, tables)
+            best = min(best, (time.perf_counter() - start) / 50)
+        self.load.recording(True)
+        return best
+
     def _rebalance(self) -> None:
         """A pass number and agreed words decide when, never a clock: all ranks or none."""
         if self.migrator is None:
@@ -382,6 +406,12 @@ class Rank:
         self.transport.close()
         if self.client is not None:
             self.client.close()
+
+
+def first_layout(setup: Setup, topology: eplb.Topology) -> eplb.ExpertLayout:
+    """What an engine starts with that knows nothing of the load."""
+    config, slots = setup.config, topology.num_ranks * setup.slots_per_rank
+    return eplb.ExpertLayout.trivial(config.num_layers, config.num_experts, num_slots=slots, topology=topology)
 
 
 def fingerprint_of(setup: Setup) -> dict[str, Any]:

@@ -19,6 +19,10 @@ import torch
 import torch.distributed as dist
 
 
+CONNECT_S = 60.0
+"""For members to meet; processes that start take their time on a busy machine."""
+
+
 class Group(NamedTuple):
     """Ranks that live, in order of rank, and three process groups of them: two users of one group would mix."""
 
@@ -43,7 +47,7 @@ def form_group(folder: Path, index: int, size: int, deadline: float) -> Group:
 
     def gloo(name: str) -> Any:
         part = torch_names.PrefixStore(name, store)
-        return torch_names.ProcessGroupGloo(part, index, size, timedelta(seconds=deadline))
+        return torch_names.ProcessGroupGloo(part, index, size, timedelta(seconds=CONNECT_S))
 
     return Group(index, size, gloo("rows"), gloo("words"), gloo("control"), store, folder, deadline)
 
@@ -52,8 +56,15 @@ def gather(group: Group, tensor: torch.Tensor) -> list[torch.Tensor]:
     """Every member's tensor, on the host."""
     own = tensor.cpu()
     out = [torch.empty_like(own) for _ in range(group.size)]
-    group.control.allgather([out], [own]).wait()
+    group.control.allgather([out], [own], _within(group, "AllgatherOptions")).wait()
     return out
+
+
+def _within(group: Group, kind: str) -> Any:
+    """Options of a collective that gives up after the group's deadline."""
+    options = getattr(dist.distributed_c10d, kind)()
+    options.timeout = timedelta(seconds=group.deadline)
+    return options
 
 
 def add_up(group: Group) -> Callable[[torch.Tensor], None]:
@@ -61,7 +72,7 @@ def add_up(group: Group) -> Callable[[torch.Tensor], None]:
 
     def all_reduce(tensor: torch.Tensor) -> None:
         host = tensor.cpu()
-        group.control.allreduce([host]).wait()
+        group.control.allreduce([host], _within(group, "AllreduceOptions")).wait()
         tensor.copy_(host)
 
     return all_reduce
@@ -87,7 +98,7 @@ class GlooExchange:
         self._group = group.rows
         self.send = [torch.zeros(group.size, each, dtype=torch.uint8) for each in nbytes]
         self.receive = [torch.zeros_like(each) for each in self.send]
-        self._options = dist.distributed_c10d.AllToAllOptions()
+        self._options = _within(group, "AllToAllOptions")
 
     def swap(self, which: int) -> None:
         self._group.alltoall_base(self.receive[which], self.send[which], [], [], self._options).wait()

@@ -74,6 +74,8 @@ class Forward:
         self._num_tokens = torch.zeros((), dtype=torch.int32, device=dense.device)
         self._x = torch.zeros(num_rows, config.hidden, device=dense.device)
         self._sampled = torch.zeros(num_rows, dtype=torch.int64, device=dense.device)
+        self.received = torch.zeros(config.num_layers, dtype=torch.int64, device=dense.device)
+        """(Token, expert) pairs that this rank has computed, by layer."""
         self._normal: torch.Tensor
         self._weight: torch.Tensor
         self._place: torch.Tensor
@@ -118,6 +120,7 @@ class Forward:
         def piece() -> None:
             parcel = self._parcel
             slots = parcel.in_slots.reshape(-1).long()
+            self.received[layer] += (slots >= 0).sum()
             local = torch.where(slots >= 0, slots - self._rank * self._slots_per_rank, -1)
             x = parcel.in_rows.reshape(len(local), -1)
             parcel.out_answers.copy_(run(x, local, self.experts[layer]).view(parcel.out_answers.shape))

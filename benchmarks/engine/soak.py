@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.engine.cluster import Cluster, EngineFailure
 from benchmarks.engine.engine import Membership, Setup
+from benchmarks.engine.model import ModelConfig
 from benchmarks.engine.oracle import Oracle
 from benchmarks.engine.requests import Feed, Scheduler, Traffic
 from benchmarks.engine.weights import save_experts
@@ -78,7 +79,9 @@ class Soak:
     """A cluster under traffic, and what may happen to it."""
 
     def __init__(self, size: int, *, seed: int, folder: Path, setup: dict[str, Any] | None = None) -> None:
-        options = {"slots_per_rank": 6, "interval": 24, "deadline": 4.0, "faults": SPOILT, "backups": True}
+        # Twice the slots that the experts need: half of the ranks may be gone at a time.
+        slots = -(-2 * ModelConfig().num_experts // size)
+        options = {"slots_per_rank": slots, "interval": 24, "deadline": 4.0, "faults": SPOILT, "backups": True}
         self.setup = Setup(folder, seed=seed, **{**options, **(setup or {})})
         self.size, self.random = size, np.random.default_rng(seed)
         self.report = Report()
@@ -324,7 +327,7 @@ class Soak:
             self.report.migrations_ended[cause] = self.report.migrations_ended.get(cause, 0) + 1
 
     def run(self, seconds: float) -> Report:
-        """Traffic and faults for a time; every kind of fault at least once if there is time for it."""
+        """Traffic and faults for a time, and until every kind of fault has come once."""
         self.start()
         self._verify()
         kinds: list[Callable[[], None]] = [
@@ -332,7 +335,7 @@ class Soak:
         ]  # fmt: skip
         start, turn = time.monotonic(), 0
         try:
-            while time.monotonic() - start < seconds:
+            while time.monotonic() - start < seconds or turn < len(kinds):
                 self.passes(10 + int(self.random.integers(40)))
                 self._look()
                 if turn < len(kinds):

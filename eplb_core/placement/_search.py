@@ -173,6 +173,7 @@ def improve_layers(
             if spent[layer] + dearest <= budget[layer]:
                 break
             # The budget has ended the search: take each transfer back in turn and look for better ones in its place.
+            _begin(weight, pace, weighted, row, work)  # the last steps may not have been kept: count what is in the row
             taken_back, refund = _take_back(taken_back + 1, old[layer], row, work)
             if taken_back < 0:
                 _copy(kept, row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 INTERPRETED = True
 
 PLACE = "eplb_core/placement/place.py"
+SEARCH = "eplb_core/placement/_search.py"
 KERNELS = "eplb_core/placement/_kernels.py"
 REFINE = "eplb_core/placement/_refine.py"
 SOLVE = "eplb_core/placement/_solve.py"
@@ -284,4 +285,10 @@ MUTATIONS = [
     (PLACE, "    if fit.sum() < groups:\n", "    if False:\n", REFUSALS),
     (PLACE, "    if locality not in _PIN:\n", "    if False:\n", REFUSALS),
     (PLACE, "        if mine != theirs:\n", "        if False:\n", REFUSALS),
+    (
+        SEARCH,
+        "            _begin(weight, pace, weighted, row, work)  # the last steps",
+        "            pass  # the last steps",
+        f"{TEST_PLACE}::test_a_search_that_its_budget_ended_loses_no_expert",
+    ),
 ]

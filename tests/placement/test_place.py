@@ -403,3 +403,15 @@ def test_a_row_that_tears_groups_apart_does_not_stay(locality: str) -> None:
     assert placed.balancedness[0] <= placed.bound[0]
     again = eplb.place(load, topology, num_slots=8, locality=locality, num_groups=2, current=placed.layout)
     assert again.layout == placed.layout
+
+
+@pytest.mark.parametrize("seed", [88, 137, 156, 170])
+def test_a_search_that_its_budget_ended_loses_no_expert(seed: int) -> None:
+    """Steps that were tried and not kept once counted as replicas, so the last one of an expert was taken back."""
+    rng = np.random.default_rng(seed)
+    topology = Topology(num_ranks=4)
+    load = rng.integers(0, 40, (3, 3, 16)) * (rng.random(16) < 0.6)
+    live = place(rng.random((3, 16)) ** 4, topology, num_slots=24).layout
+    alive = np.arange(4) != seed % 4
+    new = place(load, topology, num_slots=24, current=live, active_ranks=alive, max_transfers=4).layout
+    assert all(set(range(16)) <= set(row) for row in new.physical_to_logical_map.tolist())

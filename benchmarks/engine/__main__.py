@@ -1,0 +1,192 @@
+"""Command line: figures, or the soak."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.engine.cluster import Cluster
+from benchmarks.engine.drive import Record, drive
+from benchmarks.engine.engine import MODES, Setup
+from benchmarks.engine.model import ModelConfig
+from benchmarks.engine.oracle import Oracle
+from benchmarks.engine.requests import Scheduler, Traffic
+from benchmarks.engine.soak import soak
+from benchmarks.engine.weights import save_experts
+from benchmarks.measure import table, write_json
+
+SMALL = ModelConfig(num_layers=2)
+PRESETS = {
+    "cpu": Setup(
+        Path(),
+        config=ModelConfig(num_layers=4, num_experts=32, hidden=256, expert_width=512, num_heads=4),
+        num_rows=32,
+        slots_per_rank=10,
+    ),
+    # 30 layers of 128 experts, 1.5 million parameters each: 11 GB in bfloat16, and a quarter as much of replicas.
+    "h200": Setup(
+        Path(),
+        config=ModelConfig(
+            num_layers=30,
+            num_experts=128,
+            top_k=8,
+            hidden=1024,
+            expert_width=512,
+            num_heads=8,
+            vocabulary=8192,
+            num_topics=16,
+            max_length=256,
+        ),
+        num_rows=64,
+        slots_per_rank=40,
+        synthetic=True,
+        window=16,
+        interval=128,
+        deadline=60.0,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, few passes: does it run?")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: all ranks on one GPU")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--passes", type=int, default=400, help="of each mode")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--check", action="store_true", help="compare every token with the oracle; times mean less")
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="traffic and faults instead of figures")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if options.soak is not None:
+        report = soak(options.ranks, options.soak, seed=options.seed)
+        print(report)
+        write_json(options.json, {"soak": dataclasses.asdict(report), "ok": report.ok})
+        return 0 if report.ok else 1
+    if options.quick:
+        options.ranks, options.passes = 2, 40
+    with tempfile.TemporaryDirectory(prefix="eplb-engine-") as folder:
+        setup = dataclasses.replace(PRESETS[options.preset], folder=Path(folder), seed=options.seed)
+        if options.quick:
+            setup = dataclasses.replace(setup, config=SMALL, slots_per_rank=10, num_rows=4, interval=16, window=4)
+        setup = dataclasses.replace(setup, device=options.device)
+        if not setup.synthetic:
+            save_experts(Path(folder) / "experts-0", setup.config, setup.seed, setup.dtype)
+        record = figures(setup, options)
+    for line in record["summary"]:
+        print(line)
+    write_json(options.json, record)
+    return 0
+
+
+def figures(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
+    """All of them."""
+    modes = {mode: by_mode(dataclasses.replace(setup, mode=mode), options) for mode in options.modes}
+    head = ["mode", "tokens/s", "p50 ms", "p99 ms", "worst ms", "balancedness", "layers installed"]
+    rows = [
+        [
+            mode,
+            f"{one['tokens_s']:.0f}",
+            *(f"{one[key]:.1f}" for key in ("p50_ms", "p99_ms", "worst_ms")),
+            f"{one['balancedness']:.3f}",
+            str(one["installed"]),
+        ]
+        for mode, one in modes.items()
+    ]
+    print(table(head, rows))
+    skewed = on_skewed_load(setup, options)
+    idle = with_nothing_to_do(setup, options)
+    summary = [
+        f"{options.ranks} ranks, {setup.config.num_layers} layers, {setup.config.num_experts} experts, {setup.device}",
+        f"skewed load, same topics throughout: balancedness {skewed['before']['balancedness']:.3f} -> "
+        f"{skewed['after']['balancedness']:.3f}, median pass {skewed['before']['p50_ms']:.1f} -> "
+        f"{skewed['after']['p50_ms']:.1f} ms",
+        f"nothing to do: poll, roll and {setup.config.num_layers} maps take {1e3 * idle['library_s']:.3f} ms of "
+        f"{idle['p50_ms']:.1f} ms, {100 * idle['share']:.2f}%",
+    ]
+    shape = dataclasses.asdict(setup.config) | {"ranks": options.ranks, "rows": setup.num_rows, "device": setup.device}
+    return {"shape": shape, "modes": modes, "skewed": skewed, "idle": idle, "summary": summary}
+
+
+def by_mode(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
+    """Drifting traffic under one mode; the same requests for all."""
+    oracle = None
+    if options.check:
+        oracle = Oracle(setup.config, setup.seed, setup.num_rows * options.ranks, setup.device)
+        oracle.load(setup.checkpoint(0))
+    with Cluster(setup) as cluster:
+        cluster.start(options.ranks)
+        scheduler = Scheduler(Traffic(setup.config, setup.seed), setup.num_rows)
+        warm = setup.interval // 2
+        drive(cluster, scheduler, warm, oracle=oracle)
+        record = drive(cluster, scheduler, options.passes, first=warm + 1, oracle=oracle, window=setup.window)
+        status = cluster.call("status")[0][1]
+        cluster.call("close")
+    if record.wrong:
+        raise SystemExit(f"{record.wrong} of {record.compared} tokens are wrong")
+    tokens = options.passes * setup.num_rows * options.ranks
+    moves = {} if status is None else {key: status[key] for key in ("migration", "read_bytes", "worst_install_s")}
+    return {
+        "tokens_s": round(tokens / sum(record.pass_s), 1),
+        **record.times(),
+        **balance_of(record),
+        "installed": record.installed,
+        "tokens_compared": record.compared,
+        **moves,
+    }
+
+
+def balance_of(record: Record) -> dict[str, float]:
+    """Mean over windows."""
+    return {"balancedness": round(float(np.mean(record.balance)), 4)}
+
+
+def on_skewed_load(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
+    """Topics whose popularity does not change: before the first migration, and after the last."""
+    setup = dataclasses.replace(setup, mode="async", interval=2 * options.passes // 3)
+    with Cluster(setup) as cluster:
+        cluster.start(options.ranks)
+        scheduler = Scheduler(Traffic(setup.config, setup.seed, skew=1.5, drift=0.0), setup.num_rows)
+        before = drive(cluster, scheduler, setup.interval - 1, window=setup.window)
+        moving = drive(cluster, scheduler, setup.interval // 2, first=setup.interval, window=setup.window)
+        first = setup.interval + setup.interval // 2
+        after = drive(cluster, scheduler, setup.interval // 2, first=first, window=setup.window)
+        cluster.call("close")
+    return {
+        "before": before.times() | balance_of(before),
+        "after": after.times() | balance_of(after),
+        "installed": moving.installed,
+    }
+
+
+def with_nothing_to_do(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
+    """What the library costs where it is idle: the calls of each pass beside the pass."""
+    setup = dataclasses.replace(setup, mode="async", interval=10**9)
+    with Cluster(setup) as cluster:
+        cluster.start(options.ranks)
+        scheduler = Scheduler(Traffic(setup.config, setup.seed), setup.num_rows)
+        record = drive(cluster, scheduler, max(20, options.passes // 2), window=setup.window)
+        map_s = float(np.median(cluster.call("map_cost", 1000)))
+        cluster.call("close")
+    in_pass = float(np.median(record.library_s)) + setup.config.num_layers * map_s
+    return {
+        **record.times(),
+        "poll_and_roll_s": float(np.median(record.library_s)),
+        "map_s": map_s,
+        "library_s": in_pass,
+        "share": in_pass / (record.times()["p50_ms"] / 1e3),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
