@@ -42,7 +42,7 @@ PRESETS = {
             num_heads=8,
             vocabulary=8192,
             num_topics=16,
-            max_length=256,
+            max_length=128,
         ),
         num_rows=64,
         slots_per_rank=40,
@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="traffic and faults instead of figures")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if options.soak is not None:
         report = soak(options.ranks, options.soak, seed=options.seed)
         print(report)
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup = dataclasses.replace(PRESETS[options.preset], folder=Path(folder), seed=options.seed)
         if options.quick:
             setup = dataclasses.replace(setup, config=SMALL, slots_per_rank=10, num_rows=4, interval=16, window=4)
-        setup = dataclasses.replace(setup, device=options.device)
+        setup = dataclasses.replace(setup, device="cuda:0" if options.device == "cuda" else options.device)
         if not setup.synthetic:
             save_experts(Path(folder) / "experts-0", setup.config, setup.seed, setup.dtype)
         record = figures(setup, options)

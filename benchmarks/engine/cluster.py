@@ -21,6 +21,8 @@ from eplb_core import AgreementError, MigrationError
 def serve(pipe: Connection, setup: Setup, worker: int) -> None:
     """A rank's process: answer commands until the pipe ends."""
     torch.set_num_threads(1)
+    # Sums must be exact, whatever the size of the batch makes the library choose.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = Rank(setup, worker)
     calls: dict[str, Callable[..., Any]] = {
@@ -55,9 +57,11 @@ class Worker:
     """One process, as its parent sees it."""
 
     def __init__(self, setup: Setup, number: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # Imports once, not in every process: a restarted rank is there at once.
-        context.set_forkserver_preload(["benchmarks.engine.preload"])
+        context: Any = multiprocessing.get_context("spawn")  # what has seen a GPU must not be forked
+        if setup.device == "cpu":
+            context = multiprocessing.get_context("forkserver")
+            # Imports once, not in every process: a restarted rank is there at once.
+            context.set_forkserver_preload(["benchmarks.engine.preload"])
         self.number = number
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, setup, number), daemon=True)
@@ -116,7 +120,7 @@ class Cluster:
         pairs = list(kept)
         workers, former = tuple(worker for worker, _ in pairs), tuple(rank for _, rank in pairs)
         self.who = Membership(self.who.generation + 1, workers, tuple(range(len(pairs))), former, self.who.version)
-        self.call("form", self.who, patience=120.0)
+        self.call("form", self.who, patience=600.0)
 
     def start(self, size: int) -> None:
         """The first frame."""

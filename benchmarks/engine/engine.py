@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,15 +132,15 @@ class Rank:
         """A new frame: at the start, and when ranks join or have left. Collective."""
         setup, config = self.setup, self.setup.config
         self._meet(who)
-        self.rank = self.members.index
+        self.rank = self.members.me
         layout = self._layout = self._agree(who)
         if not self.tensors:
             self._load(who)
-        # Views on the tensors that the pass computes with, made when nothing replaces these any more.
+        # Call 2. Views on the tensors that the passes compute with, made when nothing replaces these any more.
         self.stores = [eplb.ExpertStore(dict(layer)) for layer in self.tensors]
-        # The kernels count into it; a window ends with `roll`.
+        # Call 4. The dispatch kernel counts into it; a window ends with `roll`.
         self.load = eplb.LoadCounter(config.num_layers, config.num_experts, windows=WINDOWS, device=self.device)
-        # Fixed buffers; whatever layout is installed later, the passes' graphs stay.
+        # Call 5. Buffers that stay: whatever layout is installed later, captured graphs go on.
         self.tables = eplb.DispatchTables(layout, rank=self.rank, mode="weighted", device=self.device, load=self.load)
         self.tables.warm_up(config.top_k)
         self._reference = self.verify(reference=self._reference)
@@ -150,7 +150,7 @@ class Rank:
         self._since, self.retiring = 0, None
 
     def _make_migrator(self, layout: eplb.ExpertLayout) -> eplb.Migrator:
-        """All memory, registration, addresses, threads and compilation are here; nothing of it comes later."""
+        """Call 7. All memory, registration, addresses, threads and compilation are here; nothing of it comes later."""
         if self._staging is None:
             nbytes = self.setup.slots_per_rank * self.stores[0].slot_bytes
             self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -256,7 +256,7 @@ class Rank:
         load_experts(setup.checkpoint(who.version), setup.config, self.tensors, layout, self.rank)
 
     def verify(self, *, reference: Any = None, layers: Sequence[int] | None = None) -> Any:
-        """Compare what every slot holds with the layout; the next reference. Collective, between passes."""
+        """Call 3. Compare what every slot holds with the layout; the next reference. Collective, between passes."""
         prints = gather(self.members, eplb.fingerprints(self.stores, layers=layers))
         of_ranks = [torch.zeros_like(prints[0])] * self.layout.topology.num_ranks  # ranks that are gone hold nothing
         for rank, one in zip(self.who.ranks, prints, strict=True):
@@ -279,7 +279,7 @@ class Rank:
             (folder / "whole").touch()
 
     def update(self, version: int) -> None:
-        """New weights in the same tensors: nobody reads or writes expert slots meanwhile. Collective."""
+        """Call 10. New weights in the same tensors: nobody touches expert slots in the pause. Collective."""
         layout = self.layout if self.migrator is None else self.migrator.pause()
         self.who = self.who._replace(version=version)
         load_experts(self.setup.checkpoint(version), self.setup.config, self.tensors, layout, self.rank)
@@ -301,7 +301,7 @@ class Rank:
         if number % self.setup.window == 0:
             self.load.roll()
         if self.migrator is not None:
-            installed = self.migrator.poll()  # at most one layer; the rows that changed
+            installed = self.migrator.poll()  # call 8: every pass, every rank; installs one layer at most
             if self.migrator.status.phase == "lost":
                 raise Lost(self.migrator.status.reason)
         self._since += 1
@@ -339,7 +339,7 @@ class Rank:
         return best
 
     def _rebalance(self) -> None:
-        """A pass number and agreed words decide when, never a clock: all ranks or none."""
+        """Call 9. A pass number and agreed words decide when, never a clock: all ranks or none."""
         if self.migrator is None:
             self._since = 0
             loads = self.load.snapshot(all_reduce=add_up(self.members)).numpy()
@@ -418,5 +418,3 @@ def fingerprint_of(setup: Setup) -> dict[str, Any]:
     """What shapes the weights: a host and an engine must say the same."""
     config = setup.config
     return {"seed": setup.seed, "hidden": config.hidden, "width": config.expert_width, "dtype": str(setup.dtype)}
-
-

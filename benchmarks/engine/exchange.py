@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-
 CONNECT_S = 60.0
 """For members to meet; processes that start take their time on a busy machine."""
 
@@ -26,7 +25,7 @@ CONNECT_S = 60.0
 class Group(NamedTuple):
     """Ranks that live, in order of rank, and three process groups of them: two users of one group would mix."""
 
-    index: int
+    me: int
     size: int
     rows: Any
     """For the exchange."""
@@ -101,6 +100,7 @@ class GlooExchange:
         self._options = _within(group, "AllToAllOptions")
 
     def swap(self, which: int) -> None:
+        """One all-to-all of gloo, in equal parts."""
         self._group.alltoall_base(self.receive[which], self.send[which], [], [], self._options).wait()
 
 
@@ -112,8 +112,9 @@ class IpcExchange:
     """
 
     def __init__(self, group: Group, nbytes: tuple[int, int], device: torch.device) -> None:
-        from torch.multiprocessing.reductions import reduce_tensor
+        import torch.multiprocessing.reductions
 
+        reduce_tensor: Any = torch.multiprocessing.reductions.reduce_tensor
         self._group, self._device = group, device
         self.send = [torch.zeros(group.size, each, dtype=torch.uint8, device=device) for each in nbytes]
         self.receive = [torch.zeros_like(each) for each in self.send]
@@ -124,24 +125,25 @@ class IpcExchange:
         self._peers: list[list[torch.Tensor]] = []
         for index, (one, size) in enumerate(zip(gather(group, room), sizes, strict=True)):
             parts = pickle.loads(one[: int(size)].numpy().tobytes())
-            self._peers.append(self.send if index == group.index else [build(*args) for build, args in parts])
+            self._peers.append(self.send if index == group.me else [build(*args) for build, args in parts])
         path, shape = group.folder / "tickets", (group.size,)
-        if group.index == 0:
+        if group.me == 0:
             np.memmap(path, np.int64, "w+", shape=shape).flush()
         gather(group, torch.zeros(1))  # it is there
         self._tickets = np.memmap(path, np.int64, "r+", shape=shape)
         self._turn = 0
 
     def swap(self, which: int) -> None:
+        """Wait for the own stream, then for the members; then take what they sent."""
         torch.cuda.current_stream(self._device).synchronize()
         self._meet()
         for index, peer in enumerate(self._peers):
-            self.receive[which][index].copy_(peer[which][self._group.index], non_blocking=True)
+            self.receive[which][index].copy_(peer[which][self._group.me], non_blocking=True)
 
     def _meet(self) -> None:
         """Wait until every member has come as far as this one: numbers in shared memory."""
         self._turn += 1
-        self._tickets[self._group.index] = self._turn
+        self._tickets[self._group.me] = self._turn
         until = time.monotonic() + self._group.deadline
         while int(self._tickets.min()) < self._turn:
             if time.monotonic() > until:

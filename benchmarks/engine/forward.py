@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ def run_experts(x: torch.Tensor, local_slot: torch.Tensor, tensors: dict[str, to
 
 
 def run_grouped(x: torch.Tensor, local_slot: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The same on a GPU: two grouped products over all slots. No shape depends on the routing, so it can be captured."""
+    """The same on a GPU: two grouped products over all slots. No shape depends on the routing: it can be captured."""
     w13, w2 = tensors["w13"], tensors["w2"]
     slots = len(w13)
     key, order = torch.where(local_slot >= 0, local_slot, slots).sort(stable=True)
@@ -35,6 +36,19 @@ def run_grouped(x: torch.Tensor, local_slot: torch.Tensor, tensors: dict[str, to
     answers = settle(grouped(gated(inner, x.dtype), w2.transpose(1, 2), offs=ends).float(), w2.shape[2])
     answers = torch.where((key < slots)[:, None], answers, 0.0)  # rows past the last group were not computed
     return torch.empty_like(x).index_copy_(0, order, answers.to(x.dtype))
+
+
+class Flow(NamedTuple):
+    """What one piece leaves for the next but one."""
+
+    x: torch.Tensor
+    """Residual stream `[B, hidden]`."""
+    normal: torch.Tensor
+    """The experts' input."""
+    weight: torch.Tensor
+    """Of each expert chosen, `[B, K]`."""
+    place: torch.Tensor
+    """Where in the parcel each pair lies, `[B * K]`."""
 
 
 class Forward:
@@ -61,7 +75,7 @@ class Forward:
         config, layout = dense.config, tables.layout
         self.dense, self.experts, self.device = dense, experts, dense.device
         self._slots_per_rank, self._rank = layout.slots_per_rank, tables.rank
-        # Call 3: the tensors of each layer, fixed for life; what an install changes is inside them.
+        # The tensors of each layer, fixed for life; what an install changes is inside them.
         self._tables = [tables.layer(layer) for layer in range(config.num_layers)]
         room = num_rows * config.top_k
         self.exchange: Exchange = make_exchange(group, Parcel.nbytes(room, config.hidden, dense.dtype), dense.device)
@@ -72,13 +86,11 @@ class Forward:
         self._inputs = torch.zeros(4, num_rows, dtype=torch.int64, device=dense.device)
         self._inputs[1] = config.max_length - 1
         self._num_tokens = torch.zeros((), dtype=torch.int32, device=dense.device)
-        self._x = torch.zeros(num_rows, config.hidden, device=dense.device)
         self._sampled = torch.zeros(num_rows, dtype=torch.int64, device=dense.device)
         self.received = torch.zeros(config.num_layers, dtype=torch.int64, device=dense.device)
         """(Token, expert) pairs that this rank has computed, by layer."""
-        self._normal: torch.Tensor
-        self._weight: torch.Tensor
-        self._place: torch.Tensor
+        self._flow = Flow(*(torch.zeros(0),) * 4)
+        self._pool: Any = torch.cuda.graph_pool_handle() if dense.device.type == "cuda" else None
         pieces: list[Callable[[], None]] = [self._first]
         for layer in range(config.num_layers):
             last = layer + 1 == config.num_layers
@@ -103,16 +115,16 @@ class Forward:
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
     def _first(self) -> None:
-        self._x = self.dense.embed(self._inputs[0])
-        self._to_experts(0)
+        self._to_experts(0, self.dense.embed(self._inputs[0]))
 
-    def _to_experts(self, layer: int) -> None:
-        self._x = self.dense.attention(layer, self._x, self._inputs[1])
-        self._normal, ids, self._weight = self.dense.route(layer, self._x)
-        # Call 4: from logical experts to slots, counted on the way; rows beyond num_tokens become -1.
+    def _to_experts(self, layer: int, x: torch.Tensor) -> None:
+        x = self.dense.attention(layer, x, self._inputs[1])
+        normal, ids, weight = self.dense.route(layer, x)
+        # Call 6. From logical experts to slots, counted on the way; rows beyond num_tokens become -1.
         slots = eplb.topk_to_slots(ids, self._tables[layer], num_tokens=self._num_tokens)
         rank = slots.reshape(-1).long().clamp(min=0) // self._slots_per_rank
-        self._place = self._parcel.pack(self._normal, slots, self._member_of_rank[rank])
+        place = self._parcel.pack(normal, slots, self._member_of_rank[rank])
+        self._flow = Flow(x, normal, weight, place)
 
     def _experts_of(self, layer: int) -> Callable[[], None]:
         run = run_experts if self.device.type == "cpu" else run_grouped
@@ -129,25 +141,31 @@ class Forward:
 
     def _between(self, layer: int, following: int | None) -> Callable[[], None]:
         def piece() -> None:
-            answers = self._parcel.unpack(self._place, self.dense.config.top_k)
-            shared = self.dense.shared(layer, self._normal)
-            self._x = self.dense.combine(self._x, shared, answers, self._weight)
+            x, normal, weight, place = self._flow
+            answers = self._parcel.unpack(place, self.dense.config.top_k)
+            x = self.dense.combine(x, self.dense.shared(layer, normal), answers, weight)
             if following is None:
                 _, position, seed, topic = self._inputs
-                self._sampled.copy_(self.dense.sample(self._x, position, seed, topic))
+                self._sampled.copy_(self.dense.sample(x, position, seed, topic))
             else:
-                self._to_experts(following)
+                self._to_experts(following, x)
 
         return piece
 
     def _captured(self, piece: Callable[[], None]) -> Callable[[], None]:
-        """The piece as a CUDA graph: run once to compile, then captured. What it leaves on `self` are graph buffers."""
-        stream = torch.cuda.Stream(self.device)
+        """The piece as a CUDA graph. Pieces are replayed in the order of their capture, so they may share memory."""
+        stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        before = self._flow
         with torch.no_grad(), torch.cuda.stream(stream):
-            piece()
-        stream.synchronize()
+            piece()  # compiles what has to be compiled
+        torch.cuda.synchronize(self.device)
+        self._flow = before
         graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with (
+            torch.no_grad(),
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             piece()
         graph.replay()  # the next piece is tried on what this one leaves
         torch.cuda.synchronize(self.device)

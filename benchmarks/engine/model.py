@@ -3,8 +3,8 @@
 Every value that goes into a sum is a whole number, small enough that float32 (or bfloat16 with float32 sums) holds each
 sum exactly. So a sum is the same in any order, in any batch, on any number of ranks and on any device, and "the same
 tokens" can be asked for bit by bit. Rounding happens only where each element stands alone. The structure is that of
-any mixture-of-experts decoder: normalization, causal attention with a cache, a router that takes the top k (in groups if
-asked), a shared expert, gated experts, weighted sums.
+any mixture-of-experts decoder: normalization, causal attention with a cache, a router that takes the top k (in groups
+if asked), a shared expert, gated experts, weighted sums.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Dense:
         embedding = weights["embedding"]
         self.dtype, self.device = embedding.dtype, embedding.device
         shape = (config.num_layers, num_rows, config.max_length, config.num_heads, config.hidden // config.num_heads)
-        # Double: sums of products with powers of two, exact for any length that fits.
+        # Read as float64 below, in which sums of products with powers of two are exact for any length.
         self.keys = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self.values = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self.powers = 2.0 ** torch.arange(-WINDOW, 1, dtype=torch.float64, device=self.device)

@@ -2,7 +2,7 @@
 
 import torch
 
-import benchmarks.engine.engine
+import benchmarks.engine.engine  # noqa: F401
 import eplb_core
 
 torch.set_num_threads(1)  # no threads before a fork

@@ -30,9 +30,7 @@ def keep(pipe: Connection, setup: Setup, ranks: int) -> None:
     with contextlib.ExitStack() as hosts:
         for rank in range(ranks):
             path = setup.weight_hosts / f"rank{rank}.sock"
-            hosts.enter_context(
-                eplb.WeightHost(path, load, config=fingerprint_of(setup), layout=layout, rank=rank)
-            )
+            hosts.enter_context(eplb.WeightHost(path, load, config=fingerprint_of(setup), layout=layout, rank=rank))
         pipe.send("ready")
         with contextlib.suppress(EOFError):
             pipe.recv()

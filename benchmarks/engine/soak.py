@@ -96,16 +96,14 @@ class Soak:
         self.cluster = Cluster(self.setup)
 
     def _save(self, version: int) -> None:
-        save_experts(self.setup.folder / f"experts-{version}", self.setup.config, self.setup.seed + version, self.setup.dtype)
+        setup = self.setup
+        save_experts(setup.folder / f"experts-{version}", setup.config, setup.seed + version, setup.dtype)
 
     # ---- passes ----------------------------------------------------------------------------------------------------
 
     def passes(self, count: int, *, during: Callable[[], None] | None = None) -> bool:
         """Serve; `during` happens while a pass runs. False: ranks are gone, and those that live have regrouped."""
-        for _ in range(count):
-            if not self.one_pass(during):
-                return False
-        return True
+        return all(self.one_pass(during) for _ in range(count))
 
     def one_pass(self, during: Callable[[], None] | None = None) -> bool:
         """One pass on every rank, beside the oracle's."""
