@@ -115,7 +115,13 @@ def figures(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
         f"nothing to do: poll, roll and {setup.config.num_layers} maps take {1e3 * idle['library_s']:.3f} ms of "
         f"{idle['p50_ms']:.1f} ms, {100 * idle['share']:.2f}%",
     ]
-    shape = dataclasses.asdict(setup.config) | {"ranks": options.ranks, "rows": setup.num_rows, "device": setup.device}
+    gpu = torch.cuda.get_device_name(0) if setup.device != "cpu" else None
+    shape = dataclasses.asdict(setup.config) | {
+        "ranks": options.ranks,
+        "rows": setup.num_rows,
+        "device": setup.device,
+        "gpu": gpu,
+    }
     return {"shape": shape, "modes": modes, "skewed": skewed, "idle": idle, "summary": summary}
 
 

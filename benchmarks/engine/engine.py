@@ -76,6 +76,10 @@ class Membership(NamedTuple):
     """Of the weights."""
 
 
+Decision = tuple[eplb.ExpertLayout, Any]
+"""A layout, and the shares of its replicas."""
+
+
 class Lost(Exception):
     """Another rank did not come; this one waits for a new membership."""
 
@@ -181,9 +185,8 @@ class Rank:
         self._meet(who)
         self.migrator.rejoin(self.agreement)
         loads = self.load.snapshot(all_reduce=add_up(self.members)).numpy()
-        alive = np.isin(np.arange(self.layout.topology.num_ranks), who.ranks)
         for _ in range(20):  # reads may fail here too
-            self.migrator.start(lambda live: self._decide(live, loads, alive))
+            self.migrator.start(lambda live: self._decide(live, loads, gone=True))
             self._until_idle()
             if not self.migrator.status.cause:
                 break
@@ -343,22 +346,27 @@ class Rank:
         if self.migrator is None:
             self._since = 0
             loads = self.load.snapshot(all_reduce=add_up(self.members)).numpy()
-            self._move_at_once(self._decide(self.layout, loads, None))
+            self._move_at_once(self._decide(self.layout, loads))
         elif self.migrator.idle:
             self._since = 0
             snapshot = self.load.snapshot(all_reduce=add_up(self.members))  # enqueued, not waited for
-            retiring = self.retiring
-            self.migrator.start(lambda live: self._decide(live, snapshot.numpy(), None, retiring))  # on the worker
+            rank = self.retiring
+            if rank is None:
+                self.migrator.start(lambda live: self._decide(live, snapshot.numpy()))  # runs on the worker
+            else:
+                self.migrator.start(lambda live: self._retire(live, snapshot.numpy(), rank))
 
-    def _decide(
-        self, live: eplb.ExpertLayout, loads: Any, alive: Any, retiring: int | None = None
-    ) -> tuple[eplb.ExpertLayout, Any] | None:
-        """The next layout and the shares of replicas; equal on all ranks, because every input is."""
-        if retiring is not None:
-            target = eplb.retire_ranks(live, [retiring], expert_load=loads if len(loads) else None)
-            return (target, None) if target != live else None
-        if alive is None and self.who.ranks != tuple(range(live.topology.num_ranks)):
-            alive = np.isin(np.arange(live.topology.num_ranks), self.who.ranks)
+    def _decide(self, live: eplb.ExpertLayout, loads: Any, *, gone: bool = False) -> Decision | None:
+        """The next layout and the shares of replicas; equal on all ranks, because every input is.
+
+        Args:
+            live: What is to be left.
+            loads: Windows `[T, L, E]`; T may be 0.
+            gone: Ranks have just gone. Then every layer moves, worth it or not: a row that names a rank that is gone
+                would send tokens there, even where its experts have other slots.
+        """
+        ranks = live.topology.num_ranks
+        alive = np.isin(np.arange(ranks), self.who.ranks)
         if not len(loads):
             loads = np.ones((1, live.num_layers, live.num_experts), dtype=np.int64)
         placement = eplb.place(
@@ -370,15 +378,20 @@ class Rank:
             dispatch="weighted",
             max_transfers=4,
         )
-        verdict = eplb.should_rebalance(
-            live, loads, placement, active_ranks=alive, dispatch="weighted", passes_since=self.setup.interval
-        )
-        if not verdict.layers.any():
-            return None
-        target = live.replace(placement.layout, verdict.layers)
-        return target, eplb.replica_shares(target, loads)
+        target = placement.layout
+        if not gone:
+            verdict = eplb.should_rebalance(
+                live, loads, placement, active_ranks=alive, dispatch="weighted", passes_since=self.setup.interval
+            )
+            target = live.replace(placement.layout, verdict.layers)
+        return None if target == live else (target, eplb.replica_shares(target, loads))
 
-    def _move_at_once(self, decision: tuple[eplb.ExpertLayout, Any] | None) -> None:
+    def _retire(self, live: eplb.ExpertLayout, loads: Any, rank: int) -> Decision | None:
+        """The layout from which a rank may go at any moment; it serves on."""
+        target = eplb.retire_ranks(live, [rank], expert_load=loads if len(loads) else None)
+        return None if target == live else (target, None)
+
+    def _move_at_once(self, decision: Decision | None) -> None:
         if decision is None:
             return
         target, shares = decision

@@ -12,6 +12,7 @@ import torch
 from benchmarks.engine.cluster import Cluster
 from benchmarks.engine.drive import Record, drive
 from benchmarks.engine.engine import Setup
+from benchmarks.engine.exchange import Parcel
 from benchmarks.engine.forward import run_experts, run_grouped
 from benchmarks.engine.model import Dense, ModelConfig
 from benchmarks.engine.oracle import Oracle
@@ -112,7 +113,7 @@ def test_grouped_products_equal_a_loop_over_slots() -> None:
 
 def test_a_checkpoint_and_the_seed_it_was_made_from_fill_slots_alike(tmp_path: Path) -> None:
     save_experts(tmp_path, CONFIG, 3, torch.float32)
-    row = np.resize(np.arange(16), 24)
+    row = np.array([*range(12), *range(10, 16), *range(10, 16)])  # rank 1 has six experts twice
     layout = ExpertLayout(np.stack([row, row[::-1]]), 16, topology=Topology(num_ranks=2))
     filled = []
     for source in (tmp_path, 3):
@@ -137,3 +138,44 @@ def test_a_row_of_a_batch_is_computed_as_it_is_alone(groups: int) -> None:
         assert all(torch.equal(a[row], b[0]) for a, b in zip(together, alone, strict=True))
     if groups > 1:
         assert all(len({int(expert) // 4 for expert in row}) <= 2 for row in together[1])
+
+
+def test_requests_of_a_lost_rank_keep_their_tokens_and_start_anew_elsewhere() -> None:
+    scheduler = Scheduler(Traffic(CONFIG, 4), 3)
+    for _ in range(9):
+        for worker in (0, 1):
+            scheduler.feed(worker)
+            scheduler.take(worker, [5, 6, 7])
+    tokens = scheduler.tokens
+    lost = [request for request in scheduler.rows[1] if request is not None]
+    scheduler.lose(1)
+    feed = scheduler.feed(2)
+    assert len(lost) == scheduler.restarted > 0
+    assert scheduler.traffic.made == scheduler.finished + scheduler.running
+    assert [row for row in scheduler.rows[2] if row in lost] == lost
+    assert feed.position[: len(lost)].tolist() == [0] * len(lost)
+    assert scheduler.tokens == tokens
+
+
+class Echo:
+    """Buffers of an exchange that nobody carries out."""
+
+    def __init__(self, nbytes: tuple[int, int], size: int) -> None:
+        self.send = [torch.zeros(size, each, dtype=torch.uint8) for each in nbytes]
+        self.receive = [torch.zeros_like(each) for each in self.send]
+
+    def swap(self, which: int) -> None:
+        """Nothing."""
+
+
+def test_a_parcel_carries_each_row_to_its_slot_and_its_answer_home() -> None:
+    exchange = Echo(Parcel.nbytes(6, 8, torch.float32), 2)
+    parcel = Parcel(exchange, 2, 6, 8, torch.float32)
+    x = torch.arange(24, dtype=torch.float32).view(3, 8)
+    slots = torch.tensor([[4, 0], [-1, 5], [1, -1]])
+    place = parcel.pack(x, slots, (slots.clamp(min=0) // 3).reshape(-1))
+    assert parcel.out_slots.tolist() == [[0, 1, -1, -1, -1, -1], [4, 5, -1, -1, -1, -1]]
+    parcel.in_answers.copy_(parcel.out_rows)  # as if every expert answered with what it was given
+    answers = parcel.unpack(place, 2)
+    expected = torch.where((slots >= 0)[..., None], x[:, None], 0.0)
+    assert torch.equal(answers, expected)
