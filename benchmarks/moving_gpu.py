@@ -32,6 +32,7 @@ import torch
 from benchmarks import measure
 from benchmarks.moving_gpu_ranks import Shape, allocate, random_layout
 from eplb_core import ExpertStore
+from eplb_core._arrays import IntArray
 from eplb_core.loading._steps import Step, plan_steps
 from eplb_core.loading.install import Copies, Installer, Staging
 
@@ -106,11 +107,8 @@ def run_tests() -> str:
 
 def in_a_process(part: str, sizes: dict[str, Any], limit: float) -> Any:
     """Its memory is given back at the end."""
-    command = [
-        sys.executable,
-        "-c",
-        f"import benchmarks.moving_gpu as m, json; m.child_{part}(json.loads('''{json.dumps(sizes)}'''))",
-    ]
+    code = f"import benchmarks.moving_gpu as m, json, sys; m.child_{part}(json.loads(sys.argv[1]))"
+    command = [sys.executable, "-c", code, json.dumps(sizes)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=limit)
     for line in done.stdout.splitlines():
         if line.startswith("ANSWER "):
@@ -145,19 +143,9 @@ def measure_installs(sizes: dict[str, Any]) -> dict[str, Any]:
     }
     every = np.array([[shape.per_rank + slot, slot] for slot in range(shape.per_rank)])
     circle = np.array([[0, -1], *[[slot + 1, slot] for slot in range(shape.per_rank - 1)], [-1, shape.per_rank - 1]])
-    empty = np.empty((0, 2), dtype=np.int64)
     moved = shape.per_rank * stores[0].slot_bytes
-    for name, list_of in (("from staging", every), ("circle in place", circle)):
-        prepared = [Copies(list_of, empty, installer._prepare(layer, list_of, empty)) for layer in range(2)]
-        record[name] = {
-            "kernel": rate(lambda number: installer.run(number % 2, prepared[number % 2]), moved, on_gpu),
-            "copy of each row": rate(
-                lambda number: plain.run(number % shape.layers, Copies(list_of, empty)), moved, on_gpu
-            ),
-        }
-        if on_gpu:
-            record[name]["launches"] = launches(lambda: installer.run(0, prepared[0]))
-            record[name]["launches_of_rows"] = launches(lambda: plain.run(0, Copies(list_of, empty)))
+    record["from staging"] = both_ways(installer, plain, every, moved)
+    record["circle in place"] = both_ways(installer, plain, circle, moved)
     # Two buffers of a layer's size and more, to be out of the cache as the layers are.
     source, target = (torch.empty(8 * moved, dtype=torch.uint8, device=shape.device) for _ in range(2))
     random_bytes(source)
@@ -172,8 +160,26 @@ def measure_installs(sizes: dict[str, Any]) -> dict[str, Any]:
     record["plain copy"] = rate(copy, moved, on_gpu)
     record["plain copy, another source each time"] = rate(copy_others, moved, on_gpu)
     record["prepare_us"] = 1e6 * statistics.median(
-        timed(lambda: installer._prepare(0, every, empty)) for _ in range(20)
+        timed(lambda: installer._prepare(0, every, NOTHING)) for _ in range(20)
     )
+    return record
+
+
+NOTHING = np.empty((0, 2), dtype=np.int64)
+
+
+def both_ways(installer: Installer, plain: Installer, slots: IntArray, moved: int) -> dict[str, Any]:
+    """The kernel, and a copy of each row."""
+    on_gpu = installer.on_device
+    layers = len(installer.stores)
+    prepared = [Copies(slots, NOTHING, installer._prepare(layer, slots, NOTHING)) for layer in range(2)]
+    record: dict[str, Any] = {
+        "kernel": rate(lambda number: installer.run(number % 2, prepared[number % 2]), moved, on_gpu),
+        "copy of each row": rate(lambda number: plain.run(number % layers, Copies(slots, NOTHING)), moved, on_gpu),
+    }
+    if on_gpu:
+        record["launches"] = launches(lambda: installer.run(0, prepared[0]))
+        record["launches_of_rows"] = launches(lambda: plain.run(0, Copies(slots, NOTHING)))
     return record
 
 
@@ -222,8 +228,9 @@ def rate(call: Callable[[int], Any], nbytes: int, on_gpu: bool, times: int = 40)
     for number in range(times):
         if on_gpu:
             torch.cuda.synchronize()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)  # the calls are all enqueued before the first runs
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            # The calls are all enqueued before the first runs.
+            torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
             begin.record()
         start = time.perf_counter()
         call(number)
@@ -258,12 +265,7 @@ def run_ranks(sizes: dict[str, Any], limit: float) -> dict[str, Any]:
             options = {**sizes, "rank": rank, "folder": folder, "parts": ["ipc", "decode"]}
             processes.append(start_process("rank", options, stdout=None))
         end = time.monotonic() + limit
-        codes: list[int | None] = []
-        for process in processes:
-            try:
-                codes.append(process.wait(max(1.0, end - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                codes.append(None)
+        codes = [wait_for(process, end - time.monotonic()) for process in processes]
         for process in processes:
             if process.poll() is None:
                 process.kill()
@@ -274,6 +276,14 @@ def run_ranks(sizes: dict[str, Any], limit: float) -> dict[str, Any]:
             found.append(json.loads(path.read_text()) if path.exists() else {"error": f"ended with {codes[rank]}"})
     failures = {} if codes == [0] * len(codes) else {"codes_error": str(codes)}
     return {"by_rank": found, **failures}
+
+
+def wait_for(process: subprocess.Popen[str], seconds: float) -> int | None:
+    """Its exit status; None if it still runs."""
+    try:
+        return process.wait(max(1.0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def start_process(role: str, options: dict[str, Any], **more: Any) -> subprocess.Popen[str]:
@@ -294,6 +304,7 @@ class Talk:
         self.hello["from_start_s"] = time.perf_counter() - self.began
 
     def ask(self, verb: str) -> dict[str, Any]:
+        """The answer to one word."""
         assert self.process.stdin is not None
         self.process.stdin.write(verb + "\n")
         self.process.stdin.flush()
@@ -303,6 +314,7 @@ class Talk:
         return found
 
     def read(self) -> dict[str, Any]:
+        """The next answer; other lines are passed on."""
         assert self.process.stdout is not None
         watch = threading.Timer(self.limit, self.process.kill)
         watch.start()
@@ -317,6 +329,7 @@ class Talk:
         raise RuntimeError(f"a process ended with {self.process.wait()}")
 
     def kill(self) -> None:
+        """SIGKILL, and wait."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait()
@@ -431,7 +444,7 @@ def tables_of(record: dict[str, Any]) -> str:
 def summary_of(record: dict[str, Any]) -> list[str]:
     lines = []
     installs, host = record.get("install"), record.get("host", {})
-    if installs:
+    if installs and installs["kernels"]:
         share = installs["from staging"]["kernel"]["gb_s"] / installs["plain copy"]["gb_s"]
         lines.append(
             f"{record['device']}: an install reaches {share:.0%} of a plain copy's bandwidth, bytes exact: "
@@ -439,8 +452,8 @@ def summary_of(record: dict[str, Any]) -> list[str]:
         )
     if "engine restarted" in host:
         lines.append(
-            f"attach {host['first engine']['bytes'] / 1e9:.1f} GB: {host['engine restarted']['attach_s']:.3f} s; outputs "
-            f"equal: {host.get('outputs_equal')}"
+            f"attach {host['first engine']['bytes'] / 1e9:.1f} GB: {host['engine restarted']['attach_s']:.3f} s; "
+            f"outputs equal: {host.get('outputs_equal')}"
         )
     for rank in record.get("ranks", {}).get("by_rank", [])[:1]:
         if "decode" in rank:

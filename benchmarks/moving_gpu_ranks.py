@@ -108,7 +108,7 @@ class Decoder:
         self.ids_host = torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._graph: Any = None
         if device.type == "cuda":
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(2):
@@ -169,6 +169,7 @@ class Rank:
         if self.on_gpu:
             torch.cuda.set_device(0)
         self.say("start")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo",
             init_method=f"file://{options['folder']}/store",
@@ -200,10 +201,12 @@ class Rank:
         self.decoder: Any = None
 
     def say(self, what: str) -> None:
+        """One rank speaks for all."""
         if self.rank == 0:
             print(f"{time.strftime('%H:%M:%S')} rank 0: {what}", flush=True)
 
     def prints(self) -> list[np.ndarray[Any, Any]]:
+        """Fingerprints of all ranks' slots."""
         own = fingerprints(self.stores).cpu().numpy()
         return [np.frombuffer(blob, dtype=np.int64).reshape(own.shape) for blob in self.agreement.gather(own.tobytes())]
 
@@ -213,6 +216,7 @@ class Rank:
         return "exact" if report.ok and not report.num_unchecked else str(report)
 
     def migrator(self, transport: Any) -> Migrator:
+        """In the layout that the weights are in."""
         return Migrator(
             self.stores,
             self.layout,
@@ -225,21 +229,30 @@ class Rank:
         )
 
     def next_layout(self) -> ExpertLayout:
+        """Another one, the same on every rank."""
         return random_layout(self.shape, self.size, self.rng)
 
     def run_parts(self) -> None:
+        """One after the other; what was measured is written after each."""
         for part in self.options["parts"]:
-            try:
-                self.say(part)
-                getattr(self, f"part_{part}")()
-            except Exception:
-                self.results[f"{part}_error"] = traceback.format_exc()
-                print(self.results[f"{part}_error"], flush=True)
+            if not self.run_part(part):
                 break  # ranks are not in step any more
-            finally:
-                self.write()
+
+    def run_part(self, part: str) -> bool:
+        """Whether it came to its end."""
+        try:
+            self.say(part)
+            getattr(self, f"part_{part}")()
+        except Exception:
+            self.results[f"{part}_error"] = traceback.format_exc()
+            print(f"rank {self.rank}: {self.results[f'{part}_error']}", flush=True)
+            return False
+        finally:
+            self.write()
+        return True
 
     def write(self) -> None:
+        """Where the parent looks."""
         Path(self.options["folder"], f"rank{self.rank}.json").write_text(json.dumps(self.results))
 
     # ---- moves and nothing else ------------------------------------------------------------------------------------
@@ -304,6 +317,7 @@ class Rank:
         return {"times": times, "moving": moving, "hashes": hashes, "hooks": hooks}
 
     def part_decode(self) -> None:
+        """Passes without moves, and with each way of moving."""
         passes = self.options["passes"]
         self.decoder = Decoder(self.shape, self.weights, self.tables, self.rank)
         self.say("graph")
@@ -328,7 +342,11 @@ class Rank:
         for name, transport in self.transports.items():
             note_name = f"asynchronous, {name}"
             mig = self.migrator(transport)
-            note(f"idle poll, {name}", self.decode(passes // 4, lambda number, mig=mig: bool(mig.poll()) and None))
+
+            def look(number: int, mig: Migrator = mig) -> None:
+                mig.poll()
+
+            note(f"idle poll, {name}", self.decode(passes // 4, look))
             before = mig.status
             targets = [self.next_layout() for _ in range(self.options["migrations"])]
             done = 0
@@ -401,6 +419,7 @@ class Buffered:
         self.puller = Puller(rank.stores, rank.layout, rank.rank, transport, rank.agreement, space, {})
 
     def row_of_peer(self, peer: int, layer: int, slot: int, tensor: int, nbytes: int) -> torch.Tensor:
+        """A peer's bytes."""
         region, offset = self.puller._places[peer][layer, slot, tensor].tolist()
         if not self.rank.on_gpu:
             ticket = self.transport.read(peer, ReadBatch(*(np.array([x]) for x in (0, 0, region, offset, nbytes))))
@@ -414,9 +433,11 @@ class Buffered:
         return device_bytes(address, nbytes, str(self.rank.stores[0].device))
 
     def move(self, target: ExpertLayout) -> bool:
+        """All layers, one after the other."""
         rank, slots = self.rank, self.rank.shape.per_rank
         for step in plan_steps(rank.layout, target, rank=rank.rank, capacity=slots):
-            store, held = rank.stores[step.layer], {}
+            store = rank.stores[step.layer]
+            held: dict[int, list[torch.Tensor]] = {}
             for slot in np.flatnonzero((step.kind == READ) | (step.kind == COPY_OLD)).tolist():
                 peer, source = divmod(int(step.source_slot[slot]), slots)
                 held[slot] = []
@@ -444,6 +465,7 @@ class Buffered:
         return True
 
     def synchronize(self) -> None:
+        """The whole device."""
         if self.rank.on_gpu:
             torch.cuda.synchronize()
 
@@ -531,7 +553,7 @@ def run_engine(options: dict[str, Any]) -> None:
 
     imported = time.perf_counter()
     client = LayoutClient(options["path"], options["name"])
-    state = client.query()
+    state: Any = client.query()
     tensors: dict[str, Any] = {}
     attached = attach_weights(client, tensors, config={"model": "random"}, layout=state.layout, rank=0)
     done = time.perf_counter()
@@ -587,7 +609,7 @@ def run_engine(options: dict[str, Any]) -> None:
                     tables=tables,
                     record=client,
                 )
-                answer({"move_s": time.perf_counter() - start, "version": client.query().version})
+                answer({"move_s": time.perf_counter() - start, "version": client.adopted})
         except Exception:
             answer({"error": traceback.format_exc()})
 

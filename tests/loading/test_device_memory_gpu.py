@@ -1,4 +1,4 @@
-"""Device memory as file descriptors: weight hosts on a GPU, engines that outlive them, peers that read what is mapped."""
+"""Device memory as file descriptors: weight hosts on a GPU, engines that outlive them, peers that read it."""
 
 from __future__ import annotations
 

@@ -69,12 +69,9 @@ def test_installs_on_a_gpu_give_the_bytes_of_installs_on_the_cpu(kernels: bool) 
     topology = Topology(2)
     for case in range(40):
         per_rank = int(rng.integers(2, 9))
-        old, new = (
-            random_layout(rng, 1, int(rng.integers(1, 2 * per_rank + 1)), 2 * per_rank, topology) for _ in range(2)
-        )
+        experts = int(rng.integers(1, 2 * per_rank + 1))
+        old, new = (random_layout(rng, 1, experts, 2 * per_rank, topology) for _ in range(2))
         tensors, whole = _random(rng, per_rank, sizes), _random(rng, 2 * per_rank, {"alpha": 12})
-        if old.num_experts != new.num_experts:
-            continue
         stores = [
             ExpertStore(tensors, whole),
             ExpertStore({k: v.cpu() for k, v in tensors.items()}, {k: v.cpu() for k, v in whole.items()}),
@@ -112,7 +109,7 @@ def test_an_install_allocates_nothing_waits_for_nothing_and_compiles_nothing() -
         copies = installer.plan(step, np.arange(4))
         torch.cuda.set_sync_debug_mode("error")
         try:
-            torch.cuda._sleep(50_000_000)
+            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
             installer.run(step.layer, copies)
             assert not torch.cuda.current_stream().query()
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ def layouts(count: int, seed: int) -> list[ExpertLayout]:
 def test_synchronous_moves_leave_every_slot_with_its_expert(slots: int) -> None:
     many = layouts(5, 0)
     fleet = Fleet(many[0])
-    for old, new in zip(many, many[1:], strict=False):
+    for old, new in itertools.pairwise(many):
         answers: list[Any] = fleet.each(
             lambda rank, old=old, new=new: move_experts(  # type: ignore[misc]
                 fleet.stores[rank],
@@ -94,7 +95,7 @@ def test_every_pass_finds_in_each_slot_the_expert_of_the_live_layout() -> None:
 
     def run(rank: int) -> list[Any]:
         torch.cuda.set_device(0)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             stores = fleet.stores[rank]
             tables = DispatchTables(many[0], rank=rank, mode="row", device="cuda")
