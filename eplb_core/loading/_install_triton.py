@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from eplb_core._arrays import IntArray
+from eplb_core.loading._copies import groups_of
 
 TILE_WORDS = 4096
 """What a program copies of a row: 4-byte words of aligned rows, single bytes of others."""
@@ -128,39 +129,6 @@ class DeviceCopies:
         self.launch(self.prepare([Block(copies, np.array([[at + 1], [at + 17]]), np.array([15]))]))
         if self._on_device:
             torch.cuda.current_stream(self._device).synchronize()
-
-
-def groups_of(copies: IntArray) -> list[IntArray]:
-    """Split copies into groups that have no place in common that is written, each in the order given.
-
-    Args:
-        copies: As `order_copies` gives them; circles, which share the spare place, come one after the other.
-    """
-    written = {to for _, to in copies.tolist() if to >= 0}
-    group_of: dict[int, int] = {}
-    groups: list[list[list[int]]] = []
-    last = -1
-    for source, to in copies.tolist():
-        known = {group_of[place] for place in (source, to) if place in group_of}
-        if source < 0:  # the end of the circle that is under way
-            known.add(last)
-        if known:
-            first = min(known)
-            for other in sorted(known - {first}):
-                groups[first] += groups[other]
-                groups[other] = []
-                for place, group in group_of.items():
-                    if group == other:
-                        group_of[place] = first
-        else:
-            first = len(groups)
-            groups.append([])
-        groups[first].append([source, to])
-        last = first
-        for place in (source, to):
-            if place in written:
-                group_of[place] = first
-    return [np.array(group, dtype=np.int64) for group in groups if group]
 
 
 def _even(count: int) -> int:

@@ -36,22 +36,6 @@ def test_the_kernel_makes_the_same_copies_in_triton_s_interpreter() -> None:
     assert result.stdout == "equal\n"
 
 
-def test_copies_of_a_circle_are_one_group_and_independent_ones_are_not() -> None:
-    if not HAS_TRITON:
-        pytest.skip("needs Triton")
-    from eplb_core.loading._install_triton import groups_of
-
-    copies = np.array([[7, 0], [8, 1], [2, 5], [3, 2], [9, 6], [9, 3]])
-    assert [group.tolist() for group in groups_of(copies)] == [
-        [[7, 0]],
-        [[8, 1]],
-        [[2, 5], [3, 2], [9, 3]],
-        [[9, 6]],
-    ]
-    circles = np.array([[0, -1], [1, 0], [-1, 1], [2, -1], [3, 2], [-1, 3]])
-    assert [len(group) for group in groups_of(circles)] == [3, 3]
-
-
 def _random(rng: np.random.Generator, slots: int, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
     return {
         name: torch.from_numpy(rng.integers(0, 256, (slots, size), dtype=np.uint8)).cuda()
