@@ -170,10 +170,10 @@ def improve_layers(
                 kept_net, spent[layer] = net, now
                 _copy(row, kept)
             _copy(kept, row)
-            if spent[layer] + dearest <= budget[layer]:
+            if budget[layer] == np.inf:
                 break
-            # The budget has ended the search: take each transfer back in turn and look for better ones in its place.
-            taken_back, refund = _take_back(taken_back + 1, old[layer], row, work)
+            # Few transfers should be the best ones: take each back in turn and look for others in its place.
+            taken_back, refund = _take_back(taken_back + 1, old[layer], row, work.fetch)
             if taken_back < 0:
                 _copy(kept, row)
                 break
@@ -326,23 +326,24 @@ def _eighth(x: float) -> float:
 
 
 @kernel
-def _take_back(start: int, old: IntArray, row: IntArray, work: Work) -> tuple[int, float]:
+def _take_back(start: int, old: IntArray, row: IntArray, fetch: FloatArray) -> tuple[int, float]:
     """Take the first transfer from slot `start` on back, with that of the expert that it was exchanged for.
 
     Returns:
         The slot, -1 where there is none, and what it had cost.
     """
-    fetch, holds, replicas = work.fetch, work.holds, work.replicas
-    stride = row.size // holds.shape[1]
+    stride = row.size // fetch.shape[1]
     for p in range(start, row.size):
         r, e, f = p // stride, row[p], old[p]
-        if e < 0 or f < 0 or e == f or fetch[e, r] == 0.0 or holds[f, r] > 0:
+        if e < 0 or f < 0 or e == f or fetch[e, r] == 0.0 or _is_on(f, r, stride, row):
             continue
         back = -1
+        others = False
         for a in range(row.size):
-            if row[a] == f and old[a] == e and holds[e, a // stride] == 0:
+            others = others or (row[a] == e and a != p)
+            if row[a] == f and old[a] == e and not _is_on(e, a // stride, stride, row):
                 back = a
-        if back < 0 and replicas[e] == 1:
+        if back < 0 and not others:
             continue
         refund = fetch[e, r]
         row[p] = f
@@ -351,6 +352,14 @@ def _take_back(start: int, old: IntArray, row: IntArray, work: Work) -> tuple[in
             refund += fetch[f, back // stride]
         return p, refund
     return -1, 0.0
+
+
+@kernel
+def _is_on(e: int, r: int, stride: int, row: IntArray) -> bool:
+    for p in range(r * stride, r * stride + stride):
+        if row[p] == e:
+            return True
+    return False
 
 
 @kernel
