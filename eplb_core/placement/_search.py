@@ -27,6 +27,8 @@ _FULLEST = 2
 _SWEEPS, _FIRST_SWEEPS, _LAST_SWEEPS = 3, 12, 50
 # Transfers that are taken back for better ones, at most.
 _MOST_TRIES = 16
+# Shares that change by less, in units of an even rank's time, have settled.
+_STILL = 1e-4
 # A row is not exchanged for one that is better by rounding.
 _SOME_GAIN = 1e-9
 # What a slot that cannot be exchanged costs.
@@ -84,6 +86,8 @@ class Work(NamedTuple):
     """Power that their expert's other holders gain, less the power of their rank `[P]`."""
     gift_after: FloatArray
     """Power after each gift `[P]`."""
+    spot: IntArray
+    """Slots of one expert `[R]`."""
     debt: FloatArray
     """Power that all holders of an expert would gain with one replica less `[E]`."""
 
@@ -288,6 +292,7 @@ def _new_work(num_windows: int, experts: int, ranks: int, stride: int) -> Work:
         np.zeros(slots, np.int64),
         np.zeros(slots),
         np.zeros(slots),
+        np.zeros(ranks, np.int64),
         np.zeros(experts),
     )
 
@@ -356,10 +361,10 @@ def _take_back(start: int, old: IntArray, row: IntArray, fetch: FloatArray) -> t
 
 @kernel
 def _is_on(e: int, r: int, stride: int, row: IntArray) -> bool:
+    found = False
     for p in range(r * stride, r * stride + stride):
-        if row[p] == e:
-            return True
-    return False
+        found = found or row[p] == e
+    return found
 
 
 @kernel
@@ -843,25 +848,39 @@ def _solve_shares(sweeps: int, weight: FloatArray, pace: FloatArray, row: IntArr
     for r in range(ranks):
         _retime(r, weight, pace, work)
     for _ in range(sweeps):
+        change = 0.0
         for e in range(work.replicas.size):
             if work.num_homes[e] > 1:
-                _pour(e, pace, row, work)
+                change = max(change, _pour(e, pace, row, work))
+        if change < _STILL:
+            break
     for r in range(ranks):
         _retime(r, weight, pace, work)
 
 
 @kernel
-def _pour(e: int, pace: FloatArray, row: IntArray, work: Work) -> None:
-    share, time, load, holds = work.share, work.time, work.load, work.holds
+def _pour(e: int, pace: FloatArray, row: IntArray, work: Work) -> float:
+    """Pour an expert's load over its holders in each window; returns the largest change of a share.
+
+    A rank that holds it twice takes its part in the first of the slots.
+    """
+    share, time, load, spot = work.share, work.time, work.load, work.spot
     stride = row.size // pace.size
     n = work.num_homes[e]
     home = work.homes[e]
+    for i in range(n):
+        spot[i] = -1
+        for p in range(home[i] * stride, home[i] * stride + stride):
+            if row[p] == e and spot[i] < 0:
+                spot[i] = p
+            elif row[p] == e:
+                for t in range(load.shape[0]):
+                    share[t, spot[i]] += share[t, p]
+                    share[t, p] = 0.0
+    change = 0.0
     for t in range(load.shape[0]):
         for i in range(n):
-            r = home[i]
-            for p in range(r * stride, r * stride + stride):
-                if row[p] == e:
-                    time[t, r] -= share[t, p] * pace[r]
+            time[t, home[i]] -= share[t, spot[i]] * pace[home[i]]
         # The level at which the poured load is used up: that of the lowest ranks which stand under it.
         level = np.inf
         while True:
@@ -876,7 +895,7 @@ def _pour(e: int, pace: FloatArray, row: IntArray, work: Work) -> None:
         for i in range(n):
             r = home[i]
             part = max(level - time[t, r], 0.0) / pace[r]
-            for p in range(r * stride, r * stride + stride):
-                if row[p] == e:
-                    share[t, p] = part / holds[e, r]
+            change = max(change, abs(part - share[t, spot[i]]))
+            share[t, spot[i]] = part
             time[t, r] += part * pace[r]
+    return change
