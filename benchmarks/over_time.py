@@ -6,7 +6,8 @@ One protocol for every policy: place on 32 windows, live on the next 32, repeat,
 is moe128's `drift_load` (16 layers, 128 experts, 512 windows whose mixture of topics walks and switches twice), 144
 slots on 16 ranks. Realized balancedness is the mean over all windows lived on and all layers: of replicas that share
 evenly, and of shares solved exactly in each window, as quota dispatch would have them. The clairvoyant line is placed
-on the windows that it then lives on: what is left of the gap to it is not for the search to close.
+on the windows that it then lives on: what is left of the gap to it is not for the search to close. Lines with 128
+windows see up to four times as much of the past as the protocol gives the others.
 """
 
 from __future__ import annotations
@@ -46,14 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     theirs, absent = peers.load_peers(options.peers_dir, options.peer)
     for line in absent:
         print(f"absent: {line}")
-    choosers: list[tuple[str, Chooser, int]] = [("trivial layout kept", lambda _, live: live, 0)]
-    choosers += [(policy.name, peer(policy), 0) for policy in theirs]
-    choosers += [(f"eplb_core place, transfer_price={price:g}", ours(price, "even"), 0) for price in PRICES]
-    choosers += [(f"eplb_core weighted, transfer_price={price:g}", ours(price, "weighted"), 0) for price in PRICES]
-    choosers += [(f"clairvoyant place, transfer_price={price:g}", ours(price, "even"), EVERY) for price in PRICES]
+    # What is seen of the load: from so many windows before the rebalance on, to so many after it.
+    past, longer, future = (EVERY, 0), (4 * EVERY, 0), (0, EVERY)
+    choosers: list[tuple[str, Chooser, tuple[int, int]]] = [("trivial layout kept", lambda _, live: live, past)]
+    choosers += [(policy.name, peer(policy), past) for policy in theirs]
+    choosers += [(f"eplb_core place, transfer_price={price:g}", ours(price, "even"), past) for price in PRICES]
+    choosers += [(f"eplb_core weighted, transfer_price={price:g}", ours(price, "weighted"), past) for price in PRICES]
+    choosers += [(f"128 windows place, transfer_price={price:g}", ours(price, "even"), longer) for price in PRICES]
+    choosers += [
+        (f"128 windows weighted, transfer_price={price:g}", ours(price, "weighted"), longer) for price in PRICES
+    ]
+    choosers += [(f"clairvoyant place, transfer_price={price:g}", ours(price, "even"), future) for price in PRICES]
     rows, record = [], []
-    for name, choose, ahead in choosers:
-        row = {"policy": name, **replay(load, choose, ahead, QUICK_STRIDE if options.quick else 1)}
+    for name, choose, seen in choosers:
+        row = {"policy": name, **replay(load, choose, seen, QUICK_STRIDE if options.quick else 1)}
         rows.append(
             [
                 name,
@@ -85,13 +92,19 @@ def plot(record: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharex=True)
-    lines = {"eplb_core place": "o-", "eplb_core weighted": "s--", "clairvoyant place": "^:"}
+    lines = {
+        "eplb_core place": "o-",
+        "128 windows place": "v-",
+        "eplb_core weighted": "s--",
+        "128 windows weighted": "D--",
+        "clairvoyant place": "^:",
+    }
     for axis, field, title in zip(
         axes, ("balancedness", "solved"), ("replicas share evenly", "shares solved"), strict=True
     ):
         for name, mark in lines.items():
             points = sorted((row["transfers"], row[field]) for row in record if row["policy"].startswith(name))
-            if not (name == "eplb_core weighted" and field == "balancedness"):
+            if "weighted" not in name or field == "solved":
                 axis.plot(*zip(*points, strict=True), mark, color="black", label=name, fillstyle="none")
         others = [row for row in record if not row["policy"].startswith((*lines, "trivial"))]
         if others:
@@ -128,7 +141,7 @@ def peer(policy: peers.Policy) -> Chooser:
     return choose
 
 
-def replay(load: npt.NDArray[np.int64], choose: Chooser, ahead: int, stride: int) -> dict[str, Any]:
+def replay(load: npt.NDArray[np.int64], choose: Chooser, seen: tuple[int, int], stride: int) -> dict[str, Any]:
     """Realized mean balancedness, even and with shares solved in every window or each `stride`-th; transfers; time."""
     topology = eplb.Topology(RANKS)
     live = eplb.ExpertLayout.trivial(load.shape[1], load.shape[2], num_slots=SLOTS, topology=topology)
@@ -136,7 +149,7 @@ def replay(load: npt.NDArray[np.int64], choose: Chooser, ahead: int, stride: int
     choose(load[:EVERY], live)  # compiles, so as not to be timed
     for start in range(EVERY, len(load), EVERY):
         begun = time.perf_counter()
-        chosen = choose(load[start - EVERY + ahead : start + ahead], live)
+        chosen = choose(load[max(0, start - seen[0]) : start + seen[1]], live)
         seconds.append(time.perf_counter() - begun)
         moved += int(eplb.transfers(live, chosen).sum())
         live = chosen

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from eplb_core._arrays import BoolArray, FloatArray, IntArray
 from eplb_core._numba import inline_kernel, kernel
 
-# Fullest ranks that are looked at before the search ends, the next one only where the fuller have no step that pays.
+# Fullest ranks that are looked at before the search ends.
 _FULLEST = 2
 # Passes over the replicated experts by which shares follow a step, come near the best at the start, and are judged.
 _SWEEPS, _FIRST_SWEEPS, _LAST_SWEEPS = 3, 12, 50
@@ -104,6 +104,7 @@ def improve_layers(
     price: float,
     budget: FloatArray,
     most_steps: int,
+    width: int,
     weighted: bool,
     p2l: IntArray,
     spent: FloatArray,
@@ -121,6 +122,7 @@ def improve_layers(
         price: Gain in balancedness that a transfer of cost 1 must bring.
         budget: Most cost of each layer `[L]`.
         most_steps: Most steps a layer.
+        width: Fullest ranks whose steps are compared before one is made.
         weighted: Shares are solved in each window; else replicas share evenly.
         p2l: `[L, P]`, changed in place.
         spent: Written `[L]`: cost of the transfers from `old`, as far as steps caused it.
@@ -154,9 +156,9 @@ def improve_layers(
                 gifts = _list_gifts(weight, capacity, pace, weighted, row, work)
                 found = (1e-9, -1, 0, 0, 0.0)
                 tried[:] = False
-                for _ in range(min(_FULLEST, ranks)):
+                for n in range(max(width, _FULLEST)):
                     full = _fullest(tried, capacity, work.power)
-                    if full < 0 or found[1] >= 0:
+                    if full < 0 or (n >= width and found[1] >= 0):
                         break
                     tried[full] = True
                     found = _best_exchange(full, weight, pace, price, budget[layer] - now, unit, found, row, work)

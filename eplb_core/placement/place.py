@@ -30,6 +30,8 @@ from eplb_core.topology import Topology
 
 # Steps of a layer that is placed from nothing for several windows, at effort 1.
 _FREE_STEPS = 128
+# Fullest ranks whose steps are compared where several windows are seen: a better use of each transfer, in more time.
+_WIDTH = 3
 # Gain in balancedness that a transfer must bring; with a budget, which says what may be spent, less.
 _PRICE, _PRICE_IN_BUDGET = 0.001, 0.0001
 # A row never changes for less: rounding is no gain.
@@ -372,6 +374,7 @@ def _balance_windows(
         0.0,
         np.full(windows.shape[1], np.inf),
         max(1, int(_FREE_STEPS * effort)),
+        1,
         problem.weighted,
         solution.p2l,
         spent,
@@ -463,6 +466,7 @@ def _search_from(
         price.each,
         np.maximum(price.budget - needed, 0.0),
         near.shape[1],
+        1 if len(windows) == 1 else _WIDTH,
         problem.weighted,
         near,
         np.zeros(len(near)),
