@@ -76,6 +76,7 @@ def test_installs_on_a_gpu_give_the_bytes_of_installs_on_the_cpu(kernels: bool) 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not (torch.cuda.is_available() and HAS_TRITON), reason="needs a CUDA device and Triton")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_an_install_allocates_nothing_waits_for_nothing_and_compiles_nothing() -> None:
     from eplb_core.loading import _install_triton
 
@@ -91,8 +92,8 @@ def test_an_install_allocates_nothing_waits_for_nothing_and_compiles_nothing() -
     steps = list(plan_steps(old, new, rank=0, capacity=4))
     for step in steps:
         copies = installer.plan(step, np.arange(4))
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
             installer.run(step.layer, copies)
             assert not torch.cuda.current_stream().query()
