@@ -287,8 +287,8 @@ MUTATIONS = [
     (PLACE, "        if mine != theirs:\n", "        if False:\n", REFUSALS),
     (
         SEARCH,
-        "            _begin(weight, pace, weighted, row, work)  # the last steps",
-        "            pass  # the last steps",
+        "            others = others or (row[a] == e and a != p)\n",
+        "            others = others or row[a] == e\n",
         f"{TEST_PLACE}::test_a_search_that_its_budget_ended_loses_no_expert",
     ),
 ]
