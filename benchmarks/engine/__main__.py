@@ -115,6 +115,13 @@ def figures(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
         f"nothing to do: poll, roll and {setup.config.num_layers} maps take {1e3 * idle['library_s']:.3f} ms of "
         f"{idle['p50_ms']:.1f} ms, {100 * idle['share']:.2f}%",
     ]
+    if {"off", "async"} <= modes.keys():
+        off, moving = modes["off"], modes["async"]
+        summary.append(
+            f"drifting load, asynchronous beside off: balancedness {off['balancedness']:.3f} -> "
+            f"{moving['balancedness']:.3f}, p99 {moving['p99_ms'] / off['p99_ms']:.2f} times, worst pass "
+            f"{moving['worst_ms'] / off['worst_ms']:.2f} times"
+        )
     gpu = torch.cuda.get_device_name(0) if setup.device != "cpu" else None
     shape = dataclasses.asdict(setup.config) | {
         "ranks": options.ranks,

@@ -85,8 +85,7 @@ class Worker:
 
     def signal(self, number: int) -> None:
         """Stop, continue or kill it."""
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        os.kill(int(self.process.pid), number)
 
     def end(self) -> None:
         """Make sure that it is gone."""

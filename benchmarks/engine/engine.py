@@ -127,7 +127,8 @@ class Rank:
     def layout(self) -> eplb.ExpertLayout:
         """The live layout: the Migrator's, while there is one."""
         layout = self._layout if self.migrator is None else self.migrator.layout
-        assert layout is not None
+        if layout is None:
+            raise ValueError("this rank belongs to no frame yet; `form` comes first")
         return layout
 
     # ---- who is there ----------------------------------------------------------------------------------------------
@@ -181,32 +182,33 @@ class Rank:
 
     def regroup(self, who: Membership) -> None:
         """Ranks are gone: those that live go on in the same frame, with no slot on the others. Collective."""
-        assert self.migrator is not None
+        if self.migrator is None:
+            raise Lost("without a Migrator an engine does not outlive a rank; start it anew")
         self._meet(who)
         self.migrator.rejoin(self.agreement)
         loads = self.load.snapshot(all_reduce=add_up(self.members)).numpy()
         for _ in range(20):  # reads may fail here too
             self.migrator.start(lambda live: self._decide(live, loads, gone=True))
-            self._until_idle()
+            self._finish(self.migrator)
             if not self.migrator.status.cause:
                 break
         else:
             raise Lost(f"no way off the ranks that are gone: {self.migrator.status.reason}")
         self._build()
 
-    def _until_idle(self) -> None:
+    def _finish(self, migrator: eplb.Migrator) -> None:
         """Passes without a forward: nobody may send tokens to a rank that is gone."""
-        assert self.migrator is not None
-        while not self.migrator.idle:
-            self.migrator.poll()
-            if self.migrator.status.phase == "lost":
-                raise Lost(self.migrator.status.reason)
+        while not migrator.idle:
+            migrator.poll()
+            if migrator.status.phase == "lost":
+                raise Lost(migrator.status.reason)
             time.sleep(2e-4)
 
     @property
     def members(self) -> Group:
         """Ranks that live."""
-        assert self.group is not None
+        if self.group is None:
+            raise ValueError("this rank belongs to no frame yet; `form` comes first")
         return self.group
 
     def _meet(self, who: Membership) -> None:
@@ -221,7 +223,7 @@ class Rank:
         """From ranks that serve already, else from the record of the weights' host, else the trivial layout."""
         topology = eplb.Topology(len(who.workers))
         if self.setup.weight_hosts is not None and self._layout is None:
-            return self._ask_host(topology)
+            return self._ask_host(self.setup.weight_hosts, topology)
         known = b"" if self._layout is None else pickle.dumps((self._layout, self._reference))
         told = [blob for blob in self.agreement.gather(known) if blob]
         if told:
@@ -230,10 +232,9 @@ class Rank:
             return resized
         return first_layout(self.setup, topology)
 
-    def _ask_host(self, topology: eplb.Topology) -> eplb.ExpertLayout:
+    def _ask_host(self, folder: Path, topology: eplb.Topology) -> eplb.ExpertLayout:
         """The layout that the shared weights are in, whoever moved them: this engine adopts it before it loads."""
-        assert self.setup.weight_hosts is not None
-        path = self.setup.weight_hosts / f"rank{self.rank}.sock"
+        path = folder / f"rank{self.rank}.sock"
         self.client = eplb.LayoutClient(path, engine_id=f"engine-{self.worker}")  # open as long as the engine lives
         own = first_layout(self.setup, topology)
         return eplb.agree_on_layout(self.client, own=own, agreement=self.agreement)[0]

@@ -17,19 +17,18 @@ from benchmarks.engine.weights import empty_experts, load_experts
 def keep(pipe: Connection, setup: Setup, ranks: int) -> None:
     """Load every rank's experts, share them, and stay until the pipe ends."""
     torch.set_num_threads(1)
-    assert setup.weight_hosts is not None
+    folder = setup.folder if setup.weight_hosts is None else setup.weight_hosts
     layout = first_layout(setup, eplb.Topology(ranks))
 
-    def load(layout: eplb.ExpertLayout | None, rank: int) -> dict[str, torch.Tensor]:
+    def load(_: eplb.ExpertLayout | None, rank: int) -> dict[str, torch.Tensor]:
         """The engine's own loader, whole rank."""
-        assert layout is not None
         tensors = empty_experts(setup.config, setup.slots_per_rank, dtype=setup.dtype, device=setup.device)
         load_experts(setup.checkpoint(0), setup.config, tensors, layout, rank)
         return {f"{layer}.{name}": tensor for layer, row in enumerate(tensors) for name, tensor in row.items()}
 
     with contextlib.ExitStack() as hosts:
         for rank in range(ranks):
-            path = setup.weight_hosts / f"rank{rank}.sock"
+            path = folder / f"rank{rank}.sock"
             hosts.enter_context(eplb.WeightHost(path, load, config=fingerprint_of(setup), layout=layout, rank=rank))
         pipe.send("ready")
         with contextlib.suppress(EOFError):
