@@ -140,7 +140,7 @@ def by_mode(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
         oracle.load(setup.checkpoint(0))
     with Cluster(setup) as cluster:
         cluster.start(options.ranks)
-        scheduler = Scheduler(Traffic(setup.config, setup.seed), setup.num_rows)
+        scheduler = Scheduler(Traffic(setup.config, setup.seed, drift=0.02), setup.num_rows)
         warm = setup.interval // 2
         drive(cluster, scheduler, warm, oracle=oracle)
         record = drive(cluster, scheduler, options.passes, first=warm + 1, oracle=oracle, window=setup.window)
