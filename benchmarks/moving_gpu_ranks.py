@@ -144,14 +144,16 @@ class Decoder:
             chosen = numbers.T.gather(1, local.clamp(0, shape.per_rank - 1))
             self.result[layer] = torch.where(mine, gates * chosen, torch.zeros_like(chosen))
 
-    def run(self, ids: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a pass, on the host."""
+    def run(self, ids: torch.Tensor, combine: Callable[[torch.Tensor], Any] | None = None) -> torch.Tensor:
+        """This rank's part of a pass, on the host; or what `combine` makes of it on the device."""
         self.ids_host.copy_(ids)
         self.ids.copy_(self.ids_host, non_blocking=True)
         if self._graph is None:
             self._forward()
         else:
             self._graph.replay()
+        if combine is not None:
+            combine(self.result)
         self.on_host.copy_(self.result, non_blocking=True)
         if self.shape.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -167,7 +169,7 @@ class Rank:
         self.on_gpu = self.shape.device.type == "cuda"
         torch.set_num_threads(1)
         if self.on_gpu:
-            torch.cuda.set_device(0)
+            torch.cuda.set_device(self.shape.device)
         self.say("start")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
@@ -294,6 +296,12 @@ class Rank:
 
     # ---- decoding --------------------------------------------------------------------------------------------------
 
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """A pass of all ranks."""
+        total: torch.Tensor = self.decoder.run(ids)
+        dist.all_reduce(total, group=self.group)
+        return total
+
     def decode(self, passes: int, hook: Callable[[int], bool | None]) -> dict[str, Any]:
         """Passes from the same first tokens; `hook` runs at the start of each and says whether a move is under way."""
         ids = torch.arange(self.shape.tokens) * 37 % VOCABULARY
@@ -302,8 +310,7 @@ class Rank:
             start = time.perf_counter()
             moving.append(bool(hook(number)))
             hooks.append(time.perf_counter() - start)
-            total = self.decoder.run(ids)
-            dist.all_reduce(total, group=self.group)
+            total = self.forward(ids)
             bits = total.numpy().view(np.uint32).transpose(1, 0, 2).reshape(self.shape.tokens, -1)
             odd = 2 * np.arange(bits.shape[1], dtype=np.uint64) + 1
             ids = torch.from_numpy(
@@ -379,6 +386,11 @@ class Rank:
                 stopped=mig.stop(30.0),
             )
         note("off, again", self.decode(passes // 2, lambda number: None))
+        self.decode_otherwise(note)
+
+    def decode_otherwise(self, note: Callable[..., None]) -> None:
+        """The ways that keep the passes waiting."""
+        passes = self.options["passes"]
         transport = next(iter(self.transports.values()))
         at = range(5, passes // 3, max(1, passes // 10))
 

@@ -43,7 +43,7 @@ def scheduler_of(setup: Setup) -> Scheduler:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["off", "sync", "async"])
+@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=pytest.mark.long) for mode in ("off", "sync")), "async"])
 def test_tokens_equal_those_of_one_process_through_every_rebalance(mode: str, tmp_path: Path) -> None:
     setup = setup_of(tmp_path, mode)
     with Cluster(setup) as cluster:
@@ -58,6 +58,7 @@ def test_tokens_equal_those_of_one_process_through_every_rebalance(mode: str, tm
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_weights_updated_while_experts_move_give_the_new_weights_tokens(tmp_path: Path) -> None:
     setup = setup_of(tmp_path, "async")
     oracle = oracle_of(setup, 4)
@@ -75,6 +76,7 @@ def test_weights_updated_while_experts_move_give_the_new_weights_tokens(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_engine_that_restarts_on_shared_weights_adopts_the_layout_that_they_were_moved_to(tmp_path: Path) -> None:
     setup = dataclasses.replace(setup_of(tmp_path, "async"), weight_hosts=tmp_path)
     records: list[Record] = []
@@ -93,6 +95,7 @@ def test_an_engine_that_restarts_on_shared_weights_adopts_the_layout_that_they_w
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_short_soak_with_kills_stops_leaves_joins_and_updates_has_no_wrong_token() -> None:
     report = soak(4, 1.0, seed=5)
     assert report.ok, str(report)

@@ -30,7 +30,8 @@ def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def child(code: str, *fds: int, arguments: tuple[Any, ...] = ()) -> subprocess.Popen[str]:
-    head = "import sys, os, torch\nfrom tests.loading.test_device_memory_gpu import *\n"
+    head = "import sys, os, torch\nfrom eplb_core.loading import _device_memory\n"
+    head += "from tests.loading.test_device_memory_gpu import *\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + code, *map(str, arguments)],
         cwd=ROOT,
@@ -109,7 +110,7 @@ def test_a_descriptor_of_something_else_is_refused(tmp_path: Path) -> None:
         _device_memory.open_fd(file.fileno(), 2 * MIB)
 
 
-def _model() -> dict[str, torch.Tensor]:
+def model() -> dict[str, torch.Tensor]:
     base = pattern(3 * MIB, 1).cuda()
     return {
         "w": base[:MIB].view(4, -1),
@@ -124,11 +125,11 @@ def _model() -> dict[str, torch.Tensor]:
 def test_engines_map_what_a_host_loaded_onto_the_gpu(tmp_path: Path) -> None:
     layout = ExpertLayout([[0, 1, 2, 3]], 4, topology=Topology(1))
     path = tmp_path / "host"
-    expected = {name: tensor.cpu() for name, tensor in _model().items()}
-    with WeightHost(path, lambda layout, rank: _model(), config={"model": "m"}, layout=layout, rank=0):
+    expected = {name: tensor.cpu() for name, tensor in model().items()}
+    with WeightHost(path, lambda layout, rank: model(), config={"model": "m"}, layout=layout, rank=0):
         engines: list[dict[str, Any]] = []
-        for name in ("a", "b"):
-            client = LayoutClient(path, name)
+        clients = [LayoutClient(path, name) for name in ("a", "b")]
+        for client in clients:
             tensors: dict[str, Any] = {}
             attach_weights(client, tensors, config={"model": "m"}, layout=layout, rank=0)
             engines.append(tensors)
@@ -140,12 +141,14 @@ def test_engines_map_what_a_host_loaded_onto_the_gpu(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         assert (engines[1]["w"][2] == 5).all()
         assert engines[0]["view of w"][0].item() == 5  # rows 2 and 3
+        for client in clients:
+            client.close()
 
 
 def test_peers_read_what_an_engine_mapped_from_its_host(tmp_path: Path) -> None:
     path = tmp_path / "host"
     layout = ExpertLayout([[0, 1, 2, 3]], 4, topology=Topology(1))
-    with WeightHost(path, lambda layout, rank: _model(), config={}, layout=layout, rank=0):
+    with WeightHost(path, lambda layout, rank: model(), config={}, layout=layout, rank=0):
         client, tensors = LayoutClient(path, "a"), dict[str, Any]()
         attached = attach_weights(client, tensors, config={}, layout=layout, rank=0)
         transport = CudaIpc()
@@ -162,7 +165,7 @@ batch = ReadBatch(*map(np.array, ([0, 0], [0, MIB], [0, 1], [0, 12], [MIB, 36]))
 ticket = transport.read(1, batch)
 while not transport.poll(ticket).state.is_end:
     pass
-expected = {name: tensor.cpu() for name, tensor in _model().items()}
+expected = {name: tensor.cpu() for name, tensor in model().items()}
 print(transport.poll(ticket).state.name, torch.equal(here[:MIB].cpu(), expected["w"].reshape(-1)),
       here[MIB:MIB + 36].view(torch.float32).tolist() == expected["scale"].reshape(-1)[3:].tolist())
 transport.disconnect(1)
@@ -173,6 +176,7 @@ transport.close()
         assert out.strip() == "DONE True True"
         transport.close()
         attached.close()
+        client.close()
 
 
 def test_reads_within_a_process_find_mapped_memory_too() -> None:
