@@ -80,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup = dataclasses.replace(PRESETS[options.preset], folder=Path(folder), seed=options.seed)
         if options.quick:
             setup = dataclasses.replace(setup, config=SMALL, slots_per_rank=10, num_rows=4, interval=16, window=4)
+        # A quarter more slots than experts, or what the preset says.
+        enough = -(-5 * setup.config.num_experts // (4 * options.ranks))
+        setup = dataclasses.replace(setup, slots_per_rank=max(setup.slots_per_rank, enough))
         setup = dataclasses.replace(setup, device="cuda:0" if options.device == "cuda" else options.device)
         if not setup.synthetic:
             save_experts(Path(folder) / "experts-0", setup.config, setup.seed, setup.dtype)
