@@ -144,9 +144,11 @@ class Puller:
                 here = source // slots == peer
                 self._read(pull, peer, step.layer, place_of[local[here]], source[here] % slots)
                 time.sleep(0)  # others may have the interpreter
-        except TransportError as error:
+        except BaseException as error:
             self.give_up(pull)
-            raise Trouble("read", str(error)) from error
+            if isinstance(error, TransportError):
+                raise Trouble("read", str(error)) from error
+            raise
         return pull
 
     def _read(self, pull: Pull, peer: int, layer: int, rows: IntArray, slots: IntArray) -> None:
@@ -188,10 +190,10 @@ class Puller:
 
     def give_up(self, pull: Pull) -> None:
         """Abandon what has not ended. Staging rows that may still be written stay out of use until it has."""
-        for ticket, _, _ in pull.tickets:
+        tickets, pull.tickets = pull.tickets, []
+        self._quarantined += [(ticket, rows) for ticket, _, rows in tickets]
+        for ticket, _, _ in tickets:
             self.transport.abandon(ticket)
-        self._quarantined += [(ticket, rows) for ticket, _, rows in pull.tickets]
-        pull.tickets = []
 
     def release(self, pull: Pull) -> None:
         """The staged bytes are not needed any more."""
