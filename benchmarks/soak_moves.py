@@ -110,9 +110,9 @@ def summary(runs: list[dict[str, Any]]) -> list[str]:
         total = {key: sum(entry[key] for entry in here) for key in ("migrations", "installed", "passes", "looks")}
         lost = Counter(entry["scenario"] for entry in here if entry["scenario"] != "random")
         lines.append(
-            f"{name}: {total['migrations']:,} migrations of {total['installed']:,} steps in {total['passes']:,} passes, "
-            f"{lost['killed']} ranks killed, {lost['stopped']} stopped; {total['looks']:,} looks through the tables "
-            "saw no slot without its expert"
+            f"{name}: {total['migrations']:,} migrations of {total['installed']:,} steps in {total['passes']:,} "
+            f"passes, {lost['killed']} ranks killed, {lost['stopped']} stopped; {total['looks']:,} looks through the "
+            "tables saw no slot without its expert"
         )
     return lines
 
@@ -199,6 +199,7 @@ class Shelf:
         self.given: list[tuple[int, int]] = []
 
     def fetch(self, layer: int, expert: int, rows: Sequence[torch.Tensor]) -> None:
+        """Fill the rows, and note what was asked for."""
         self.given.append((layer, expert))
         for row, start, end in zip(rows, ENDS_OF, ENDS_OF[1:], strict=False):
             row.copy_(torch.from_numpy(LABELS[layer, expert, start:end]))
@@ -239,6 +240,7 @@ class Rank:
         self.watch.start()
 
     def tensors(self, layout: ExpertLayout, layer: int) -> dict[str, torch.Tensor]:
+        """This rank's weights of a layer; empty slots hold 255s."""
         first = self.rank * PER_RANK
         own = layout.physical_to_logical_map[layer, first : first + PER_RANK]
         rows = np.where(own[:, None] >= 0, LABELS[layer, own], 255)
@@ -248,9 +250,11 @@ class Rank:
         }
 
     def prints(self) -> bytes:
+        """Of this rank's slots."""
         return fingerprints(self.stores).numpy().astype(np.int64).tobytes()
 
     def make(self, group: Any) -> Transport:
+        """The transport under test."""
         kinds: dict[str, Any] = {
             "shared_memory": SharedMemory,
             "gloo": lambda: TorchDistributed(group),
@@ -290,6 +294,7 @@ class Rank:
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     def one_pass(self) -> None:
+        """Poll, then a forward pass."""
         with self.between:
             rows = self.migrator.poll()
         self.passes += 1
@@ -315,6 +320,7 @@ class Rank:
             self.check(layer, each[2:].numpy(), f"tokens of rank {sender}")
 
     def traffic_of_live(self, told: list[torch.Tensor], own: torch.Tensor) -> None:
+        """What each rank that lives says."""
         torch_names: Any = dist.distributed_c10d
         options = torch_names.AllgatherOptions()
         options.timeout = timedelta(seconds=self.patience)
@@ -332,6 +338,7 @@ class Rank:
                 raise SystemExit(f"rank {self.rank}, {whose}: slot {slot} of layer {layer} does not hold {expert}")
 
     def holds(self, layer: int, local: int, expert: int) -> bool:
+        """Whether a slot's bytes are the expert's, all of them."""
         rows = [self.stores[layer].row(name, local).numpy() for name in SIZES]
         return np.array_equal(np.concatenate(rows), LABELS[layer, expert])
 
@@ -358,6 +365,7 @@ class Rank:
             time.sleep(0.001)
 
     def until_idle(self, most: int = 1 << 30) -> None:
+        """Passes until the migration is over, or so many."""
         end = time.monotonic() + 60
         while not self.migrator.idle and self.migrator.status.phase != "lost" and most > 0:
             if time.monotonic() > end:
@@ -368,6 +376,7 @@ class Rank:
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def random_migrations(self) -> None:
+        """One after the other."""
         for number in range(self.job["migrations"]):
             self.one_migration()
             if number % 20 == 19:  # another Migrator on the same transport
@@ -464,6 +473,7 @@ class Rank:
         return {(layer, expert) for layer in range(LAYERS) for expert in rows[layer].ravel().tolist() if expert >= 0}
 
     def rejoin(self) -> None:
+        """Go on with the ranks that live."""
         torch_names: Any = dist
         groups = []
         for name in ("words", "traffic"):
@@ -477,12 +487,14 @@ class Rank:
         self.passes = 0
 
     def end(self) -> None:
+        """The last word of the thread that looks."""
         self.watching = False
         self.watch.join(10.0)
         if self.wrong:
             raise SystemExit(f"rank {self.rank}: {self.wrong}")
 
     def answer(self) -> dict[str, Any]:
+        """For the parent."""
         return {
             "layout": self.migrator.layout.digest,
             "installed": self.installed,

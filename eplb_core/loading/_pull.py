@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -193,7 +194,8 @@ class Puller:
         tickets, pull.tickets = pull.tickets, []
         self._quarantined += [(ticket, rows) for ticket, _, rows in tickets]
         for ticket, _, _ in tickets:
-            self.transport.abandon(ticket)
+            with contextlib.suppress(Exception):  # it stays in quarantine until the transport says otherwise
+                self.transport.abandon(ticket)
 
     def release(self, pull: Pull) -> None:
         """The staged bytes are not needed any more."""
@@ -203,17 +205,19 @@ class Puller:
 
     def num_quarantined(self) -> int:
         """Staging rows that reads given up on may still write."""
-        still = [
-            (ticket, rows)
-            for ticket, rows in self._quarantined
-            if self.transport.poll(ticket).state in (ReadState.PENDING, ReadState.ABANDONED)
-        ]
+        still = [(ticket, rows) for ticket, rows in self._quarantined if self._may_write(ticket)]
         for _, rows in self._quarantined:
             self._taken[rows] = False
         for _, rows in still:  # several reads may have shared a row
             self._taken[rows] = True
         self._quarantined = still
         return len({row for _, rows in still for row in rows.tolist()})
+
+    def _may_write(self, ticket: Any) -> bool:
+        try:
+            return not self.transport.poll(ticket).state.is_end
+        except Exception:  # nothing is known of it
+            return True
 
     def drain(self, until: float) -> bool:
         """Wait until nothing can write to staging any more, at most until that time; whether it is so."""

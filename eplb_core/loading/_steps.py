@@ -101,9 +101,7 @@ def _part_of_the_way(
 
 
 @kernel
-def _next_row(
-    row: IntArray, new: IntArray, ranks: int, capacity: int, readable: BoolArray, scratch: IntArray
-) -> None:
+def _next_row(row: IntArray, new: IntArray, ranks: int, capacity: int, readable: BoolArray, scratch: IntArray) -> None:
     """Move a row towards `new` in place, at most `capacity` arrivals a rank, no expert lost on the way.
 
     A slot is surplus if its rank does not want what it holds; a want is met by overwriting a surplus slot of the rank
