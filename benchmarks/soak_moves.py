@@ -99,7 +99,7 @@ def jobs(transport: str, size: int, migrations: int, seed: int, quick: bool) -> 
         for scenario in (["killed"] if quick else ["killed", "stopped"])
         for at in passes
     ]
-    return [{**base, "migrations": migrations - faulty["migrations"]}, faulty, *losses]
+    return [{**base, "migrations": migrations - max(2, migrations // 4)}, faulty, *losses]
 
 
 def summary(runs: list[dict[str, Any]]) -> list[str]:
@@ -210,7 +210,7 @@ class Rank:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job, self.rank, self.size, self.folder = job, job["rank"], job["size"], job["folder"]
-        self.patience = 30.0 if job["scenario"] == "random" else 2.0
+        self.patience = 60.0
         timeout = timedelta(seconds=60)
         dist.init_process_group(
             "gloo", init_method=f"file://{self.folder}/store", rank=self.rank, world_size=self.size, timeout=timeout
@@ -235,6 +235,8 @@ class Rank:
         """Held in a pass: installs are between two."""
         self.wrong = ""
         self.join(layout)
+        if job["scenario"] != "random":  # from now on: processes start at very different times
+            self.patience = self.agreement.deadline = 3.0
         self.watching = True
         self.watch = threading.Thread(target=self.watch_all_the_time, daemon=True)
         self.watch.start()

@@ -495,3 +495,62 @@ def test_a_transport_that_raises_keeps_no_staging() -> None:
         ranks.start(new)
         ranks.until_idle()
         ends(ranks, "", None, new, "")
+
+
+class Narrow(LocalCopy):
+    """Takes two operations at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caps = self.caps._replace(max_batch=2)
+        self.sizes: list[int] = []
+
+    def read(self, rank: int, batch: ReadBatch, *, stream: Any = None) -> Any:
+        self.sizes.append(len(batch.nbytes))
+        return super().read(rank, batch, stream=stream)
+
+
+def test_reads_are_split_into_batches_that_the_transport_takes() -> None:
+    """E7: two slots of three tensors are six operations."""
+    narrow = Narrow()
+    old = ExpertLayout([[0, 1, 2, 3]], 4, topology=TWO)
+    new = ExpertLayout([[2, 3, 0, 1]], 4, topology=TWO)
+    with fleet(old, transports={0: narrow}) as ranks:
+        ranks.start(new)
+        ranks.until_idle()
+        assert narrow.sizes == [2, 2, 2]
+        ends(ranks, "", None, new, "")
+
+
+def test_staging_is_not_read_into_again_before_it_was_installed() -> None:
+    """E10: one slot of it; the next layer's reads wait for this rank's own install, however fast they are."""
+    reads = DeferredCopy()
+    with fleet(OLD, transports={0: reads}, staging=SLOT) as ranks:
+        ranks.start(NEW)
+        ranks.passes(lambda: reads.waiting == 1)
+        reads.complete()
+        staged = _words.word(1, _words.MOVING, 1)
+        end = time.monotonic() + LONG
+        while ranks.first.progress != staged:
+            assert time.monotonic() < end
+        assert not ranks.first._mover.wait_quiet(0.05)
+        assert reads.waiting == 0
+        ranks.until_idle(meanwhile=reads.complete)
+        ends(ranks, "", None, NEW, "")
+
+
+def test_a_target_of_another_number_of_slots_is_refused_and_the_old_layout_stays() -> None:
+    """B8: a plan for 12 slots, a commit after a resize to 15."""
+    old = ExpertLayout.trivial(2, 10, num_slots=12, topology=Topology(4))
+    resized = ExpertLayout.trivial(2, 10, num_slots=15, topology=Topology(5))
+    with fleet(old) as ranks:
+        for migrator in ranks.migrators.values():
+            with pytest.raises(ValueError, match=r"12.*15|15.*12"):
+                migrator.start(resized)
+        ranks.start(lambda live: resized)
+        ranks.until_idle()
+        assert {migrator.status.cause for migrator in ranks.migrators.values()} == {"plan"}
+        assert ranks.first.layout == old
+        ranks.start(lambda live: live)
+        ranks.until_idle()
+        assert ranks.first.status.cause == ""
