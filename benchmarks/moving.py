@@ -230,7 +230,7 @@ def wake_ups(layers: int, migrations: int) -> dict[str, tuple[float, float, floa
     made: dict[int, Migrator] = {}
 
     def join(rank: int) -> None:
-        stores = [ExpertStore({name: torch.zeros(slots // 2, 4096) for name in ("w13", "w2", "scale")}) for _ in rows]
+        stores = [ExpertStore({name: torch.zeros(slots // 2, 16) for name in ("w13", "w2", "scale")}) for _ in rows]
         made[rank] = Migrator(stores, start, rank=rank, transport=SharedMemory(), agreement=members[rank])
 
     rows = range(layers)
@@ -238,9 +238,11 @@ def wake_ups(layers: int, migrations: int) -> dict[str, tuple[float, float, floa
     probe = Probe()
     idle = probe.beside(lambda: time.sleep(0.05 * migrations))
 
+    shuffled = [rng.permuted(start.physical_to_logical_map, axis=1) for _ in range(migrations)]
+    targets = [ExpertLayout(p2l, slots - 2, topology=topology) for p2l in shuffled]
+
     def migrate() -> None:
-        for _ in range(migrations):
-            target = ExpertLayout(rng.permuted(start.physical_to_logical_map, axis=1), slots - 2, topology=topology)
+        for target in targets:
             for migrator in made.values():
                 migrator.start(target)
             while not made[0].idle:

@@ -144,7 +144,6 @@ class Puller:
             for peer in np.unique(source // slots).tolist():
                 here = source // slots == peer
                 self._read(pull, peer, step.layer, place_of[local[here]], source[here] % slots)
-                time.sleep(0)  # others may have the interpreter
         except BaseException as error:
             self.give_up(pull)
             if isinstance(error, TransportError):
@@ -156,6 +155,7 @@ class Puller:
         if peer in self._lost_peers:  # it may have been the connection alone
             self.transport.connect(peer, self._blobs[peer])
             self._lost_peers.discard(peer)
+        time.sleep(0)  # others may have the interpreter
         places = self._places[peer][layer, slots].reshape(-1, 2)
         nbytes = np.tile(self.stores[layer].row_bytes, len(rows))
         target = self.staging.offsets[rows].reshape(-1)
@@ -169,6 +169,7 @@ class Puller:
                 places[part, 1],
                 nbytes[part],
             )
+            time.sleep(0)
             pull.tickets.append((self.transport.read(peer, batch), peer, rows))
             self._taken[rows] = True  # not before: a read that is refused writes nothing
         pull.bytes += int(nbytes.sum())

@@ -213,6 +213,7 @@ class RunWorker:
         pull = self.puller.begin(step, self._deadline, lambda: run.ended)
         begun = time.monotonic()
         try:
+            time.sleep(0)  # others may have the interpreter
             copies = self._installer.plan(step, pull.place_of)
             while not self.puller.is_done(pull):
                 if run.ended:
