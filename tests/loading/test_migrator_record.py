@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from eplb_core import (
@@ -13,12 +19,16 @@ from eplb_core import (
     LayoutRecord,
     LayoutServer,
     Topology,
+    WeightHost,
+    attach_weights,
     fingerprints,
     topk_to_slots,
     verify_weights,
 )
+from tests.loading import mover_process
+from tests.loading.engine_process import ROOT, until
 from tests.loading.fleets import Answer, Fleet, Keeper, fleet
-from tests.loading.worlds import wrong_slots
+from tests.loading.worlds import SIZES, stores_of, wrong_slots
 
 OLD = ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=Topology(2))
 NEW = ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=Topology(2))
@@ -105,3 +115,60 @@ def test_a_keeper_is_told_when_the_bytes_are_in_place_and_not_before() -> None:
         assert ranks.first.layout == NEW
     for keeper in keepers.values():
         assert keeper.said == ["[]", "begin", "commit", "[]"] * 3
+
+
+def outcome_of_a_kill(folder: Path, seed: int) -> str:
+    """Kill an engine of two ranks while it moves experts; `clean` if both records say what the slots hold."""
+    paths = [str(folder / f"host{rank}") for rank in (0, 1)]
+
+    def load(layout: ExpertLayout | None, rank: int) -> dict[str, torch.Tensor]:
+        stores = stores_of(mover_process.FIRST, rank, whole=False)
+        return {
+            f"{layer}.{name}": torch.stack([store.row(name, slot) for slot in range(store.num_slots)])
+            for layer, store in enumerate(stores)
+            for name in SIZES
+        }
+
+    hosts = [
+        WeightHost(path, load, config=mover_process.CONFIG, layout=mover_process.FIRST, rank=rank)
+        for rank, path in enumerate(paths)
+    ]
+    command = [sys.executable, "-m", "tests.loading.mover_process", *paths, str(seed)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    engine = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "ready\n"
+        until(lambda: all(host.state is not None and host.state.version > seed % 5 for host in hosts))
+        time.sleep(random.Random(seed).random() * 0.01)
+        engine.kill()
+        engine.wait()
+        engine.stdout.close()
+        until(lambda: all(host.state is not None and host.state.engines == () for host in hosts))
+        states = [host.state for host in hosts]
+        for rank, state in enumerate(states):
+            assert state is not None
+            if not state.dirty:
+                tensors: dict[str, Any] = {}
+                with LayoutClient(paths[rank], "late") as client:
+                    options: Any = {"config": mover_process.CONFIG, "layout": state.layout, "rank": rank}
+                    attach_weights(client, tensors, **options)
+                    assert wrong_slots(mover_process.stores(tensors), state.layout, rank) == []
+        if any(state is None or state.dirty for state in states):
+            return "dirty"
+        assert len({state.version for state in states if state is not None}) == 1
+        return "clean"
+    finally:
+        engine.kill()
+        engine.wait()
+        for host in hosts:
+            host.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_record_that_is_not_dirty_says_what_the_slots_hold_whenever_the_engine_was_killed(
+    tmp_path: Path, seed: int
+) -> None:
+    """I2, R6, R7."""
+    assert outcome_of_a_kill(tmp_path, seed) in ("clean", "dirty")
