@@ -84,12 +84,20 @@ def placement(record: dict[str, Any]) -> str:
 
 def over_time(record: dict[str, Any]) -> str:
     """A line a policy: balance on windows not seen yet, and transfers."""
+    shown = ("old map", "SGLang 0.5.23 deepseek", "EPLB", "place, transfer_price=0.001", "transfer_price=0.00025")
     rows = [
-        [row["policy"], f"{row['balancedness']:.4f}", f"{row['transfers']:,}", measure.milliseconds(row["median_s"])]
+        [
+            row["policy"],
+            f"{row['balancedness']:.4f}",
+            f"{row['solved']:.4f}",
+            f"{row['transfers']:,}",
+            measure.milliseconds(row["median_s"]),
+        ]
         for row in record["rows"]
-        if row["policy"].endswith(("old map", "deepseek", "EPLB", "=0.001", "=0.00025"))
+        if row["policy"].endswith(shown) and not row["policy"].startswith(("128", "clairvoyant"))
     ]
-    return f"{measure.table(['policy', 'balance', 'transfers', 'ms a call'], rows)}\n\n{_machine(record)}."
+    head = ["policy", "balance", "shares solved", "transfers", "ms a call"]
+    return f"{measure.table(head, rows)}\n\n{_machine(record)}."
 
 
 def dispatch_gpu(record: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numba
+import numpy as np
 
 from eplb_core._arrays import IntArray
 from eplb_core._numba import kernel
@@ -80,6 +81,30 @@ def _add(copies: IntArray, count: int, source: int, to: int) -> int:
     copies[count, 0] = source
     copies[count, 1] = to
     return count + 1
+
+
+def groups_of(copies: IntArray) -> list[IntArray]:
+    """Split copies into groups that have no written place in common, each in the order given.
+
+    Args:
+        copies: As `order_copies` gives them.
+    """
+    written = {to for _, to in copies.tolist() if to >= 0}
+    group_of: dict[int, int] = {}
+    groups: list[list[list[int]]] = []
+    for copy in copies.tolist():
+        known = sorted({group_of[place] for place in copy if place in group_of})
+        if not known:
+            known = [len(groups)]
+            groups.append([])
+        first = known[0]
+        for other in known[1:]:
+            groups[first] += groups[other]
+            groups[other] = []
+            group_of.update({place: first for place, group in group_of.items() if group == other})
+        groups[first].append(copy)
+        group_of.update({place: first for place in copy if place in written})
+    return [np.array(group, dtype=np.int64) for group in groups if group]
 
 
 @kernel

@@ -1,8 +1,7 @@
 """Memory that a weight host and its engines share, and the description by which tensors are found in it again.
 
-A *segment* is what one file descriptor gives: here memory of the CPU, by `memfd`. Other kinds (memory of a GPU,
-exported by the driver) are other entries in `MAPPERS` with the same description: segments, spans in them, tensors over
-spans.
+A *segment* is what one file descriptor gives: memory of the CPU, by `memfd`, or of a GPU, by its driver. Both have the
+same description: segments, spans in them, tensors over spans.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -20,6 +18,10 @@ from eplb_core.loading._wire import Message
 
 ALIGNMENT = 256
 """Bytes at whose multiples a span starts: at least what any kernel asks for."""
+DEVICE_SEGMENT_BYTES = 1 << 30
+"""Device memory that is taken at a time: while weights are copied, so much of them is there twice."""
+MAX_DEVICE_SEGMENTS = 128
+"""Descriptors that a message may carry are few."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """An engine may write into the memory, and may not change its size under the others."""
 
@@ -34,65 +36,104 @@ class NamedTensor(NamedTuple):
 
 
 class SharedMemory:
-    """All tensors of a rank in one segment, copied into it once. Views of one storage stay views of one span.
+    """All tensors of a rank in segments, copied into them once. Views of one storage stay views of one span.
+
+    Tensors on the CPU are in one segment of host memory, those on a GPU in some of device memory.
 
     Args:
         tensors: What to share. Consumed: each is let go as soon as its span is filled, so that the peak is little more
             than the weights if nobody else holds them.
 
     Raises:
-        ValueError: A tensor that is not in CPU memory, or is of a kind that has no bytes of its own.
+        ValueError: A tensor that is neither on the CPU nor on one GPU, or is of a kind that has no bytes of its own.
     """
 
     def __init__(self, tensors: list[NamedTensor]) -> None:
         found, places = _find_spans(tensors)
-        spans = deque(found)
-        found.clear()
-        starts, end = [], 0
-        for span in spans:
-            starts.append(end)
-            end += -(-span.nbytes // ALIGNMENT) * ALIGNMENT
-        self.nbytes = max(end, ALIGNMENT)
-        """Size of the segment."""
-        self.description: Message = {
-            "segments": [["memfd", self.nbytes]],
-            "spans": [[0, start, span.nbytes] for start, span in zip(starts, spans, strict=True)],
-            "tensors": [
-                [
-                    each.name,
-                    each.kind,
-                    str(each.tensor.dtype),
-                    list(each.tensor.shape),
-                    list(each.tensor.stride()),
-                    *place,
-                ]
-                for each, place in zip(tensors, places, strict=True)
-            ],
-        }
+        listed = [
+            [each.name, each.kind, str(each.tensor.dtype), list(each.tensor.shape), list(each.tensor.stride()), *place]
+            for each, place in zip(tensors, places, strict=True)
+        ]
         tensors.clear()
-        self._fd = os.memfd_create("eplb weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self._fd, self.nbytes)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-            memory = map_memfd(self._fd, self.nbytes)
-            for start in starts:
-                span = spans.popleft()
-                memory[start : start + span.nbytes].copy_(span.bytes())
-                del span
-        except BaseException:
-            os.close(self._fd)
-            raise
-
-    @property
-    def fds(self) -> list[int]:
+        segments: list[list[Any]] = []
+        where: list[list[int]] = [[] for _ in found]
+        self.fds: list[int] = []
         """One descriptor a segment; they stay this object's."""
-        return [self._fd]
+        spans: list[_Span | None] = [*found]
+        wholes = _pack(found)
+        found.clear()
+        try:
+            for kind, numbers, starts, nbytes in wholes:
+                fd, size, memory = _make_segment(kind, nbytes)
+                self.fds.append(fd)
+                for number, start in zip(numbers, starts, strict=True):
+                    span = spans[number]
+                    spans[number] = None
+                    if span is not None and span.nbytes:
+                        memory[start : start + span.nbytes].copy_(span.bytes())
+                    where[number] = [len(segments), start, span.nbytes if span is not None else 0]
+                    del span
+                segments.append([kind, size])
+                if memory.is_cuda:
+                    torch.cuda.synchronize(memory.device)
+        except BaseException:
+            self.close()
+            raise
+        self.nbytes = sum(size for _, size in segments)
+        """Size of all segments."""
+        self.description: Message = {"segments": segments, "spans": where, "tensors": listed}
 
     def close(self) -> None:
         """Let go of the memory; engines that map it keep it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+def _make_segment(kind: str, nbytes: int) -> tuple[int, int, torch.Tensor]:
+    """Descriptor, size and bytes of a new one."""
+    if kind == "cuda":
+        from eplb_core.loading import _device_memory
+
+        torch.cuda.empty_cache()  # what was let go of may be needed
+        segment = _device_memory.create(nbytes, torch.cuda.current_device())
+        return os.dup(segment.fd), segment.nbytes, segment.bytes()
+    fd = os.memfd_create("eplb weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return fd, nbytes, map_memfd(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+class _Whole(NamedTuple):
+    """A segment to be made."""
+
+    kind: str
+    numbers: list[int]
+    """Of the spans in it."""
+    starts: list[int]
+    nbytes: int
+
+
+def _pack(spans: list[_Span]) -> list[_Whole]:
+    """Which span goes into which segment: one of host memory, and as few of device memory as the peak allows."""
+    on_device = sum(span.nbytes for span in spans if span.device.type == "cuda")
+    most = max(DEVICE_SEGMENT_BYTES, -(-on_device // MAX_DEVICE_SEGMENTS))
+    wholes: dict[str, list[_Whole]] = {"memfd": [], "cuda": []}
+    for number, span in enumerate(spans):
+        kind = "cuda" if span.device.type == "cuda" else "memfd"
+        size = -(-span.nbytes // ALIGNMENT) * ALIGNMENT
+        last = wholes[kind][-1] if wholes[kind] else None
+        if last is None or (kind == "cuda" and last.nbytes + size > most):
+            last = _Whole(kind, [], [], 0)
+            wholes[kind].append(last)
+        last.numbers.append(number)
+        last.starts.append(last.nbytes)
+        wholes[kind][-1] = last._replace(nbytes=last.nbytes + size)
+    packed = wholes["memfd"] + wholes["cuda"] or [_Whole("memfd", [], [], ALIGNMENT)]
+    return [whole._replace(nbytes=max(whole.nbytes, ALIGNMENT)) for whole in packed]
 
 
 class _Span(NamedTuple):
@@ -102,9 +143,15 @@ class _Span(NamedTuple):
     start: int
     nbytes: int
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return torch.device(self.storage.device)
+
     def bytes(self) -> torch.Tensor:
         """As a flat view."""
-        return torch.empty(0, dtype=torch.uint8).set_(self.storage, self.start, (self.nbytes,), (1,))
+        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return empty.set_(self.storage, self.start, (self.nbytes,), (1,))
 
 
 def _find_spans(tensors: Iterable[NamedTensor]) -> tuple[list[_Span], list[tuple[int, int]]]:
@@ -112,8 +159,13 @@ def _find_spans(tensors: Iterable[NamedTensor]) -> tuple[list[_Span], list[tuple
     used: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
     keys: list[int] = []
     for name, _, tensor in tensors:
-        if tensor.device.type != "cpu":
-            raise ValueError(f"tensor {name!r} is on {tensor.device}; this host shares CPU memory: load onto the CPU")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"tensor {name!r} is on {tensor.device}; load onto the CPU or the host's GPU")
+        if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():  # pragma: no cover
+            raise ValueError(
+                f"tensor {name!r} is on {tensor.device} and the host's GPU is cuda:{torch.cuda.current_device()}; "
+                "one host shares one GPU's memory"
+            )
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise ValueError(f"tensor {name!r} ({tensor.layout}) must be strided, with its numbers as bytes")
         storage = tensor.untyped_storage()
@@ -173,7 +225,13 @@ def map_memfd(fd: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_SHARED), dtype=torch.uint8)
 
 
-MAPPERS: dict[str, Callable[[int, int], torch.Tensor]] = {"memfd": map_memfd}
+def _map_device(fd: int, nbytes: int) -> torch.Tensor:  # pragma: no cover
+    from eplb_core.loading._device_memory import map_device
+
+    return map_device(fd, nbytes)
+
+
+MAPPERS: dict[str, Callable[[int, int], torch.Tensor]] = {"memfd": map_memfd, "cuda": _map_device}
 """How each kind of segment becomes bytes of this process."""
 
 
@@ -195,7 +253,8 @@ def map_tensors(description: Message, fds: list[int]) -> dict[str, MappedTensor]
     mapped: dict[str, MappedTensor] = {}
     for name, kind, dtype_name, shape, stride, span, offset in description["tensors"]:
         dtype = dtype_of(dtype_name)
-        tensor = torch.empty(0, dtype=dtype).set_(spans[span], offset, tuple(shape), tuple(stride))
+        empty = torch.empty(0, dtype=dtype, device=spans[span].device)
+        tensor = empty.set_(spans[span], offset, tuple(shape), tuple(stride))
         segment, start, _ = description["spans"][span]
         first, last = _extent(tensor)
         handle = Handle(kinds[segment], fds[segment], start + first, last - first)
@@ -205,7 +264,11 @@ def map_tensors(description: Message, fds: list[int]) -> dict[str, MappedTensor]
 
 def _storage_of(segment: torch.Tensor, start: int, nbytes: int) -> torch.UntypedStorage:
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device=segment.device).untyped_storage()
+    if segment.is_cuda:  # pragma: no cover
+        from eplb_core.loading import _device_memory
+
+        return _device_memory.part_of(segment, start, nbytes).untyped_storage()
     piece: Any = segment[start : start + nbytes].numpy()  # keeps the mapping alive
     return torch.frombuffer(piece, dtype=torch.uint8).untyped_storage()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from eplb_core._arrays import IntArray, check_int
 from eplb_core.errors import EplbError, MigrationError, TransportError
@@ -102,6 +103,7 @@ class Puller:
         regions, places = regions_of(stores, staging)
         facts = {**facts, **_facts(stores, layout)}
         failure, blob = "", b""
+        finish_writes(stores[0].device)
         try:
             blob = transport.export(regions)
         except EplbError as error:
@@ -240,6 +242,12 @@ class Puller:
                     "deadline", f"{held} of {len(self._taken)} slots of staging are still owned by reads given up on"
                 )
             time.sleep(POLL_S)
+
+
+def finish_writes(device: torch.device) -> None:
+    """Peers may read this rank's slots from now on: what was enqueued before has been written."""
+    if device.type == "cuda":  # pragma: no cover
+        torch.cuda.synchronize(device)
 
 
 _WRITTEN: list[Puller] = []

@@ -95,6 +95,8 @@ class RunWorker:
         device = puller.stores[0].device
         on_device = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_device else None  # type: ignore[no-untyped-call]
+        self.last_install: Any = None
+        """CUDA event of the last install of all migrations."""
         self.read_bytes, self.read_s, self.num_quarantined = 0, 0.0, 0
         self._unrecorded: Trouble | None = None
         """Why the record does not have what the weights are."""
@@ -123,6 +125,9 @@ class RunWorker:
                 steps.append(step)
                 time.sleep(0)  # others may have the interpreter
             bits = _words.target_bits(goal.digest)
+            if self.last_install is not None:  # pragma: no cover
+                # A migration that was given up on may have left one in the stream, and peers will read what it writes.
+                self.last_install.synchronize()
         except Trouble as why:
             run.fail(why)
             return False

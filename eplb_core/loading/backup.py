@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
+import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +38,12 @@ class HostBackup:
 
     Args:
         folder: Where the files are.
+        pin: Map the files and pin them for the GPU, so that `fetch` copies by DMA from where they are; the ranks of a
+            node share them. The folder must be in memory (`/dev/shm`) and the files writable.
 
     Raises:
         FileNotFoundError: No such folder, or nothing of a backup in it.
+        OSError: The files cannot be pinned.
         ModuleNotFoundError: safetensors is missing: `pip install eplb_core[files]`.
 
     Cost:
@@ -46,9 +53,10 @@ class HostBackup:
         Any.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, pin: bool = False) -> None:
         self.folder = Path(folder)
         self._file_of: dict[tuple[int, int], Path] = {}
+        self._pinned: dict[str, torch.Tensor] = {}
         paths = sorted(self.folder.glob("experts-*.safetensors"))
         if not paths:
             raise FileNotFoundError(f"{self.folder} must hold experts-*.safetensors; `HostBackup.save` writes them")
@@ -57,6 +65,8 @@ class HostBackup:
                 for name in file.keys():  # noqa: SIM118  no mapping
                     layer, expert, _ = name.split(".", 2)
                     self._file_of[int(layer), int(expert)] = path
+            if pin:
+                self._pinned.update(_pinned_tensors(path))
 
     def __contains__(self, place: tuple[int, int]) -> bool:
         """Whether the expert of (layer, expert) is here."""
@@ -72,15 +82,24 @@ class HostBackup:
         path = self._file_of.get((layer, expert))
         if path is None:
             raise KeyError(f"{self.folder} does not have expert {expert} of layer {layer}")
-        with _open(path) as file:
+        with self._source(path) as tensor_of:
             for index, row in enumerate(rows):
-                found = file.get_tensor(f"{layer}.{expert}.{index}")
+                name = f"{layer}.{expert}.{index}"
+                found = tensor_of(name)
                 if found.numel() != row.numel():
                     raise ValueError(
                         f"tensor {index} of expert {expert} of layer {layer} has {found.numel()} bytes in {path} and "
                         f"{row.numel()} in the store; save the backup anew"
                     )
                 row.copy_(found)
+
+    @contextmanager
+    def _source(self, path: Path) -> Iterator[Callable[[str], torch.Tensor]]:
+        if self._pinned:
+            yield self._pinned.__getitem__
+            return
+        with _open(path) as file:
+            yield file.get_tensor
 
     @classmethod
     def save(
@@ -198,6 +217,26 @@ def _open(path: Path) -> Any:
     except ModuleNotFoundError as error:  # pragma: no cover
         raise ModuleNotFoundError("HostBackup needs safetensors: pip install eplb_core[files]") from error
     return safe_open(path, framework="pt")
+
+
+def _pinned_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The file's tensors where they lie, pinned for the GPU for the life of the process."""
+    with path.open("r+b") as file:
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    head = int.from_bytes(bytes(memory[:8].tolist()), "little")
+    places = json.loads(bytes(memory[8 : 8 + head].tolist()))
+    from eplb_core.loading.transports import _cuda
+
+    try:
+        place, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel())
+        _cuda.runtime().call("cudaHostRegister", place, size, 0)
+    except (ImportError, _cuda.CudaError) as error:
+        raise OSError(f"{path} cannot be pinned: {error}; a backup to pin must be in memory: /dev/shm") from error
+    return {
+        name: memory[8 + head :][slice(*place["data_offsets"])]
+        for name, place in places.items()
+        if name != "__metadata__"
+    }
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from eplb_core.loading._copies import CHUNK_BYTES, copy_rows, order_copies
 from eplb_core.loading._steps import Step
 from eplb_core.loading.pull_plan import COPY_NEW, COPY_OLD, READ, RESTORE
 from eplb_core.loading.store import ExpertStore
+
+if TYPE_CHECKING:
+    from eplb_core.loading._install_triton import DeviceCopies, Prepared
 
 SPARE = -1
 """How a list of copies names the spare place."""
@@ -82,20 +85,26 @@ class Copies(NamedTuple):
     """Places 0..S-1 are local slots, from S on staging rows; -1 is the spare place."""
     whole: IntArray
     """Rows of whole tensors; -1 is the spare place."""
+    prepared: Prepared | None = None
+    """The same as a table on the device, where kernels copy."""
 
 
 class Installer:
     """Carries out installs of one rank. Allocates in the constructor alone.
 
+    On a GPU one kernel makes all copies, or two where rows are not aligned to 16 bytes; without Triton each row is a
+    copy of its own.
+
     Args:
         stores: One a layer.
         staging: Where incoming slots wait.
+        kernels: Whether kernels copy. Default: on a GPU, if Triton is there.
 
     Threads:
         `plan` on a worker; `run` between two forward passes, on the stream of the passes. One at a time each.
     """
 
-    def __init__(self, stores: Sequence[ExpertStore], staging: Staging) -> None:
+    def __init__(self, stores: Sequence[ExpertStore], staging: Staging, *, kernels: bool | None = None) -> None:
         self.stores, self.staging = stores, staging
         self.on_device = stores[0].device.type != "cpu"
         slots, rows = stores[0].num_slots, len(stores[0].whole_addresses)
@@ -105,9 +114,22 @@ class Installer:
         spare_bytes = max(sizes) if self.on_device else min(CHUNK_BYTES, max(sizes))
         self._spare = torch.empty(spare_bytes, dtype=torch.uint8, device=stores[0].device)
         self._scratch = np.empty((2, max(self._places, rows)), dtype=np.int64)
+        self._device_copies = self._with_kernels() if (self.on_device if kernels is None else kernels) else None
+
+    def _with_kernels(self) -> DeviceCopies | None:
+        try:
+            from eplb_core.loading._install_triton import DeviceCopies
+        except ImportError:
+            return None
+        store = self.stores[0]
+        slots, whole = (
+            np.max([getattr(layer, name) for layer in self.stores], axis=0) for name in ("row_bytes", "whole_row_bytes")
+        )
+        counts = [store.num_slots] * len(slots) + [len(store.whole_addresses)] * len(whole)
+        return DeviceCopies(np.stack([np.array(counts), np.concatenate([slots, whole])], axis=1), store.device)
 
     def plan(self, step: Step, place_of: IntArray) -> Copies:
-        """Work out the copies of a step.
+        """Work out the copies of a step; on a GPU they are good until the plan after the next one.
 
         Args:
             step: The step.
@@ -123,10 +145,24 @@ class Installer:
         again = step.kind == COPY_NEW
         own[again] = own[step.source_slot[again] % first]
         slots = self._order(source)
-        if not self.stores[0].whole_names:
-            return Copies(slots, np.empty((0, 2), dtype=np.int64))
-        old, new = (lay.physical_to_logical_map[step.layer] for lay in (step.before, step.after))
-        return Copies(slots, self._order(whole_sources(old, new, step.before.num_experts)))
+        whole = np.empty((0, 2), dtype=np.int64)
+        if self.stores[0].whole_names:
+            old, new = (lay.physical_to_logical_map[step.layer] for lay in (step.before, step.after))
+            whole = self._order(whole_sources(old, new, step.before.num_experts))
+        return Copies(slots, whole, self._prepare(step.layer, slots, whole))
+
+    def _prepare(self, layer: int, slots: IntArray, whole: IntArray) -> Prepared | None:
+        if self._device_copies is None:
+            return None
+        from eplb_core.loading._install_triton import Block
+
+        store = self.stores[layer]
+        return self._device_copies.prepare(
+            [
+                Block(slots, self._addresses[layer], store.row_bytes),
+                Block(whole, store.whole_addresses, store.whole_row_bytes),
+            ]
+        )
 
     def _order(self, source: IntArray) -> IntArray:
         copies = np.empty((2 * len(source), 2), dtype=np.int64)
@@ -136,6 +172,9 @@ class Installer:
     def run(self, layer: int, copies: Copies) -> None:
         """Copy, on the current stream of the stores' device; on the CPU at once."""
         store = self.stores[layer]
+        if self._device_copies is not None and copies.prepared is not None:
+            self._device_copies.launch(copies.prepared)
+            return
         if self.on_device:
             self._run_on_device(store, copies)
             return

@@ -16,7 +16,7 @@ from eplb_core._arrays import ArrayLike, check_real
 from eplb_core.errors import AgreementError, EplbError, MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _words
-from eplb_core.loading._pull import POLL_S, Backup, Puller, Trouble, check_frame
+from eplb_core.loading._pull import POLL_S, Backup, Puller, Trouble, check_frame, finish_writes
 from eplb_core.loading._run import Run, RunWorker, Target
 from eplb_core.loading._staged import to_reference
 from eplb_core.loading._warm import warm_moves
@@ -354,6 +354,7 @@ class Migrator:
             if self._device.type == "cuda":  # pragma: no cover
                 run.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 run.event.record()
+                self._work.last_install = run.event
             self._layout = step.after
             with self._changed:
                 run.installed += 1
@@ -459,6 +460,7 @@ class Migrator:
         """
         if reference is not None:
             self._work.reference = to_reference(reference, self._layout, len(self._installer.stores[0].names))
+        finish_writes(self._device)
         self._paused = False
 
     def stop(self, deadline: float) -> bool:

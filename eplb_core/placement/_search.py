@@ -21,12 +21,14 @@ import numpy.typing as npt
 from eplb_core._arrays import BoolArray, FloatArray, IntArray
 from eplb_core._numba import inline_kernel, kernel
 
-# Fullest ranks that are looked at before the search ends, the next one only where the fuller have no step that pays.
+# Fullest ranks that are looked at before the search ends.
 _FULLEST = 2
 # Passes over the replicated experts by which shares follow a step, come near the best at the start, and are judged.
 _SWEEPS, _FIRST_SWEEPS, _LAST_SWEEPS = 3, 12, 50
 # Transfers that are taken back for better ones, at most.
 _MOST_TRIES = 16
+# Shares that change by less, in units of an even rank's time, have settled.
+_STILL = 1e-4
 # A row is not exchanged for one that is better by rounding.
 _SOME_GAIN = 1e-9
 # What a slot that cannot be exchanged costs.
@@ -84,6 +86,8 @@ class Work(NamedTuple):
     """Power that their expert's other holders gain, less the power of their rank `[P]`."""
     gift_after: FloatArray
     """Power after each gift `[P]`."""
+    spot: IntArray
+    """Slots of one expert `[R]`."""
     debt: FloatArray
     """Power that all holders of an expert would gain with one replica less `[E]`."""
 
@@ -100,6 +104,7 @@ def improve_layers(
     price: float,
     budget: FloatArray,
     most_steps: int,
+    width: int,
     weighted: bool,
     p2l: IntArray,
     spent: FloatArray,
@@ -117,6 +122,7 @@ def improve_layers(
         price: Gain in balancedness that a transfer of cost 1 must bring.
         budget: Most cost of each layer `[L]`.
         most_steps: Most steps a layer.
+        width: Fullest ranks whose steps are compared before one is made.
         weighted: Shares are solved in each window; else replicas share evenly.
         p2l: `[L, P]`, changed in place.
         spent: Written `[L]`: cost of the transfers from `old`, as far as steps caused it.
@@ -150,9 +156,9 @@ def improve_layers(
                 gifts = _list_gifts(weight, capacity, pace, weighted, row, work)
                 found = (1e-9, -1, 0, 0, 0.0)
                 tried[:] = False
-                for _ in range(min(_FULLEST, ranks)):
+                for n in range(max(width, _FULLEST)):
                     full = _fullest(tried, capacity, work.power)
-                    if full < 0 or found[1] >= 0:
+                    if full < 0 or (n >= width and found[1] >= 0):
                         break
                     tried[full] = True
                     found = _best_exchange(full, weight, pace, price, budget[layer] - now, unit, found, row, work)
@@ -170,10 +176,10 @@ def improve_layers(
                 kept_net, spent[layer] = net, now
                 _copy(row, kept)
             _copy(kept, row)
-            if spent[layer] + dearest <= budget[layer]:
+            if budget[layer] == np.inf:
                 break
-            # The budget has ended the search: take each transfer back in turn and look for better ones in its place.
-            taken_back, refund = _take_back(taken_back + 1, old[layer], row, work)
+            # Few transfers should be the best ones: take each back in turn and look for others in its place.
+            taken_back, refund = _take_back(taken_back + 1, old[layer], row, work.fetch)
             if taken_back < 0:
                 _copy(kept, row)
                 break
@@ -288,6 +294,7 @@ def _new_work(num_windows: int, experts: int, ranks: int, stride: int) -> Work:
         np.zeros(slots, np.int64),
         np.zeros(slots),
         np.zeros(slots),
+        np.zeros(ranks, np.int64),
         np.zeros(experts),
     )
 
@@ -326,23 +333,24 @@ def _eighth(x: float) -> float:
 
 
 @kernel
-def _take_back(start: int, old: IntArray, row: IntArray, work: Work) -> tuple[int, float]:
+def _take_back(start: int, old: IntArray, row: IntArray, fetch: FloatArray) -> tuple[int, float]:
     """Take the first transfer from slot `start` on back, with that of the expert that it was exchanged for.
 
     Returns:
         The slot, -1 where there is none, and what it had cost.
     """
-    fetch, holds, replicas = work.fetch, work.holds, work.replicas
-    stride = row.size // holds.shape[1]
+    stride = row.size // fetch.shape[1]
     for p in range(start, row.size):
         r, e, f = p // stride, row[p], old[p]
-        if e < 0 or f < 0 or e == f or fetch[e, r] == 0.0 or holds[f, r] > 0:
+        if e < 0 or f < 0 or e == f or fetch[e, r] == 0.0 or _is_on(f, r, stride, row):
             continue
         back = -1
+        others = False
         for a in range(row.size):
-            if row[a] == f and old[a] == e and holds[e, a // stride] == 0:
+            others = others or (row[a] == e and a != p)
+            if row[a] == f and old[a] == e and not _is_on(e, a // stride, stride, row):
                 back = a
-        if back < 0 and replicas[e] == 1:
+        if back < 0 and not others:
             continue
         refund = fetch[e, r]
         row[p] = f
@@ -351,6 +359,14 @@ def _take_back(start: int, old: IntArray, row: IntArray, work: Work) -> tuple[in
             refund += fetch[f, back // stride]
         return p, refund
     return -1, 0.0
+
+
+@kernel
+def _is_on(e: int, r: int, stride: int, row: IntArray) -> bool:
+    found = False
+    for p in range(r * stride, r * stride + stride):
+        found = found or row[p] == e
+    return found
 
 
 @kernel
@@ -834,25 +850,39 @@ def _solve_shares(sweeps: int, weight: FloatArray, pace: FloatArray, row: IntArr
     for r in range(ranks):
         _retime(r, weight, pace, work)
     for _ in range(sweeps):
+        change = 0.0
         for e in range(work.replicas.size):
             if work.num_homes[e] > 1:
-                _pour(e, pace, row, work)
+                change = max(change, _pour(e, pace, row, work))
+        if change < _STILL:
+            break
     for r in range(ranks):
         _retime(r, weight, pace, work)
 
 
 @kernel
-def _pour(e: int, pace: FloatArray, row: IntArray, work: Work) -> None:
-    share, time, load, holds = work.share, work.time, work.load, work.holds
+def _pour(e: int, pace: FloatArray, row: IntArray, work: Work) -> float:
+    """Pour an expert's load over its holders in each window; returns the largest change of a share.
+
+    A rank that holds it twice takes its part in the first of the slots.
+    """
+    share, time, load, spot = work.share, work.time, work.load, work.spot
     stride = row.size // pace.size
     n = work.num_homes[e]
     home = work.homes[e]
+    for i in range(n):
+        spot[i] = -1
+        for p in range(home[i] * stride, home[i] * stride + stride):
+            if row[p] == e and spot[i] < 0:
+                spot[i] = p
+            elif row[p] == e:
+                for t in range(load.shape[0]):
+                    share[t, spot[i]] += share[t, p]
+                    share[t, p] = 0.0
+    change = 0.0
     for t in range(load.shape[0]):
         for i in range(n):
-            r = home[i]
-            for p in range(r * stride, r * stride + stride):
-                if row[p] == e:
-                    time[t, r] -= share[t, p] * pace[r]
+            time[t, home[i]] -= share[t, spot[i]] * pace[home[i]]
         # The level at which the poured load is used up: that of the lowest ranks which stand under it.
         level = np.inf
         while True:
@@ -867,7 +897,7 @@ def _pour(e: int, pace: FloatArray, row: IntArray, work: Work) -> None:
         for i in range(n):
             r = home[i]
             part = max(level - time[t, r], 0.0) / pace[r]
-            for p in range(r * stride, r * stride + stride):
-                if row[p] == e:
-                    share[t, p] = part / holds[e, r]
+            change = max(change, abs(part - share[t, spot[i]]))
+            share[t, spot[i]] = part
             time[t, r] += part * pace[r]
+    return change

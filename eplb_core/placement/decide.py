@@ -93,7 +93,7 @@ def should_rebalance(
     payback: float = 1.0,
     frozen: ArrayLike | None = None,
     active_ranks: ArrayLike | None = None,
-    dispatch: str = "even",
+    dispatch: str | None = None,
     current_shares: ArrayLike | None = None,
     new_shares: ArrayLike | None = None,
 ) -> Verdict:
@@ -119,7 +119,7 @@ def should_rebalance(
             would otherwise have no slot on an active rank.
         active_ranks: Bools `[R]`. Default: all. A layer whose expert has lost its last slot moves whatever it costs.
         dispatch: How replicas share their expert's tokens, as for `place`: "even", or "weighted" as is best for each
-            window. Both layouts are judged by it; give the one that the placement was made for.
+            window. Both layouts are judged by it. Default: what the placement was made for; "even" for a layout.
         current_shares: Fraction of its expert's tokens that each slot takes under `current`, floats `[L, P]` or
             `[T, L, P]`, where it is known. Default: as `dispatch` says.
         new_shares: The same under the placement.
@@ -132,7 +132,7 @@ def should_rebalance(
         MissingExpertError: The placement leaves an expert without a slot on an active rank.
 
     Cost:
-        O(T * L * P): 4 ms for 32 windows of 58 layers with 288 slots; "weighted" 20 ms a window there.
+        O(T * L * P): 4 to 6 ms for 32 windows of 58 layers with 288 slots; "weighted" 20 ms a window there.
         Kernels without the interpreter lock.
 
     Threads:
@@ -163,6 +163,8 @@ def should_rebalance(
         stays[layer_rows(frozen, current.num_layers)] = True
     active = check_active(active_ranks, current.topology.num_ranks)
 
+    if dispatch is None:
+        dispatch = placement.dispatch if isinstance(placement, Placement) else "even"
     if dispatch not in ("even", "weighted"):
         raise ValueError(f"`dispatch` (={dispatch!r}) must be 'even' or 'weighted'")
     solved = dispatch == "weighted"

@@ -30,6 +30,8 @@ from eplb_core.topology import Topology
 
 # Steps of a layer that is placed from nothing for several windows, at effort 1.
 _FREE_STEPS = 128
+# Fullest ranks whose steps are compared where several windows are seen: a better use of each transfer, in more time.
+_WIDTH = 3
 # Gain in balancedness that a transfer must bring; with a budget, which says what may be spent, less.
 _PRICE, _PRICE_IN_BUDGET = 0.001, 0.0001
 # A row never changes for less: rounding is no gain.
@@ -65,7 +67,7 @@ def place(
     expert_load: ArrayLike,
     topology: Topology,
     *,
-    num_slots: int,
+    num_slots: int | ArrayLike,
     current: ExpertLayout | None = None,
     max_transfers: int | None = None,
     min_gain: float = 0.01,
@@ -87,8 +89,8 @@ def place(
         expert_load: Tokens routed to each expert, `[L, E]`, or windows of it, `[T, L, E]`: numpy, lists or torch (a
             CUDA tensor costs one copy). Finite, not negative. Windows are balanced one by one, not for their sum.
         topology: Ranks, nodes and speeds.
-        num_slots: Slots to fill, at least E. S = ceil(num_slots / R); where R does not divide it the last ranks end
-            with an empty slot.
+        num_slots: Slots to fill, at least E, or ints `[L]`, one for each layer (see `plan_slots`). S is the largest of
+            ceil(num_slots / R); where a layer fills fewer, or R does not divide, ranks end with empty slots.
         current: Layout to start from, `R * S` slots on as many ranks. The search goes on from it a transfer at a time,
             as long as that pays; a layer that would gain less than `min_gain` keeps its row; what stays on a rank
             stays in its slot.
@@ -143,7 +145,11 @@ def place(
     if windows.shape[0] == 0 or windows.shape[2] == 0:
         raise ValueError(f"`expert_load` (shape {list(windows.shape)}) must have one window and one expert or more")
     effort = check_real(effort, "effort", above=0.0, at_most=10_000.0)
-    problem = _state_problem(windows, topology, num_slots, locality, num_groups, active_ranks, dispatch)
+    layers = windows.shape[1]
+    slots = _check_slots(num_slots, layers, windows.shape[2])
+    if not isinstance(topology, Topology):
+        raise TypeError(f"`topology` (={topology!r}) must be a Topology")
+    stride = -(-int(slots.max(initial=1)) // topology.num_ranks)
     default = _PRICE if max_transfers is None else _PRICE_IN_BUDGET
     price = _Price(
         default if transfer_price is None else check_real(transfer_price, "transfer_price", at_least=0.0, at_most=1e9),
@@ -152,22 +158,60 @@ def place(
         check_real(min_gain, "min_gain", at_least=0.0),
     )
     weights = _check_weights(window_weights, len(windows))
+    p2l = np.full((layers, topology.num_ranks * stride), -1, dtype=np.int64)
+    reached, bound, transfers = np.zeros(layers), np.zeros(layers), np.zeros(layers, dtype=np.int64)
+    for count in np.unique(slots).tolist() or [windows.shape[2]]:
+        problem = _state_problem(windows, topology, count, stride, locality, num_groups, active_ranks, dispatch)
+        if current is not None:
+            _check_current(current, problem, layers)
+        rows = np.flatnonzero(slots == count)
+        part = windows if len(rows) == layers else read_only(np.take(windows, rows, axis=1))
+        was = None if current is None else current.physical_to_logical_map[rows]
+        p2l[rows], reached[rows], bound[rows], transfers[rows] = _place(problem, part, weights, was, price, effort)
+    layout = ExpertLayout._of_valid(p2l, windows.shape[2], topology)
+    return Placement(layout, read_only(reached), read_only(bound), read_only(transfers), dispatch)
+
+
+def _place(
+    problem: _Problem,
+    windows: FloatArray,
+    weights: FloatArray,
+    was: IntArray | None,
+    price: _Price,
+    effort: float,
+) -> tuple[IntArray, FloatArray, FloatArray, IntArray]:
+    """Map, balancedness, bound and transfers of layers that have equally many slots."""
     load = _add_windows(windows, weights)
     has_load = load.max(axis=1, initial=0.0) > 0.0
     # What is searched further starts from one place, so that more effort goes on where less has ended.
     further = problem.pin == 0 and (len(windows) > 1 or problem.weighted)
     solution = _solve(problem, load, ~has_load, 1.0 if further else effort)
-    if current is None:
+    if was is None:
         if further:
             _balance_windows(problem, windows, weights, solution, ~has_load, effort)
         reached = _score(problem, windows, weights, solution.p2l)
         transfers = np.zeros(windows.shape[1], dtype=np.int64)
     else:
-        _check_current(current, problem, windows.shape[1])
-        reached, transfers = _start_from(current, problem, windows, weights, load, solution, price)
-    bound = _bound(problem, windows, weights, solution)
-    layout = ExpertLayout._of_valid(solution.p2l, problem.num_experts, topology)
-    return Placement(layout, read_only(reached), read_only(bound), read_only(transfers), dispatch)
+        reached, transfers = _start_from(was, problem, windows, weights, load, solution, price)
+    return solution.p2l, reached, _bound(problem, windows, weights, solution), transfers
+
+
+def _check_slots(num_slots: int | ArrayLike, layers: int, experts: int) -> IntArray:
+    """Slots of each layer `[L]`."""
+    if isinstance(num_slots, int | np.integer):
+        return np.full(layers, check_num_slots(int(num_slots), experts), dtype=np.int64)
+    slots = to_numpy(num_slots)
+    if slots.ndim == 0:
+        return np.full(layers, check_num_slots(slots.item(), experts), dtype=np.int64)
+    if slots.shape != (layers,) or slots.dtype.kind not in "iu":
+        raise ValueError(
+            f"`num_slots` (dtype {slots.dtype}, shape {list(slots.shape)}) must be an int or ints [{layers}]"
+        )
+    slots = slots.astype(np.int64)
+    if layers and slots.min() < experts:
+        layer = int(np.argmin(slots))
+        raise ValueError(f"`num_slots` (={slots[layer]}) must be at least the {experts} experts at layer {layer}")
+    return slots
 
 
 class _Price(NamedTuple):
@@ -204,18 +248,15 @@ class _Solution(NamedTuple):
 def _state_problem(
     windows: FloatArray,
     topology: Topology,
-    num_slots: int,
+    slots: int,
+    stride: int,
     locality: str,
     num_groups: int | None,
     active_ranks: ArrayLike | None,
     dispatch: str,
 ) -> _Problem:
     experts = windows.shape[2]
-    if not isinstance(topology, Topology):
-        raise TypeError(f"`topology` (={topology!r}) must be a Topology")
-    slots = check_num_slots(num_slots, experts)
     capacity = rank_capacity(slots, topology.num_ranks)
-    stride = int(capacity.max())
     if active_ranks is not None:
         active = to_numpy(active_ranks)
         if active.dtype != np.bool_ or active.shape != (topology.num_ranks,):
@@ -372,6 +413,7 @@ def _balance_windows(
         0.0,
         np.full(windows.shape[1], np.inf),
         max(1, int(_FREE_STEPS * effort)),
+        1,
         problem.weighted,
         solution.p2l,
         spent,
@@ -379,7 +421,7 @@ def _balance_windows(
 
 
 def _start_from(
-    current: ExpertLayout,
+    was: IntArray,
     problem: _Problem,
     windows: FloatArray,
     weights: FloatArray,
@@ -395,9 +437,8 @@ def _start_from(
         Balancedness of the rows chosen, NaN without load, and their transfers.
     """
     ranks = problem.topology.num_ranks
-    was = current.physical_to_logical_map.copy()  # writable as all others: kernels compile for one kind
     present = was.copy()
-    by_rank = present.reshape(current.num_layers, ranks, problem.stride)
+    by_rank = present.reshape(len(was), ranks, problem.stride)
     by_rank[:, problem.capacity == 0] = -1
     if problem.pin == 0:
         drop_surplus(load, problem.capacity, present)
@@ -463,6 +504,7 @@ def _search_from(
         price.each,
         np.maximum(price.budget - needed, 0.0),
         near.shape[1],
+        1 if len(windows) == 1 else _WIDTH,
         problem.weighted,
         near,
         np.zeros(len(near)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, ExpertStore, Topology
-from eplb_core.loading._copies import copy_rows, copy_spans, order_copies
+from eplb_core.loading._copies import copy_rows, copy_spans, groups_of, order_copies
 from eplb_core.loading._steps import plan_steps
 from eplb_core.loading.install import Installer, Staging, whole_sources
 from eplb_core.loading.pull_plan import READ
@@ -30,6 +32,36 @@ def test_copies_in_order_are_as_if_made_at_once(source: list[int]) -> None:
     circles = (copies[:count, 1] == -1).sum()
     assert count == moved + circles  # one more copy a circle and no other
     assert circles <= moved // 2
+
+
+def test_copies_of_a_circle_are_one_group_and_independent_ones_are_not() -> None:
+    copies = np.array([[7, 0], [8, 1], [2, 5], [3, 2], [9, 6], [9, 3]])
+    assert [group.tolist() for group in groups_of(copies)] == [
+        [[7, 0]],
+        [[8, 1]],
+        [[2, 5], [3, 2], [9, 3]],
+        [[9, 6]],
+    ]
+    circles = np.array([[0, -1], [1, 0], [-1, 1], [2, -1], [3, 2], [-1, 3]])
+    assert [len(group) for group in groups_of(circles)] == [3, 3]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 9).flatmap(lambda n: st.lists(st.integers(-1, n - 1), min_size=n, max_size=n)), st.randoms())
+def test_groups_of_copies_may_be_made_in_any_order(source: list[int], random: random.Random) -> None:
+    places = len(source)
+    copies = np.empty((2 * places, 2), dtype=np.int64)
+    scratch = np.empty((2, places), dtype=np.int64)
+    count = order_copies(np.array(source), -1, scratch[0], scratch[1], copies)
+    groups = groups_of(copies[:count])
+    assert sum(map(len, groups)) == count
+    random.shuffle(groups)
+    content: dict[int, int] = {place: place for place in range(places)}
+    for group in groups:
+        content[-1] = -2  # each group has a spare place of its own
+        for origin, to in group.tolist():
+            content[to] = content[origin]
+    assert [content[place] for place in range(places)] == [s if s >= 0 else place for place, s in enumerate(source)]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])

@@ -69,8 +69,8 @@ MUTATIONS = [
     ),
     (
         BASE,
-        "- np.repeat(np.cumsum(parts) - parts, parts)) * piece",
-        ") * piece",
+        "    nbytes = np.minimum(spans.nbytes[of] - offset, piece)\n",
+        "    nbytes = np.full_like(of, piece)\n",
         f"{T_BASE}::test_portions_are_the_same_bytes_within_the_limits",
     ),
     # shared memory
@@ -170,11 +170,5 @@ MUTATIONS = [
         "for expert in range(experts) if pairs or expert not in mine]",
         "for expert in range(experts)]",
         f"{T_STRATEGIES}::test_layouts_have_pairs_only_where_counting_forces_them",
-    ),
-    (
-        STRATEGIES,
-        'side="right").tolist())',
-        'side="left").tolist())',
-        T_STRATEGIES,
     ),
 ]

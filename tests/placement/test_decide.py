@@ -357,3 +357,15 @@ def test_the_wrong_kind_is_a_type_error() -> None:
         should_rebalance(LIVE, LOAD, BETTER, cost=3)  # type: ignore[arg-type]
     with pytest.raises(IndexError, match=r"`layers` \(=2\) must be in \[0, 2\)"):
         should_rebalance(LIVE, LOAD, BETTER, frozen=[2])
+
+
+def test_a_placement_for_weighted_dispatch_is_judged_by_it() -> None:
+    """The walkthrough's `decide` does not say it twice."""
+    windows = np.array([[[90, 10, 50, 50]], [[10, 90, 50, 50]]])
+    topology = Topology(2)
+    live = ExpertLayout([[0, 1, 2, 3, -1, -1]], num_experts=4, topology=topology)
+    answer = place(windows, topology, num_slots=6, current=live, dispatch="weighted", transfer_price=0)
+    assert answer.dispatch == "weighted"
+    verdict = should_rebalance(live, windows, answer)
+    assert verdict.gain == should_rebalance(live, windows, answer, dispatch="weighted").gain
+    assert verdict.gain != should_rebalance(live, windows, answer, dispatch="even").gain

@@ -403,3 +403,32 @@ def test_a_row_that_tears_groups_apart_does_not_stay(locality: str) -> None:
     assert placed.balancedness[0] <= placed.bound[0]
     again = eplb.place(load, topology, num_slots=8, locality=locality, num_groups=2, current=placed.layout)
     assert again.layout == placed.layout
+
+
+def test_layers_may_have_unequally_many_slots() -> None:
+    """Each row is the one that the layer gets by itself, and a plan of slots stays as it is."""
+    rng = np.random.default_rng(3)
+    load = rng.lognormal(0, 1, (2, 4, 8))
+    topology = Topology(4)
+    answer = place(load, topology, num_slots=[8, 12, 10, 12])
+    assert answer.layout.slots_per_rank == 3
+    assert (answer.layout.physical_to_logical_map >= 0).sum(axis=1).tolist() == [8, 12, 10, 12]
+    alone = place(load[:, [1, 3]], topology, num_slots=12)
+    assert (answer.layout.physical_to_logical_map[[1, 3]] == alone.layout.physical_to_logical_map).all()
+    plan = eplb.plan_slots(load, topology, total_slots=10)
+    later = place(load, topology, num_slots=plan.slots_per_rank * 4, current=plan.layout)
+    filled = (later.layout.physical_to_logical_map >= 0).sum(axis=1)
+    assert filled.tolist() == (plan.slots_per_rank * 4).tolist()
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([8, 7], r"`num_slots` \(=7\) must be at least the 8 experts at layer 1"),
+        ([8], r"`num_slots` \(dtype int64, shape \[1\]\) must be an int or ints \[2\]"),
+        ([8.0, 9.0], r"`num_slots` \(dtype float64, shape \[2\]\) must be an int or ints \[2\]"),
+    ],
+)
+def test_bad_numbers_of_slots_name_the_layer(slots: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        place(np.ones((2, 8)), Topology(4), num_slots=slots)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -28,3 +31,28 @@ def started(pid: int) -> int:
         os.close(file)
     fields = text.rpartition(b")")[2].split()
     return -1 if fields[0] in b"ZX" else int(fields[19])
+
+
+_PIDFD_GETFD = 438
+
+
+@contextlib.contextmanager
+def borrowed_fd(pid: int, fd: int) -> Iterator[int]:
+    """A process's descriptor as one of this process's, for as long as the block lasts.
+
+    Raises:
+        OSError: No such process or descriptor, a kernel before 5.6, or this process may not trace that one.
+    """
+    process = os.pidfd_open(pid)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        own = libc.syscall(ctypes.c_long(_PIDFD_GETFD), ctypes.c_int(process), ctypes.c_int(fd), ctypes.c_uint(0))
+        if own < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"descriptor {fd} of process {pid}: {os.strerror(code)}")
+    finally:
+        os.close(process)
+    try:
+        yield own
+    finally:
+        os.close(own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import os
+import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,10 +13,13 @@ import numpy as np
 
 from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
+from eplb_core.loading import _device_memory
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
 from eplb_core.loading.transports import _cuda
 from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket
-from eplb_core.loading.transports._processes import host, started
+from eplb_core.loading.transports._processes import borrowed_fd, host, started
+
+_FD_HANDLE = struct.Struct("<qqq")
 
 
 class IpcMemory(NamedTuple):
@@ -25,7 +29,8 @@ class IpcMemory(NamedTuple):
     """
 
     handle: bytes
-    """64 bytes: the allocation."""
+    """64 bytes: an allocation of cudaMalloc. 24 bytes: one that is a descriptor of the owner's, as int64 descriptor,
+    size and a number that no other one has."""
     offset: int
     """Of the span in it."""
 
@@ -34,7 +39,9 @@ class CudaIpc(BaseTransport):
     """Copies on a stream of its own, from where peers' allocations are mapped. The owner does nothing.
 
     Handles are opened once, by `connect`, and closed when the peer is disconnected or replaced, which may wait for the
-    device. Memory must come from cudaMalloc, as torch's does unless `expandable_segments` is on. A peer that died
+    device. Memory must come from cudaMalloc, as torch's does unless `expandable_segments` is on, or from a weight host:
+    then peers take the owner's descriptor of it, for which they need the same user and, where the system restricts
+    tracing (Yama), the owner's leave (`prctl(PR_SET_PTRACER)`). A peer that died
     between the beginning and the end of a read makes it LOST_PEER, though the bytes may be there: what a driver does
     with a dead owner's memory is not documented.
 
@@ -80,8 +87,10 @@ class CudaIpc(BaseTransport):
         with self._cuda.on(device):
             self._stream = self._cuda.new_stream()
         self._events: list[ctypes.c_void_p] = []
-        self._opened: dict[bytes, int] = {}
-        """First byte here of each open handle."""
+        self._opened: dict[tuple[int, bytes], int] = {}
+        """First byte here of each open handle, by owner's process (0 where the handle alone says it) and handle."""
+        self._mapped: dict[tuple[int, bytes], Any] = {}
+        """What keeps those that are descriptors."""
         self._owners: dict[int, _Owner] = {}
 
     def _register(self, regions: tuple[Region, ...]) -> Mapping[str, Any]:
@@ -112,6 +121,12 @@ class CudaIpc(BaseTransport):
     def _own_memory(self, i: int, region: Region, bases: dict[int, bytes]) -> IpcMemory:
         if not region.nbytes:
             return IpcMemory(b"", 0)
+        segment = _device_memory.find(region.address)
+        if segment is not None:
+            offset = region.address - segment.address
+            if offset + region.nbytes > segment.nbytes:
+                raise TransportError(f"`regions[{i}]` (={region.nbytes} bytes) must lie in one segment of its host")
+            return IpcMemory(_FD_HANDLE.pack(segment.fd, segment.nbytes, segment.token), offset)
         try:
             base, size = self._cuda.allocation(region.address)
             if base not in bases:
@@ -137,21 +152,28 @@ class CudaIpc(BaseTransport):
         if owner.pid != os.getpid():
             with self._cuda.on(self.device):
                 for i, handle in enumerate(owner.handles):
-                    owner.shift[owner.region_handle == i] += self._base(peer.rank, handle) if handle else 0
+                    owner.shift[owner.region_handle == i] += self._base(peer.rank, owner, handle) if handle else 0
             owner.shift -= peer.address
         else:
             owner.shift[:] = 0
         self._owners[peer.rank] = owner
         self._close_unused()
 
-    def _base(self, rank: int, handle: bytes) -> int:
+    def _base(self, rank: int, owner: _Owner, handle: bytes) -> int:
         """Open a handle, once."""
-        if handle not in self._opened:
+        key = owner.key(handle)
+        if key not in self._opened:
             try:
-                self._opened[handle] = self._cuda.open_handle(handle)
-            except _cuda.CudaError as error:
+                if len(handle) == _FD_HANDLE.size:
+                    fd, nbytes, _ = _FD_HANDLE.unpack(handle)
+                    with borrowed_fd(owner.pid, fd) as own:
+                        self._mapped[key] = _device_memory.open_fd(own, nbytes)
+                    self._opened[key] = self._mapped[key].address
+                else:
+                    self._opened[key] = self._cuda.open_handle(handle)
+            except (_cuda.CudaError, ValueError, OSError) as error:
                 raise TransportError(f"memory of rank {rank} cannot be opened: {error}", rank=rank) from error
-        return self._opened[handle]
+        return self._opened[key]
 
     def _detach(self, peer: Peer) -> None:
         self._owners.pop(peer.rank, None)
@@ -160,10 +182,12 @@ class CudaIpc(BaseTransport):
     def _close_unused(self) -> None:
         if self._pending:  # the next one to leave does it
             return
-        used = {handle for owner in self._owners.values() for handle in owner.handles}
+        used = {owner.key(handle) for owner in self._owners.values() for handle in owner.handles}
         with self._cuda.on(self.device):
-            for handle in self._opened.keys() - used:
-                self._cuda.close_handle(self._opened.pop(handle))
+            for key in self._opened.keys() - used:
+                base = self._opened.pop(key)
+                if self._mapped.pop(key, None) is None:
+                    self._cuda.close_handle(base)
 
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
         owner = self._owners[peer.rank]
@@ -223,8 +247,12 @@ class _Owner:
         inside = (self.region_handle >= 0) & (self.region_handle < count) & (self.shift >= 0)
         if not self.region_handle.shape == self.shift.shape == peer.address.shape or not inside.all():
             raise ValueError("a handle for each region")
-        if any(len(handle) not in (0, 64) for handle in self.handles):
-            raise ValueError("handles of 64 bytes")
+        if any(len(handle) not in (0, _FD_HANDLE.size, 64) for handle in self.handles):
+            raise ValueError("handles of 64 or 24 bytes")
+
+    def key(self, handle: bytes) -> tuple[int, bytes]:
+        """Name of an opened handle: descriptors mean something in their process alone."""
+        return (self.pid if len(handle) == _FD_HANDLE.size else 0), handle
 
     def is_alive(self) -> bool:
         return started(self.pid) == self.started

@@ -147,6 +147,13 @@ def test_a_seed_repeats_faults_and_bytes() -> None:
     assert 2 <= faults.count("none") <= 14
 
 
+def test_shares_are_shares() -> None:
+    with pair({"tear": 0.0, "delay": 1.0}) as p:
+        for _ in range(20):
+            p.end(p.read())
+        assert p.faulty.log == [(0, "delay")] * 20
+
+
 @pytest.mark.parametrize("fault", ["drop", "late"])
 def test_what_the_inner_transport_refuses_is_refused_under_every_fault(fault: str) -> None:
     with pair([fault] * 3) as p:

@@ -1,0 +1,466 @@
+"""Moves on one GPU: installs, reads between four processes, decoding meanwhile, a weight host.
+
+COMMIT=$(git rev-parse HEAD) python -m benchmarks.moving_gpu --json moving_gpu.json
+
+Parts (`--parts`): `tests` (the tests of moves that need a GPU), `install` (staging to live slots against a plain copy),
+`ranks` (four processes as four ranks: migrations alone, then while captured graphs decode), `host` (a weight host,
+restarts, a standby, SIGKILL). Each part goes on where another failed; what was measured is written after each. On one
+GPU four processes share it by time slices and their copies are local ones: what peer links and copy engines give, it
+cannot show. Without a GPU the same steps run small in host memory, to show that they do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import measure
+from benchmarks.moving_gpu_ranks import Shape, allocate, random_layout
+from eplb_core import ExpertStore
+from eplb_core._arrays import IntArray
+from eplb_core.loading._steps import Step, plan_steps
+from eplb_core.loading.install import Copies, Installer, Staging
+
+ROOT = Path(__file__).parent.parent
+FULL = {"layers": 58, "per_rank": 4, "experts": 12, "hidden": 3584, "inner": 1024, "tokens": 64, "ranks": 4}
+SMALL = {"layers": 4, "per_rank": 3, "experts": 8, "hidden": 64, "inner": 32, "tokens": 16, "ranks": 4}
+PARTS = ("tests", "install", "ranks", "host")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.moving_gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few small layers")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parts", default="install,ranks,host", help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--passes", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for the ranks")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    sizes: dict[str, Any] = dict(SMALL if options.quick else FULL)
+    sizes["device"] = options.device
+    sizes["passes"] = options.passes or (24 if options.quick else 300)
+    sizes["migrations"] = 1 if options.quick else 2
+    on_gpu = options.device == "cuda"
+    record: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "the CPU", "sizes": sizes}
+    calls: dict[str, Callable[[], Any]] = {
+        "tests": run_tests,
+        "install": lambda: in_a_process("install", sizes, options.limit),
+        "ranks": lambda: run_ranks(sizes, options.limit),
+        "host": lambda: run_host(sizes, options.limit),
+    }
+    failed = 0
+    for part in options.parts.split(","):
+        start = time.perf_counter()
+        print(f"---- {part}", flush=True)
+        try:
+            record[part] = calls[part]()
+        except Exception:
+            record[f"{part}_error"] = traceback.format_exc()
+            print(record[f"{part}_error"], flush=True)
+        failed += f"{part}_error" in record or bool(errors_in(record.get(part)))
+        record.setdefault("part_s", {})[part] = time.perf_counter() - start
+        measure.write_json(options.json, record)
+    record["summary"] = summary_of(record)
+    print(tables_of(record))
+    print("\n".join(record["summary"]))
+    measure.write_json(options.json, record)
+    return int(failed > 0)
+
+
+def errors_in(entry: Any) -> list[str]:
+    """Keys of errors, at any depth."""
+    if isinstance(entry, dict):
+        here = [key for key, value in entry.items() if key.endswith("error") and value]
+        return here + [key for value in entry.values() for key in errors_in(value)]
+    return [key for value in entry for key in errors_in(value)] if isinstance(entry, list) else []
+
+
+def run_tests() -> str:
+    """The tests of moves that need a GPU; the last line that pytest prints."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"]
+    folder = ROOT / "tests" / "loading"
+    files = [str(path) for path in sorted(folder.glob("test_*_gpu.py"))]
+    found = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    print(found.stdout[-6000:], found.stderr[-2000:])
+    if found.returncode:
+        raise RuntimeError("a test failed")
+    return (found.stdout.strip().splitlines() or [found.stderr[-200:]])[-1]
+
+
+# ---- installs --------------------------------------------------------------------------------------------------------
+
+
+def in_a_process(part: str, sizes: dict[str, Any], limit: float) -> Any:
+    """Its memory is given back at the end."""
+    code = f"import benchmarks.moving_gpu as m, json, sys; m.child_{part}(json.loads(sys.argv[1]))"
+    command = [sys.executable, "-c", code, json.dumps(sizes)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=limit)
+    for line in done.stdout.splitlines():
+        if line.startswith("ANSWER "):
+            return json.loads(line[7:])
+        print(line)
+    raise RuntimeError(f"part {part} ended with {done.returncode}")
+
+
+def child_install(sizes: dict[str, Any]) -> None:
+    print("ANSWER " + json.dumps(measure_installs(sizes)), flush=True)
+
+
+def measure_installs(sizes: dict[str, Any]) -> dict[str, Any]:
+    shape = Shape(sizes)
+    on_gpu = shape.device.type == "cuda"
+    weights = allocate(shape)
+    stores = [ExpertStore(tensors) for tensors in weights]
+    for tensors in weights:
+        for tensor in tensors.values():
+            random_bytes(tensor)
+    staging = Staging(None, stores)
+    random_bytes(staging.memory)
+    rng = np.random.default_rng(0)
+    old, new = (random_layout(shape, sizes["ranks"], rng) for _ in range(2))
+    steps = list(plan_steps(old, new, rank=0, capacity=shape.per_rank))
+    installer = Installer(stores, staging)
+    plain = Installer(stores, staging, kernels=False)
+    record: dict[str, Any] = {
+        "slot_bytes": stores[0].slot_bytes,
+        "kernels": installer._device_copies is not None,
+        "exact": [exact(installer, step, rng) for step in steps[:6]],
+    }
+    every = np.array([[shape.per_rank + slot, slot] for slot in range(shape.per_rank)])
+    circle = np.array([[0, -1], *[[slot + 1, slot] for slot in range(shape.per_rank - 1)], [-1, shape.per_rank - 1]])
+    moved = shape.per_rank * stores[0].slot_bytes
+    record["from staging"] = both_ways(installer, plain, every, moved)
+    record["circle in place"] = both_ways(installer, plain, circle, moved)
+    # Two buffers of a layer's size and more, to be out of the cache as the layers are.
+    source, target = (torch.empty(8 * moved, dtype=torch.uint8, device=shape.device) for _ in range(2))
+    random_bytes(source)
+
+    def copy(number: int) -> None:
+        target[number % 8 * moved :][:moved].copy_(source[:moved])
+
+    def copy_others(number: int) -> None:
+        part = slice(number % 8 * moved, (number % 8 + 1) * moved)
+        target[part].copy_(source[part])
+
+    record["plain copy"] = rate(copy, moved, on_gpu)
+    record["plain copy, another source each time"] = rate(copy_others, moved, on_gpu)
+    record["prepare_us"] = 1e6 * statistics.median(
+        timed(lambda: installer._prepare(0, every, NOTHING)) for _ in range(20)
+    )
+    return record
+
+
+NOTHING = np.empty((0, 2), dtype=np.int64)
+
+
+def both_ways(installer: Installer, plain: Installer, slots: IntArray, moved: int) -> dict[str, Any]:
+    """The kernel, and a copy of each row."""
+    on_gpu = installer.on_device
+    layers = len(installer.stores)
+    prepared = [Copies(slots, NOTHING, installer._prepare(layer, slots, NOTHING)) for layer in range(2)]
+    record: dict[str, Any] = {
+        "kernel": rate(lambda number: installer.run(number % 2, prepared[number % 2]), moved, on_gpu),
+        "copy of each row": rate(lambda number: plain.run(number % layers, Copies(slots, NOTHING)), moved, on_gpu),
+    }
+    if on_gpu:
+        record["launches"] = launches(lambda: installer.run(0, prepared[0]))
+        record["launches_of_rows"] = launches(lambda: plain.run(0, Copies(slots, NOTHING)))
+    return record
+
+
+def timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def random_bytes(tensor: torch.Tensor) -> None:
+    flat = tensor.view(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), 1 << 26):
+        part = flat[start : start + (1 << 26)]
+        part.copy_(torch.randint(0, 256, (part.numel(),), dtype=torch.uint8, device=part.device))
+
+
+def exact(installer: Installer, step: Step, rng: np.random.Generator) -> bool:
+    """Against copies of everything that are made first."""
+    store, slots = installer.stores[step.layer], installer.stores[0].num_slots
+    place_of = rng.permutation(slots)
+    copies = installer.plan(step, place_of)
+    content = {}
+    for place in range(2 * slots):
+        rows = (
+            [store.row(name, place) for name in store.names]
+            if place < slots
+            else installer.staging.row(place - slots, store)
+        )
+        content[place] = [row.clone() for row in rows]
+    names: dict[int, int] = {place: place for place in content}
+    for source, to in copies.slots.tolist():
+        names[to] = names[source]
+    installer.run(step.layer, copies)
+    return all(
+        torch.equal(store.row(name, slot), content[names[slot]][index])
+        for slot in range(slots)
+        for index, name in enumerate(store.names)
+    )
+
+
+def rate(call: Callable[[int], Any], nbytes: int, on_gpu: bool, times: int = 40) -> dict[str, float]:
+    """GB/s of bytes copied, each read and written once; microseconds of the call on the host; medians."""
+    for number in range(3):
+        call(number)
+    device, host = [], []
+    for number in range(times):
+        if on_gpu:
+            torch.cuda.synchronize()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            # The calls are all enqueued before the first runs.
+            torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+            begin.record()
+        start = time.perf_counter()
+        call(number)
+        host.append(time.perf_counter() - start)
+        if on_gpu:
+            end.record()
+            end.synchronize()
+            device.append(begin.elapsed_time(end) / 1e3)
+        else:
+            device.append(host[-1])
+    median = statistics.median(device)
+    return {"gb_s": nbytes / median / 1e9, "us": median * 1e6, "host_us": statistics.median(host) * 1e6}
+
+
+def launches(call: Callable[[], Any]) -> list[str]:
+    """Names of what runs on the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        call()
+        torch.cuda.synchronize()
+    return [str(event.name)[:60] for event in found.events() if "CUDA" in str(event.device_type)]
+
+
+# ---- four ranks ------------------------------------------------------------------------------------------------------
+
+
+def run_ranks(sizes: dict[str, Any], limit: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
+        processes = []
+        for rank in range(sizes["ranks"]):
+            options = {**sizes, "rank": rank, "folder": folder, "parts": ["ipc", "decode"]}
+            processes.append(start_process("rank", options, stdout=None))
+        end = time.monotonic() + limit
+        codes = [wait_for(process, end - time.monotonic()) for process in processes]
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        found = []
+        for rank in range(sizes["ranks"]):
+            path = Path(folder, f"rank{rank}.json")
+            found.append(json.loads(path.read_text()) if path.exists() else {"error": f"ended with {codes[rank]}"})
+    failures = {} if codes == [0] * len(codes) else {"codes_error": str(codes)}
+    return {"by_rank": found, **failures}
+
+
+def wait_for(process: subprocess.Popen[str], seconds: float) -> int | None:
+    """Its exit status; None if it still runs."""
+    try:
+        return process.wait(max(1.0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def start_process(role: str, options: dict[str, Any], **more: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.moving_gpu_ranks", role, json.dumps(options)]
+    return subprocess.Popen(command, cwd=ROOT, text=True, **more)
+
+
+# ---- a weight host ---------------------------------------------------------------------------------------------------
+
+
+class Talk:
+    """A process that answers lines."""
+
+    def __init__(self, role: str, options: dict[str, Any], limit: float) -> None:
+        self.limit, self.began = limit, time.perf_counter()
+        self.process = start_process(role, options, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.hello = self.read()
+        self.hello["from_start_s"] = time.perf_counter() - self.began
+
+    def ask(self, verb: str) -> dict[str, Any]:
+        """The answer to one word."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(verb + "\n")
+        self.process.stdin.flush()
+        found = self.read()
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        return found
+
+    def read(self) -> dict[str, Any]:
+        """The next answer; other lines are passed on."""
+        assert self.process.stdout is not None
+        watch = threading.Timer(self.limit, self.process.kill)
+        watch.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith("ANSWER "):
+                    answer: dict[str, Any] = json.loads(line[7:])
+                    return answer
+                print(line, end="")
+        finally:
+            watch.cancel()
+        raise RuntimeError(f"a process ended with {self.process.wait()}")
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def used_gb(on_gpu: bool) -> float:
+    """Memory in use on the GPU, of all processes."""
+    if not on_gpu:
+        return 0.0
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) / 1024
+
+
+def run_host(sizes: dict[str, Any], limit: float) -> dict[str, Any]:
+    """All scenes; what came before a failure is kept."""
+    on_gpu = sizes["device"] == "cuda"
+    record: dict[str, Any] = {"used_gib": {"before": used_gb(on_gpu)}}
+    started: list[Talk] = []
+    with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
+        slots = 16 if on_gpu else sizes["per_rank"]
+        options = {**sizes, "path": os.path.join(folder, "host"), "per_rank": slots, "experts": slots}
+        try:
+            host_scenes(options, record, started, limit, on_gpu)
+        except Exception:
+            record["error"] = traceback.format_exc()
+            print(record["error"], flush=True)
+        finally:
+            for each in started:
+                each.kill()
+    time.sleep(2.0)
+    record["used_gib"]["after all ended"] = used_gb(on_gpu)
+    return record
+
+
+def host_scenes(
+    options: dict[str, Any], record: dict[str, Any], started: list[Talk], limit: float, on_gpu: bool
+) -> None:
+    def note(scene: str, entry: dict[str, Any]) -> None:
+        record[scene] = entry
+        record["used_gib"][scene] = used_gb(on_gpu)
+        print(scene, entry, f"{record['used_gib'][scene]:.2f} GiB used", flush=True)
+
+    def start(role: str, name: str) -> Talk:
+        talk = Talk(role, {**options, "name": name}, limit)
+        started.append(talk)
+        return talk
+
+    host = start("host", "host")
+    note("host ready", host.hello)
+    first = start("engine", "first")
+    note("first engine", first.hello)
+    note("first engine's pass", first.ask("pass"))
+    crc = record["first engine's pass"]["crc"]
+    note("first engine moves experts", first.ask("move"))
+    note("its pass after the move", first.ask("pass"))
+    standby = start("engine", "standby")
+    note("standby", standby.hello)
+    note("standby's pass", standby.ask("pass"))
+    begin = time.perf_counter()
+    first.kill()
+    while len(standby.ask("state")["state"][1]) != 1:
+        time.sleep(0.001)
+    seen = time.perf_counter() - begin
+    answer = standby.ask("pass")
+    note("standby takes over", {"alone_s": seen, "first_pass_s": time.perf_counter() - begin, **answer})
+    again = start("engine", "again")
+    note("engine restarted", again.hello)
+    note("its pass", again.ask("pass"))
+    host.kill()
+    time.sleep(1.0)
+    note("pass after the host was killed", again.ask("pass"))
+    note("standby's pass after the host was killed", standby.ask("pass"))
+    passes = [entry["crc"] for entry in record.values() if isinstance(entry, dict) and "crc" in entry]
+    record["outputs_equal"] = all(other == crc for other in passes)
+    record["weights_exact"] = not any(entry.get("wrong") for entry in record.values() if isinstance(entry, dict))
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def tables_of(record: dict[str, Any]) -> str:
+    parts = []
+    installs = record.get("install")
+    if installs:
+        rows = [["plain copy", "", f"{installs['plain copy']['gb_s']:.0f}", f"{installs['plain copy']['host_us']:.0f}"]]
+        for name in ("from staging", "circle in place"):
+            for how in ("kernel", "copy of each row"):
+                entry = installs[name][how]
+                rows.append([name, how, f"{entry['gb_s']:.0f}", f"{entry['host_us']:.0f}"])
+        parts.append(measure.table(["install of a layer", "by", "GB/s", "host us"], rows))
+    for rank in record.get("ranks", {}).get("by_rank", [])[:1]:
+        rows = []
+        for name, entry in rank.get("decode", {}).items():
+            each = entry.get("moving", entry["all"])
+            rows.append(
+                [
+                    name,
+                    *(f"{each[key]:.2f}" for key in ("p50", "p99", "worst")),
+                    f"{entry['hook_worst_ms']:.2f}",
+                    str(entry["tokens_equal"]),
+                    str(entry.get("check", "")),
+                ]
+            )
+        parts.append(
+            measure.table(["pass ms", "p50", "p99", "worst", "worst outside the graph", "tokens equal", "bytes"], rows)
+        )
+        for name, entries in rank.get("ipc", {}).items():
+            parts.append(f"{name}: {json.dumps(entries)}")
+    return "\n\n".join(parts)
+
+
+def summary_of(record: dict[str, Any]) -> list[str]:
+    lines = []
+    installs, host = record.get("install"), record.get("host", {})
+    if installs and installs["kernels"]:
+        share = installs["from staging"]["kernel"]["gb_s"] / installs["plain copy"]["gb_s"]
+        lines.append(
+            f"{record['device']}: an install reaches {share:.0%} of a plain copy's bandwidth, bytes exact: "
+            f"{all(installs['exact'])}"
+        )
+    if "engine restarted" in host:
+        lines.append(
+            f"attach {host['first engine']['bytes'] / 1e9:.1f} GB: {host['engine restarted']['attach_s']:.3f} s; "
+            f"outputs equal: {host.get('outputs_equal')}"
+        )
+    for rank in record.get("ranks", {}).get("by_rank", [])[:1]:
+        if "decode" in rank:
+            equal = all(entry["tokens_equal"] for entry in rank["decode"].values())
+            lines.append(f"tokens equal to those of an engine that never moves experts: {equal}")
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,23 @@
+"""Changes to installs on a GPU, each with a test that must fail; those to the kernel where Triton is there."""
+
+from __future__ import annotations
+
+import importlib.util
+
+KERNEL = "eplb_core/loading/_install_triton.py"
+SAME = "tests/loading/test_install_gpu.py::test_the_kernel_makes_the_same_copies_in_triton_s_interpreter"
+COPIES = "eplb_core/loading/_copies.py"
+GROUPS = "tests/loading/test_install.py::test_copies_of_a_circle_are_one_group_and_independent_ones_are_not"
+ORDER = "tests/loading/test_install.py::test_groups_of_copies_may_be_made_in_any_order"
+
+MUTATIONS: list[tuple[str, str, str, str]] = [
+    (COPIES, "for place in copy if place in written}", "for place in copy}", GROUPS),
+    (COPIES, "            groups[first] += groups[other]\n", "", ORDER),
+]
+if importlib.util.find_spec("triton") is not None:
+    MUTATIONS += [
+        (KERNEL, "if start + TILE <= words:", "if start <= words:", SAME),
+        (KERNEL, "odd_kept = odd_data", "odd_kept = odd_kept", SAME),
+        (KERNEL, "places[group < 0] = 0", "places[group < -1] = 0", SAME),
+        (KERNEL, "table[len(aligned) : len(aligned) + len(odd)] = odd", "table[: len(odd)] = odd", SAME),
+    ]
