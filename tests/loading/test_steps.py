@@ -91,9 +91,9 @@ def test_copies_on_ranks_that_are_gone_count_for_nothing_on_the_way(
 
 
 def test_the_last_copy_that_can_be_read_is_not_overwritten_before_it_is_read() -> None:
-    """Expert 2 is on ranks 1 and 2; rank 2 is gone. Rank 1 gives it to rank 0 before it takes expert 0 instead."""
+    """Expert 2 is on ranks 1 and 2; rank 2 is gone. Rank 0 reads expert 3 first, and then 2: rank 1 must keep it."""
     old = ExpertLayout([[0, 1, 2, 3, 2, 3]], 4, topology=Topology(3))
-    new = ExpertLayout([[2, 3, 0, 1, -1, -1]], 4, topology=Topology(3))
+    new = ExpertLayout([[3, 2, 0, 1, -1, -1]], 4, topology=Topology(3))
     for rank in (0, 1):
         kinds = [step.kind for step in plan_steps(old, new, rank=rank, capacity=1, avoid_ranks=[2])]
         assert not (np.stack(kinds) == RESTORE).any()
