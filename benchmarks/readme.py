@@ -115,11 +115,12 @@ def dispatch_gpu(record: dict[str, Any]) -> str:
         return " / ".join(f"{each[name][number][0]:.1f}" for number in tokens)
 
     environment = record["environment"]
+    static, weighted, quota = (times(f"{mode}: map + count") for mode in ("static", "weighted", "quota"))
     return _filled(
-        "A layer's tokens mapped to slots and counted in a CUDA graph (`python benchmarks/dispatch_gpu.py`), 512 / 4,096 / "
-        f"16,384 tokens x 8: {times('static: map + count')} us with static tables, {times('weighted: map + count')} with "
-        f"weighted shares, {times('quota: map + count')} with shares solved in each pass; torch operations take "
-        f"{times('torch: random replicas')} to map alone. {environment['gpu']}, commit {environment['commit'][:9]}."
+        "A layer's tokens mapped to slots and counted in a CUDA graph (`python benchmarks/dispatch_gpu.py`), 512 / 4,096 "
+        f"/ 16,384 tokens x 8: {static} us with static tables, {weighted} with weighted shares, {quota} with shares "
+        f"solved in each pass; torch operations take {times('torch: random replicas')} to map alone. "
+        f"{environment['gpu']}, commit {environment['commit'][:9]}."
     )
 
 
@@ -144,7 +145,8 @@ def startup(record: dict[str, Any]) -> str:
     """What importing and the first call cost."""
     compiled, cached = record["place"]["compiled"], record["place"]["cached"]
     return _filled(
-        f"`import eplb_core` (`python -m benchmarks.startup`) takes {record['import']['import_s']:.2f} s and brings neither torch nor the compiler. The "
+        f"`import eplb_core` (`python -m benchmarks.startup`) takes {record['import']['import_s']:.2f} s and brings "
+        "neither torch nor the compiler. The "
         f"first `place` after an installation compiles for {compiled['first_s']:.0f} s. In later processes it loads "
         f"what was compiled: {cached['modules_s']:.1f} s of imports, {cached['first_s']:.2f} s for the first call, "
         f"{cached['second_s'] * 1e3:.1f} ms for the next. `eplb_core.warm_up()` does the first call's work ahead of "
