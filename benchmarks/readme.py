@@ -118,8 +118,8 @@ def dispatch_gpu(record: dict[str, Any]) -> str:
     static, weighted, quota = (times(f"{mode}: map + count") for mode in ("static", "weighted", "quota"))
     return _filled(
         "A layer's tokens mapped to slots and counted in a CUDA graph (`python benchmarks/dispatch_gpu.py`), "
-        f"512 / 4,096 / 16,384 tokens x 8: {static} us with static tables, {weighted} with weighted shares, {quota} with shares "
-        f"solved in each pass; torch operations take {times('torch: random replicas')} to map alone. "
+        f"512 / 4,096 / 16,384 tokens x 8: {static} us with static tables, {weighted} with weighted shares, {quota} "
+        f"with shares solved in each pass; torch operations take {times('torch: random replicas')} to map alone. "
         f"{environment['gpu']}, commit {environment['commit'][:9]}."
     )
 
