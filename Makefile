@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-quick test-bounds mutants fuzz soak-moves coverage lint format bench peers engines clean
+.PHONY: demo test test-quick test-long test-bounds mutants fuzz soak-moves coverage lint format bench peers engines clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once: a minute or two, 2.2 GB ..."
@@ -20,6 +20,10 @@ test: $(READY)
 
 test-quick: $(READY)
 	FAST=1 $(BIN)/python -m pytest -m "not slow"
+
+# What takes too long for every run: benchmarks that start many processes, long schedules.
+test-long: $(READY)
+	$(BIN)/python -m pytest -m long
 
 # The disk cache of compiled kernels ignores the bounds-check flag: an own cache makes it take effect.
 test-bounds: $(READY)

@@ -25,8 +25,14 @@ def threads_as_before() -> Iterator[None]:
     numba.set_num_threads(before[1])
 
 
+LONG = {"forecast", "moving_gpu", "multi_gpu", "schedules", "transports"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, _ in every.found(None)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name, _ in every.found(None)],
+)
 def test_benchmark_runs_and_records(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert every.main(["--quick", "--only", name, "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / f"{name}.json").read_text())
