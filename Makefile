@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-quick test-long test-bounds mutants fuzz coverage lint format bench soak peers engines clean
+.PHONY: demo test test-quick test-long test-bounds mutants fuzz soak-moves coverage lint format bench soak peers engines clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once: a minute or two, 2.2 GB ..."
@@ -37,6 +37,10 @@ mutants: $(READY)
 fuzz: $(READY)
 	EPLB_FUZZ_MESSAGES=100000 $(BIN)/python -m pytest tests/loading/test_layout_server.py -k no_message_raises
 	$(BIN)/python -m benchmarks.schedules
+
+# 1,000 migrations of real processes over every transport that is installed; a rank killed and stopped in each pass.
+soak-moves: $(READY)
+	$(BIN)/python -m benchmarks.soak_moves --migrations 1000 --every-pass
 
 coverage: $(READY)
 	NUMBA_DISABLE_JIT=1 FAST=1 $(BIN)/coverage run -m pytest

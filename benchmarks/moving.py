@@ -5,14 +5,18 @@ python -m benchmarks.moving --json moving.json
 Plans: one rank's, at 58 x 288 slots on 32 ranks of 4 nodes, from a random layout to another (every slot changes) and to
 one in which a few slots a layer do. Polls: a Migrator that has nothing to do, with an agreement inside the process (the
 library's own cost) and with gloo between two ranks of one thread, which waits for nobody. Installs: all slots of a
-layer from staging, and a circle of all of them in place, against a plain copy of as many bytes by torch.
+layer from staging, and a circle of all of them in place, against a plain copy of as many bytes by torch. Wake-ups: how
+late a thread is that sleeps a tenth of a millisecond at a time, without the interpreter, and then wants it, beside two
+ranks' workers that migrate all layers, and beside nothing: what workers hold the interpreter for comes on top.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,7 +32,7 @@ from eplb_core.loading._steps import Step
 from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.install import Installer, Staging
 from eplb_core.loading.pull_plan import COPY_OLD, READ
-from eplb_core.loading.transports import LocalCopy
+from eplb_core.loading.transports import LocalCopy, SharedMemory
 
 LAYERS, EXPERTS, SLOTS, RANKS, NODES = 58, 256, 288, 32, 4
 SEED = 0
@@ -60,6 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             [[name, f"{m:.2f}", f"{b:.2f}"] for name, (m, b) in installs.items()],
         )
     )
+    late = wake_ups(4 if options.quick else LAYERS, 1 if options.quick else 10)
+    print()
+    print(
+        measure.table(
+            ["a thread's wake-up", "median us", "p99 us", "p99.9 us", "worst us", "wake-ups"],
+            [[name, *(f"{us:.0f}" for us in entry[:4]), f"{entry[4]}"] for name, entry in late.items()],
+        )
+    )
     every, few = (plans[name]["median_ms"] for name in ("every slot changes", "few slots change"))
     summary = [
         f"a rank's plan: {every:.2f} ms where every slot changes, {few:.2f} ms where few do",
@@ -67,7 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"installs: {installs['from staging'][0] / installs['torch copy_'][0]:.2f} of a plain copy's bandwidth, "
         f"a circle in place {installs['circle in place'][0] / installs['torch copy_'][0]:.2f}",
     ]
-    measure.write_json(options.json, {"plans": plans, "poll_us": polls, "install_gb_s": installs, "summary": summary})
+    summary.append(
+        f"a thread wakes {late['beside a migration'][1] - late['beside nothing'][1]:.0f} us later beside a migration "
+        f"in the 99th percentile, {late['beside a migration'][0] - late['beside nothing'][0]:.0f} us in the median"
+    )
+    record = {"plans": plans, "poll_us": polls, "install_gb_s": installs, "wake_up_us": late, "summary": summary}
+    measure.write_json(options.json, record)
     return 0
 
 
@@ -135,8 +152,6 @@ def poll_times(calls: int) -> dict[str, tuple[float, float]]:
 
 
 def gloo(folder: Path) -> list[GroupAgreement]:
-    import threading
-
     dist: Any = torch.distributed
     members: dict[int, GroupAgreement] = {}
 
@@ -201,6 +216,80 @@ def install_rates(slot_bytes: int, calls: int) -> dict[str, tuple[float, float]]
             times[name].append(time.perf_counter() - start)
     size = slots * store.slot_bytes / 1e9
     return {name: (size / statistics.median(some[1:]), size / min(some[1:])) for name, some in times.items()}
+
+
+# ---- the interpreter's lock ------------------------------------------------------------------------------------------
+
+
+def wake_ups(layers: int, migrations: int) -> dict[str, tuple[float, float, float, float, int]]:
+    """Microseconds that a thread is late: median, 99th and 99.9th percentile, worst; and how many times it slept."""
+    rng, topology = np.random.default_rng(SEED), Topology(2)
+    slots = 2 * SLOTS // RANKS
+    start = ExpertLayout.trivial(layers, slots - 2, num_slots=slots, topology=topology)
+    members = LocalAgreement.group(2)
+    made: dict[int, Migrator] = {}
+
+    def join(rank: int) -> None:
+        stores = [ExpertStore({name: torch.zeros(slots // 2, 16) for name in ("w13", "w2", "scale")}) for _ in rows]
+        made[rank] = Migrator(stores, start, rank=rank, transport=SharedMemory(), agreement=members[rank])
+
+    rows = range(layers)
+    in_turn([lambda rank=rank: join(rank) for rank in range(2)])  # type: ignore[misc]
+    probe = Probe()
+    idle = probe.beside(lambda: time.sleep(0.05 * migrations))
+
+    shuffled = [rng.permuted(start.physical_to_logical_map, axis=1) for _ in range(migrations)]
+    targets = [ExpertLayout(p2l, slots - 2, topology=topology) for p2l in shuffled]
+
+    def migrate() -> None:
+        for target in targets:
+            for migrator in made.values():
+                migrator.start(target)
+            while not made[0].idle:
+                for migrator in made.values():
+                    migrator.poll()
+                time.sleep(0.001)
+            if made[0].layout != target:
+                raise SystemExit(f"a migration failed: {made[0].status}")
+
+    busy = probe.beside(migrate)
+    in_turn([lambda rank=rank: made[rank].stop(10.0) for rank in range(2)])  # type: ignore[misc]
+    return {"beside nothing": idle, "beside a migration": busy}
+
+
+def in_turn(calls: Sequence[Callable[[], object]]) -> None:
+    """Calls that wait for each other."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class Probe:
+    """A thread that wants the interpreter ten thousand times a second."""
+
+    nap_us = 100
+
+    def beside(self, work: Callable[[], object]) -> tuple[float, float, float, float, int]:
+        """How late it was while `work` went on."""
+        late: list[float] = []
+        on = [True]
+
+        def run() -> None:
+            sleep = ctypes.CDLL(None).usleep
+            while on:
+                before = time.perf_counter()
+                sleep(self.nap_us)
+                late.append((time.perf_counter() - before) * 1e6 - self.nap_us)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        work()
+        on.clear()
+        thread.join()
+        middle, high, higher = np.percentile(late, [50, 99, 99.9]).tolist()
+        return middle, high, higher, max(late), len(late)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from benchmarks import measure
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 SLOTS = 288
-LEFT_OUT = ("effort 0.25", "effort 4", "elasticity_aware", "given the old map")
+LEFT_OUT = ("effort 0.25", "effort 4", "effort 16", "elasticity_aware", "deepseek_vec", "given the old map")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def rewritten(text: str) -> str:
     """The README with each part between two marks made anew."""
-    parts = (("placement", placement), ("over_time", over_time), ("dispatch_gpu", dispatch_gpu), ("startup", startup))
+    parts = (
+        ("placement", placement),
+        ("over_time", over_time),
+        ("dispatch_gpu", dispatch_gpu),
+        ("moving_gpu", moving_gpu),
+        ("startup", startup),
+    )
     for name, make in parts:
         start, end = f"<!-- {name}: python -m benchmarks.readme -->\n", f"<!-- end of {name} -->"
         before, found, rest = text.partition(start)
@@ -103,22 +109,44 @@ def over_time(record: dict[str, Any]) -> str:
 def dispatch_gpu(record: dict[str, Any]) -> str:
     """Microseconds of the map and count of a layer, by tokens."""
     tokens = ("512", "4096", "16384")
-    shown = ["torch: random replicas", "torch: count", *(f"{m}: map + count" for m in ("static", "weighted", "quota"))]
-    rows = [
-        [name, *(f"{each[number][0]:.1f}" for number in tokens)]
-        for name, each in record["microseconds"].items()
-        if name in shown
-    ]
+    each = record["microseconds"]
+
+    def times(name: str) -> str:
+        return " / ".join(f"{each[name][number][0]:.1f}" for number in tokens)
+
     environment = record["environment"]
-    said = f"{environment['gpu']}, torch {environment['versions']['torch']}, commit {environment['commit'][:9]}."
-    return f"{measure.table(['us', *(f'{int(number):,} x 8' for number in tokens)], rows)}\n\n{said}"
+    static, weighted, quota = (times(f"{mode}: map + count") for mode in ("static", "weighted", "quota"))
+    return _filled(
+        "A layer's tokens mapped to slots and counted in a CUDA graph (`python benchmarks/dispatch_gpu.py`), "
+        f"512 / 4,096 / 16,384 tokens x 8: {static} us with static tables, {weighted} with weighted shares, {quota} "
+        f"with shares solved in each pass; torch operations take {times('torch: random replicas')} to map alone. "
+        f"{environment['gpu']}, commit {environment['commit'][:9]}."
+    )
+
+
+def moving_gpu(record: dict[str, Any]) -> str:
+    """Milliseconds of a decoding pass, by how experts move meanwhile."""
+    names = {
+        "off": "no moves",
+        "asynchronous, batched, prefer overlap": "`Migrator`",
+        "synchronous": "`move_experts`, on the thread of the passes",
+        "temporary buffers and device synchronize": "temporary buffers and synchronize, as engines do",
+    }
+    rows = []
+    for name, said in names.items():
+        entry = record["ranks"]["by_rank"][0]["decode"][name]
+        times = entry.get("moving", entry["all"])
+        rows.append([said, *(f"{times[key]:.1f}" for key in ("p50", "p99", "worst")), str(entry["tokens_equal"])])
+    head = ["ms a pass while 58 layers move", "p50", "p99", "worst", "tokens equal"]
+    return f"{measure.table(head, rows)}\n\n{record['device']}, commit {record['environment']['commit'][:9]}."
 
 
 def startup(record: dict[str, Any]) -> str:
     """What importing and the first call cost."""
     compiled, cached = record["place"]["compiled"], record["place"]["cached"]
     return _filled(
-        f"`import eplb_core` takes {record['import']['import_s']:.2f} s and brings neither torch nor the compiler. The "
+        f"`import eplb_core` (`python -m benchmarks.startup`) takes {record['import']['import_s']:.2f} s and brings "
+        "neither torch nor the compiler. The "
         f"first `place` after an installation compiles for {compiled['first_s']:.0f} s. In later processes it loads "
         f"what was compiled: {cached['modules_s']:.1f} s of imports, {cached['first_s']:.2f} s for the first call, "
         f"{cached['second_s'] * 1e3:.1f} ms for the next. `eplb_core.warm_up()` does the first call's work ahead of "

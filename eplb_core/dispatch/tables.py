@@ -165,7 +165,7 @@ class DispatchTables:
         slots = self._shape.num_slots
         self._bounds = torch.zeros((layers, slots if solved else 0), dtype=torch.int32, device=device)
         self._scratch = np.empty((3, max(slots, experts + 1)), dtype=np.int64)
-        self._equal = np.empty(0)
+        self._equal = read_only(np.empty(0))  # as given shares are, for kernels compile for each kind
         self._filler = (
             _static_filler(self.mode, self.layout, self._seed, self.rank) if self.mode in STATIC_MODES else None
         )

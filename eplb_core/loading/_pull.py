@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -145,16 +146,18 @@ class Puller:
             for peer in np.unique(source // slots).tolist():
                 here = source // slots == peer
                 self._read(pull, peer, step.layer, place_of[local[here]], source[here] % slots)
-                time.sleep(0)  # others may have the interpreter
-        except TransportError as error:
+        except BaseException as error:
             self.give_up(pull)
-            raise Trouble("read", str(error)) from error
+            if isinstance(error, TransportError):
+                raise Trouble("read", str(error)) from error
+            raise
         return pull
 
     def _read(self, pull: Pull, peer: int, layer: int, rows: IntArray, slots: IntArray) -> None:
         if peer in self._lost_peers:  # it may have been the connection alone
             self.transport.connect(peer, self._blobs[peer])
             self._lost_peers.discard(peer)
+        time.sleep(0)  # others may have the interpreter
         places = self._places[peer][layer, slots].reshape(-1, 2)
         nbytes = np.tile(self.stores[layer].row_bytes, len(rows))
         target = self.staging.offsets[rows].reshape(-1)
@@ -168,6 +171,7 @@ class Puller:
                 places[part, 1],
                 nbytes[part],
             )
+            time.sleep(0)
             pull.tickets.append((self.transport.read(peer, batch), peer, rows))
             self._taken[rows] = True  # not before: a read that is refused writes nothing
         pull.bytes += int(nbytes.sum())
@@ -190,10 +194,11 @@ class Puller:
 
     def give_up(self, pull: Pull) -> None:
         """Abandon what has not ended. Staging rows that may still be written stay out of use until it has."""
-        for ticket, _, _ in pull.tickets:
-            self.transport.abandon(ticket)
-        self._quarantined += [(ticket, rows) for ticket, _, rows in pull.tickets]
-        pull.tickets = []
+        tickets, pull.tickets = pull.tickets, []
+        self._quarantined += [(ticket, rows) for ticket, _, rows in tickets]
+        for ticket, _, _ in tickets:
+            with contextlib.suppress(Exception):  # it stays in quarantine until the transport says otherwise
+                self.transport.abandon(ticket)
 
     def release(self, pull: Pull) -> None:
         """The staged bytes are not needed any more."""
@@ -203,17 +208,19 @@ class Puller:
 
     def num_quarantined(self) -> int:
         """Staging rows that reads given up on may still write."""
-        still = [
-            (ticket, rows)
-            for ticket, rows in self._quarantined
-            if self.transport.poll(ticket).state in (ReadState.PENDING, ReadState.ABANDONED)
-        ]
+        still = [(ticket, rows) for ticket, rows in self._quarantined if self._may_write(ticket)]
         for _, rows in self._quarantined:
             self._taken[rows] = False
         for _, rows in still:  # several reads may have shared a row
             self._taken[rows] = True
         self._quarantined = still
         return len({row for _, rows in still for row in rows.tolist()})
+
+    def _may_write(self, ticket: Any) -> bool:
+        try:
+            return not self.transport.poll(ticket).state.is_end
+        except Exception:  # nothing is known of it
+            return True
 
     def drain(self, until: float) -> bool:
         """Wait until nothing can write to staging any more, at most until that time; whether it is so."""

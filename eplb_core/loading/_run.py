@@ -54,6 +54,11 @@ class Run:
         self.since = time.monotonic()
         """When the agreed word changed last."""
 
+    @property
+    def known_steps(self) -> int:
+        """Steps as every rank knows them; 0 before all do."""
+        return len(self.steps) if self.phase == _words.MOVING else 0
+
     def publish(self, phase: int, value: int) -> None:
         """Make this the rank's word, unless the rank has failed; under the lock."""
         if self.trouble is None and not self.ended:
@@ -93,11 +98,13 @@ class RunWorker:
         self.last_install: Any = None
         """CUDA event of the last install of all migrations."""
         self.read_bytes, self.read_s, self.num_quarantined = 0, 0.0, 0
+        self._unrecorded: Trouble | None = None
+        """Why the record does not have what the weights are."""
 
     # ---- the planning thread ---------------------------------------------------------------------------------------
 
-    def plan(self, run: Run, target: Target, shares: ArrayLike | None) -> None:
-        """Work out the target and the steps; the rank's word says when that is done."""
+    def plan(self, run: Run, target: Target, shares: ArrayLike | None) -> bool:
+        """Work out the target and the steps; False if that failed."""
         try:
             goal: Plan = target(run.live) if callable(target) else target
             if isinstance(goal, tuple):
@@ -123,13 +130,13 @@ class RunWorker:
                 self.last_install.synchronize()
         except Trouble as why:
             run.fail(why)
-            return
+            return False
         except Exception as error:
             run.fail(Trouble("plan", f"no target: {type(error).__name__}: {error}"))
-            return
+            return False
         with run.changed:
             run.steps, run.shares, run.bits = steps, checked, bits
-            run.publish(_words.TARGET, bits)
+        return True
 
     def _check_tables(self, goal: ExpertLayout, shares: ArrayLike | None) -> None:
         """Whether the tables can take it: an install must not fail half way."""
@@ -146,6 +153,13 @@ class RunWorker:
             raise Trouble("backup", f"no live rank holds expert {expert} of layer {step.layer}, and there is no backup")
 
     # ---- the reading thread ----------------------------------------------------------------------------------------
+
+    def announce(self, run: Run) -> None:
+        """Say that the plan is there; behind the migration before, whose last install may still run on the device."""
+        if self._unrecorded is not None:
+            run.fail(self._unrecorded)
+        with run.changed:
+            run.publish(_words.TARGET, run.bits)
 
     def move(self, run: Run) -> None:
         """Stage step after step, each when the one before is installed."""
@@ -191,6 +205,7 @@ class RunWorker:
         try:
             self.recorder.commit(step)
         except Trouble as why:
+            self._unrecorded = why  # the run may be over already
             run.fail(why)
             return False
         with run.changed:
@@ -203,6 +218,7 @@ class RunWorker:
         pull = self.puller.begin(step, self._deadline, lambda: run.ended)
         begun = time.monotonic()
         try:
+            time.sleep(0)  # others may have the interpreter
             copies = self._installer.plan(step, pull.place_of)
             while not self.puller.is_done(pull):
                 if run.ended:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, IntArray
+from eplb_core._arrays import ArrayLike, BoolArray, IntArray
 from eplb_core._numba import kernel
 from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.loading.pull_plan import Int8Array, plan_pull
@@ -49,13 +49,19 @@ def plan_steps(
         rank: This rank.
         capacity: Slots of staging, 1 or more, the same on every rank.
         layers: Rows to move. Default: all. Rows that do not change cost nothing.
-        avoid_ranks: As in `plan_pull`.
+        avoid_ranks: As in `plan_pull`: their copies of an expert count for nothing on the way.
+
+    Raises:
+        ValueError: `new` takes the last copy of an expert from the ranks that may be read.
     """
     old.check_same_frame(new)
     changed = (old.physical_to_logical_map != new.physical_to_logical_map).any(axis=1)
     rows = np.arange(old.num_layers) if layers is None else layer_rows(layers, old.num_layers)
     rows = rows[changed[rows]]
     avoided = tuple(avoid_ranks)
+    readable = ~np.isin(np.arange(old.num_slots) // old.slots_per_rank, avoided)
+    if avoided:
+        _check_last_copies(old, new, rows, readable)
     plan = plan_pull(old, new, rank=rank, layers=rows, avoid_ranks=avoided)
     live = old
     for i, layer in enumerate(rows.tolist()):
@@ -65,35 +71,52 @@ def plan_steps(
             live = after
             continue
         while not np.array_equal(live.physical_to_logical_map[layer], new.physical_to_logical_map[layer]):
-            after = _part_of_the_way(live, new, layer, capacity)
+            after = _part_of_the_way(live, new, layer, capacity, readable)
             part = plan_pull(live, after, rank=rank, layers=[layer], avoid_ranks=avoided)
             last = np.array_equal(after.physical_to_logical_map[layer], new.physical_to_logical_map[layer])
             yield Step(layer, live, after, part.kind[0], part.source_slot[0], last)
             live = after
 
 
-def _part_of_the_way(live: ExpertLayout, new: ExpertLayout, layer: int, capacity: int) -> ExpertLayout:
+def _check_last_copies(old: ExpertLayout, new: ExpertLayout, rows: IntArray, readable: BoolArray) -> None:
+    for layer in rows.tolist():
+        held, left = (lay.physical_to_logical_map[layer, readable] for lay in (old, new))
+        lost = np.setdiff1d(held[held >= 0], left)
+        if len(lost):
+            raise ValueError(
+                f"`new` must keep expert {lost[0]} of layer {layer} on a rank that lives; give ranks that are gone "
+                "no slots (`active_ranks`)"
+            )
+
+
+def _part_of_the_way(
+    live: ExpertLayout, new: ExpertLayout, layer: int, capacity: int, readable: BoolArray
+) -> ExpertLayout:
     """The layout after one step for which `capacity` slots of staging suffice on every rank."""
     p2l = live.physical_to_logical_map.copy()
     ranks, slots, experts = live.topology.num_ranks, live.num_slots, live.num_experts
     scratch = np.zeros((7, max(slots, experts, ranks)), dtype=np.int64)
-    _next_row(p2l[layer], new.physical_to_logical_map[layer], ranks, capacity, scratch)
+    _next_row(p2l[layer], new.physical_to_logical_map[layer], ranks, capacity, readable, scratch)
     return ExpertLayout._of_valid(p2l, experts, live.topology)
 
 
 @kernel
-def _next_row(row: IntArray, new: IntArray, ranks: int, capacity: int, scratch: IntArray) -> None:
+def _next_row(row: IntArray, new: IntArray, ranks: int, capacity: int, readable: BoolArray, scratch: IntArray) -> None:
     """Move a row towards `new` in place, at most `capacity` arrivals a rank, no expert lost on the way.
 
     A slot is surplus if its rank does not want what it holds; a want is met by overwriting a surplus slot of the rank
     whose expert has another copy. If there is none at all, all surplus slots hold last copies: then walk from a rank
     that wants something to the rank that wants what its surplus slot holds, and so on, until a rank comes again; the
     ranks on that circle exchange experts, one arrival each. So one slot of staging is always enough.
+
+    Slots that are not `readable` hold no copy, want nothing and stay as they are until all else is done.
     """
     per_rank = len(row) // ranks
     copies, met, wanted, used = scratch[0], scratch[1], scratch[2], scratch[3]
     for slot in range(len(row)):
-        if row[slot] >= 0:
+        if not readable[slot]:
+            met[slot] = wanted[slot] = 1
+        elif row[slot] >= 0:
             copies[row[slot]] += 1
     for rank in range(ranks):
         _match(row, new, rank * per_rank, per_rank, met, wanted)

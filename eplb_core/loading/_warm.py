@@ -20,12 +20,12 @@ def warm_moves() -> None:
     """Plan and install a layer of two bytes; once a process."""
     topology = Topology(2)
     old = ExpertLayout([[0, 1, 2, 3]], 4, topology=topology)
-    new = ExpertLayout([[1, 2, 3, 0]], 4, topology=topology)
+    new = ExpertLayout([[2, 3, 0, 1]], 4, topology=topology)
     store = ExpertStore({"weight": torch.zeros(2, 1)}, {"whole": torch.zeros(4, 1)})
-    staging = Staging(store.slot_bytes, [store])
+    staging = Staging(None, [store])
     installer = Installer([store], staging)
     for capacity in (1, 2):  # in parts, which takes a kernel more, and in one go
         for step in plan_steps(old, new, rank=0, capacity=capacity):
-            installer.run(0, installer.plan(step, np.zeros(2, dtype=np.int64)))
+            installer.run(0, installer.plan(step, np.arange(2) % capacity))
     nothing = np.empty(0, dtype=np.int64)
     copy_spans(nothing, nothing, nothing)

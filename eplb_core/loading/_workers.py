@@ -24,13 +24,15 @@ class Worker:
     def __init__(self, name: str, device: torch.device) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._given, self._done = 0, 0
+        self._giving = threading.Lock()
         self._thread = threading.Thread(target=self._run, args=(device,), name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` after those before it; it must not raise. Never waits."""
-        self._given += 1
-        self._jobs.put(job)
+        """Run `job` after those before it; it must not raise. Never waits; any thread."""
+        with self._giving:
+            self._given += 1
+            self._jobs.put(job)
 
     def is_quiet(self) -> bool:
         """No job runs or waits."""

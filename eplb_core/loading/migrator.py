@@ -49,7 +49,7 @@ class MigratorStatus(NamedTuple):
     """How the last one ended: empty as it should; `plan` (the function given raised, or its layout does not fit),
     `read` (a read failed), `peer` (a peer died), `deadline`, `backup` (no backup of an expert that no rank holds),
     `busy`, `refused`, `record` (the record's keeper), `disagree` (ranks wanted different layouts), `agreement` (the
-    agreement failed), `paused`, `failed` (told by an engine's own word)."""
+    agreement failed), `paused`, `failed` (told by an engine's own word, or tables that raised)."""
     reason: str
     """The same in words, with more detail on the rank that gave up."""
     rank: int | None
@@ -184,7 +184,7 @@ class Migrator:
     def status(self) -> MigratorStatus:
         """What the Migrator is at."""
         run, last, work = self._run, self._last, self._work
-        installed, steps = (run.installed, len(run.steps)) if run else (last.installed, last.steps)
+        installed, steps = (run.installed, run.known_steps) if run else (last.installed, last.steps)
         if self._stopped or self._lost or self._paused:
             phase = "stopped" if self._stopped else "lost" if self._lost else "paused"
         else:
@@ -237,8 +237,12 @@ class Migrator:
         run = Run(self._number, self.rank, self._layout, self._word, self._changed)
         self._last = _Ending("", "", None, 0, 0)
         self._run = run
-        self._planner.submit(lambda: self._work.plan(run, target, shares))
+        self._planner.submit(lambda: self._plan(run, target, shares))
         return True
+
+    def _plan(self, run: Run, target: Target, shares: ArrayLike | None) -> None:
+        if self._work.plan(run, target, shares):
+            self._mover.submit(lambda: self._work.announce(run))
 
     def poll(self) -> tuple[int, ...]:
         """Once a pass, on every rank, at the same place in the loop: `install(agreement.take())`, then post `progress`.
@@ -258,13 +262,17 @@ class Migrator:
         except AgreementError as error:
             self._lose(error)
             return ()
-        rows = self.install(agreed)
         try:
-            self._posted = int(self._word[0])
+            return self.install(agreed)
+        finally:  # also if `on_install` raised: this rank would be a pass behind the others ever after
+            self._post()
+
+    def _post(self) -> None:
+        self._posted = int(self._word[0])
+        try:
             self._agreement.post(self._posted)
         except AgreementError as error:
             self._lose(error)
-        return rows
 
     def install(self, agreed: int | None) -> tuple[int, ...]:
         """What a pass does with the minimum of all ranks' `progress` of the pass before.
@@ -336,16 +344,21 @@ class Migrator:
         if copies is None or run.staged <= run.installed:
             raise MigrationError("ranks agreed on a layer that is not staged here; use one agreement a Migrator")
         self._installer.run(step.layer, copies)
-        if self._tables is not None:
-            self._tables.install(step.after, layers=[step.layer], shares=run.shares if step.last else None)
-        if self._device.type == "cuda":  # pragma: no cover
-            run.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            run.event.record()
-            self._work.last_install = run.event
-        self._layout = step.after
-        with self._changed:
-            run.installed += 1
-            self._changed.notify_all()
+        try:
+            if self._tables is not None:
+                self._tables.install(step.after, layers=[step.layer], shares=run.shares if step.last else None)
+        except Exception as error:
+            run.fail(Trouble("failed", f"layer {step.layer}: the tables were not installed: {error}"))
+            raise
+        finally:  # whatever the tables did: the weights are new, and to install them again would spoil them
+            if self._device.type == "cuda":  # pragma: no cover
+                run.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                run.event.record()
+                self._work.last_install = run.event
+            self._layout = step.after
+            with self._changed:
+                run.installed += 1
+                self._changed.notify_all()
         took = time.perf_counter() - start
         self._install_s += took
         self._worst_install_s = max(self._worst_install_s, took)
@@ -369,11 +382,11 @@ class Migrator:
         with self._changed:
             run.end()
             self._word[0] = _words.word(self._number, _words.DONE, 0)
-        self._last = _Ending(cause, reason, rank, run.installed, len(run.steps))
+        self._last = _Ending(cause, reason, rank, run.installed, run.known_steps)
         self._run = None
         if cause:
             _log.warning(
-                "migration %d ended after %d of %d steps: %s", run.number, run.installed, len(run.steps), reason
+                "migration %d ended after %d of %d steps: %s", run.number, run.installed, run.known_steps, reason
             )
         if cause in FOR_GOOD:
             self._turn_off(reason)
@@ -399,8 +412,11 @@ class Migrator:
 
         Raises:
             AgreementError: A rank did not come.
-            MigrationError: A read or a record did not end in time, or ranks are not in one layout: on every rank.
+            MigrationError: A read or a record did not end in time, or ranks are not in one layout: on every rank. Or
+                the agreement has failed: `rejoin` first.
         """
+        if self._lost:  # what is staged may be all that brings this rank to the others' layout
+            raise MigrationError(f"{self._lost}; call `rejoin` first", layout=self._layout, reason="agreement")
         if finish:
             self._finish()
         if self._run is not None:
@@ -425,7 +441,12 @@ class Migrator:
     def _finish(self) -> None:
         """Passes without a forward in between, until the migration is over: on every rank after the same number."""
         while True:
-            words = self._agreement.gather(self._word.tobytes())
+            self._posted = int(self._word[0])
+            try:
+                words = self._agreement.gather(np.int64(self._posted).tobytes())
+            except AgreementError as error:
+                self._lose(error)
+                raise
             self.install(min(int(np.frombuffer(word, dtype=np.int64)[0]) for word in words))
             if self._run is None:
                 return

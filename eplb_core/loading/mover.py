@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -94,14 +94,36 @@ def move_experts(
     puller = Puller(stores, old, rank, transport, agreement, space, facts)
     recorder = Recorder(record)
     steps = plan_steps(old, new, rank=rank, capacity=puller.capacity, layers=layers, avoid_ranks=puller.avoid_ranks)
-    live = old
+    try:
+        return _carry_out(steps, old, puller, installer, recorder, agreement, tables, backup, prints, seconds)
+    finally:  # also after an interrupt: reads that were given up on outlive the call
+        keep_while_written(puller)
+
+
+def _carry_out(
+    steps: Iterator[Step],
+    live: ExpertLayout,
+    puller: Puller,
+    installer: Installer,
+    recorder: Recorder,
+    agreement: Agreement,
+    tables: Tables | None,
+    backup: Backup | None,
+    prints: IntArray | None,
+    seconds: float,
+) -> ExpertLayout:
+    device = puller.staging.memory.device
     for step in steps:
         pull, trouble = _stage(puller, recorder, backup, prints, step, seconds)
-        failures = _tell(agreement, trouble, rank, live)
+        try:
+            failures = _tell(agreement, trouble, puller.rank, live)
+        except MigrationError:
+            if trouble is None:
+                recorder.abort(step)
+            raise
         if failures:
             if trouble is None:
                 recorder.abort(step)
-            keep_while_written(puller)
             _raise(failures, live)
         if pull is not None:
             installer.run(step.layer, installer.plan(step, pull.place_of))
@@ -109,14 +131,14 @@ def move_experts(
         live = step.after
         if tables is not None:
             tables.install(live, layers=[step.layer])
-        if stores[0].device.type == "cuda":
-            torch.cuda.current_stream(stores[0].device).synchronize()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         trouble = None
         try:
             recorder.commit(step)
         except Trouble as why:
             trouble = why
-        failures = _tell(agreement, trouble, rank, live)
+        failures = _tell(agreement, trouble, puller.rank, live)
         if failures:
             recorder.off(failures[0][2])
             _raise(failures, live)
@@ -132,22 +154,24 @@ def _stage(
     seconds: float,
 ) -> tuple[Pull | None, Trouble | None]:
     until = time.monotonic() + seconds
+    pull = None
     try:
         pull = puller.begin(step, seconds)
         while not puller.is_done(pull):
             if time.monotonic() > until:
-                puller.give_up(pull)
                 raise Trouble("deadline", f"the reads of layer {step.layer} took longer than {seconds:g} s")
             time.sleep(POLL_S)
         restore(puller, backup, step, pull)
-    except Trouble as why:
-        return None, why
-    try:
         check_staged(puller, step, pull, prints)
         recorder.begin(step)
-    except Trouble as why:
-        puller.give_up(pull)
-        return None, why
+    except BaseException as error:
+        if pull is not None:
+            puller.give_up(pull)
+        if isinstance(error, Trouble):
+            return None, error
+        if isinstance(error, Exception):  # a transport's own, a record's: the other ranks wait for a word
+            return None, Trouble("read", f"layer {step.layer}: {type(error).__name__}: {error}")
+        raise
     return pull, None
 
 

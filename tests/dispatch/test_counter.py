@@ -36,6 +36,19 @@ def test_ranks_that_dispatch_their_own_tokens_are_summed_once() -> None:
     assert own[0][0, 0].tolist() == [10, 0, 0, 0]
 
 
+def test_counts_by_slot_go_on_after_a_resize_and_those_of_before_are_refused() -> None:
+    """FAULTS B9: from 4 to 5 ranks, 12 to 15 slots; what counts is by expert and keeps its size."""
+    load = LoadCounter(1, 10)
+    old = ExpertLayout.trivial(1, 10, num_slots=12, topology=Topology(num_ranks=4))
+    new = old.resized(Topology(num_ranks=5), [0, 1, 2, 3, -1])
+    load.add_slots(torch.ones(1, 12, dtype=torch.int64), old)
+    with pytest.raises(ValueError, match=r"`counts` \(shape \[1, 12\]\) must be \[1, 15\]"):
+        load.add_slots(torch.ones(1, 12, dtype=torch.int64), new)
+    load.add_slots(torch.ones(1, 15, dtype=torch.int64), new)
+    load.roll()
+    assert load.snapshot().numpy()[0, 0].tolist() == [4, 4, 2, 2, 2, 2, 2, 2, 2, 2]
+
+
 def test_padding_and_dummy_passes_are_no_load() -> None:
     """FAULTS G3, G4: 5 real and 11 filler rows; nothing is divided by a number of ranks."""
     load = LoadCounter(1, 4)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +19,14 @@ from hypothesis import strategies as st
 from eplb_core import DispatchTables, ExpertLayout, Topology, fingerprints, replica_shares, verify_weights
 from eplb_core._arrays import IntArray
 from eplb_core.errors import MigrationError
+from eplb_core.loading import _words
 from eplb_core.loading._pull import Trouble
+from eplb_core.loading.transport import ReadBatch
 from eplb_core.loading.transports import DeferredCopy, Faulty, LocalCopy
 from tests.loading.fleets import LONG, SLOT, Answer, FailsAt, Fleet, Keeper, fleet
 from tests.loading.worlds import layout_pairs, stores_of
 
+ROOT = Path(__file__).parents[2]
 TWO = Topology(2)
 OLD = ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=TWO)
 NEW = ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=TWO)
@@ -385,3 +393,164 @@ def test_a_record_on_some_ranks_alone_turns_moves_off() -> None:
     with fleet(OLD, records={1: Keeper(OLD)}) as ranks:
         assert [migrator.start(NEW) for migrator in ranks.migrators.values()] == [False, False]
         assert ranks.first.status.off.startswith("1 of 2 ranks keep a record")
+
+
+def test_nothing_is_compiled_after_the_constructors() -> None:
+    """DESIGN rule 8: layers in parts, shares. A kernel that compiled here held the interpreter for half a minute."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.loading.compiled_while_serving"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr[-2000:]
+
+
+def test_a_callback_that_raises_leaves_the_rank_in_step_with_the_others() -> None:
+    """F2, F6: its word is handed in all the same; else it would install everything a pass after the others."""
+    raised = []
+
+    def on_install(layer: int, layout: ExpertLayout) -> None:
+        raised.append(layer)
+        raise OSError("an engine's own copy")
+
+    with fleet(OLD) as ranks:
+        ranks.migrators[1]._on_install = on_install
+        ranks.start(NEW)
+        end = time.monotonic() + LONG
+        while not ranks.first.idle:
+            assert time.monotonic() < end
+            rows = ranks.migrators[0].poll()
+            if rows:
+                with pytest.raises(OSError, match="an engine's own copy"):
+                    ranks.migrators[1].poll()
+            else:
+                assert ranks.migrators[1].poll() == ()
+            ranks.look()
+            ranks.passes_pause()
+        assert raised == [0, 1, 2]
+        ends(ranks, "", None, NEW, "")
+
+
+class BrokenTables:
+    """Dispatch tables that cannot be installed once."""
+
+    def __init__(self, inner: DispatchTables) -> None:
+        self.inner, self.breaks = inner, True
+
+    def install(self, layout: ExpertLayout, **options: Any) -> None:
+        if self.breaks:
+            self.breaks = False
+            raise RuntimeError("out of memory")
+        self.inner.install(layout, **options)
+
+
+def test_tables_that_raise_end_the_migration_and_the_step_is_not_installed_twice() -> None:
+    """A step whose slots exchange experts in place would bring the old ones back the second time."""
+    circle = OLD.replace(ExpertLayout([[1, 0, 3, 2]] * 3, 4, topology=OLD.topology), [0])
+    with fleet(OLD) as ranks:
+        ranks.migrators[1]._tables = BrokenTables(ranks.tables[1])
+        ranks.start(circle)
+        ranks.passes(lambda: ranks.first._posted == _words.word(1, _words.MOVING, 1) == ranks.migrators[1]._posted)
+        assert ranks.migrators[0].poll() == (0,)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            ranks.migrators[1].poll()
+        ranks.tables[1].install(circle)  # what an engine must do
+        ranks.check(circle)
+        ranks.until_idle()
+        ends(ranks, "failed", 1, circle, "layer 0: the tables were not installed: out of memory")
+
+
+def test_the_number_of_steps_is_the_same_on_a_rank_that_has_no_plan() -> None:
+    def target(live: ExpertLayout) -> ExpertLayout:
+        raise ZeroDivisionError
+
+    with fleet(OLD) as ranks:
+        ranks.migrators[0].start(NEW)
+        ranks.migrators[1].start(target)
+        ranks.until_idle()
+        assert [migrator.status.steps for migrator in ranks.migrators.values()] == [0, 0]
+
+
+class Breaks(LocalCopy):
+    """The second batch of a pull raises what no protocol allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def read(self, rank: int, batch: ReadBatch, *, stream: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == 2:
+            raise OSError("no route to host")
+        return super().read(rank, batch, stream=stream)
+
+
+def test_a_transport_that_raises_keeps_no_staging() -> None:
+    """Three migrations with one slot of staging for each read."""
+    topology = Topology(3)
+    old = ExpertLayout([[0, 1, 2, 3, 4, 5]], 6, topology=topology)
+    new = ExpertLayout([[2, 4, 0, 5, 1, 3]], 6, topology=topology)
+    with fleet(old, transports={0: Breaks()}, deadline=2.0) as ranks:
+        ranks.start(new)
+        ranks.until_idle()
+        ends(ranks, "read", 0, old, "layer 0: OSError: no route to host")
+        ranks.start(new)
+        ranks.until_idle()
+        ends(ranks, "", None, new, "")
+
+
+class Narrow(LocalCopy):
+    """Takes two operations at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caps = self.caps._replace(max_batch=2)
+        self.sizes: list[int] = []
+
+    def read(self, rank: int, batch: ReadBatch, *, stream: Any = None) -> Any:
+        self.sizes.append(len(batch.nbytes))
+        return super().read(rank, batch, stream=stream)
+
+
+def test_reads_are_split_into_batches_that_the_transport_takes() -> None:
+    """E7: two slots of three tensors are six operations."""
+    narrow = Narrow()
+    old = ExpertLayout([[0, 1, 2, 3]], 4, topology=TWO)
+    new = ExpertLayout([[2, 3, 0, 1]], 4, topology=TWO)
+    with fleet(old, transports={0: narrow}) as ranks:
+        ranks.start(new)
+        ranks.until_idle()
+        assert narrow.sizes == [2, 2, 2]
+        ends(ranks, "", None, new, "")
+
+
+def test_staging_is_not_read_into_again_before_it_was_installed() -> None:
+    """E10: one slot of it; the next layer's reads wait for this rank's own install, however fast they are."""
+    reads = DeferredCopy()
+    with fleet(OLD, transports={0: reads}, staging=SLOT) as ranks:
+        ranks.start(NEW)
+        ranks.passes(lambda: reads.waiting == 1)
+        reads.complete()
+        staged = _words.word(1, _words.MOVING, 1)
+        end = time.monotonic() + LONG
+        while ranks.first.progress != staged:
+            assert time.monotonic() < end
+        assert not ranks.first._mover.wait_quiet(0.05)
+        assert reads.waiting == 0
+        ranks.until_idle(meanwhile=reads.complete)
+        ends(ranks, "", None, NEW, "")
+
+
+def test_a_target_of_another_number_of_slots_is_refused_and_the_old_layout_stays() -> None:
+    """B8: a plan for 12 slots, a commit after a resize to 15."""
+    old = ExpertLayout.trivial(2, 10, num_slots=12, topology=Topology(4))
+    resized = ExpertLayout.trivial(2, 10, num_slots=15, topology=Topology(5))
+    with fleet(old) as ranks:
+        for migrator in ranks.migrators.values():
+            with pytest.raises(ValueError, match=r"12.*15|15.*12"):
+                migrator.start(resized)
+        ranks.start(lambda live: resized)
+        ranks.until_idle()
+        assert {migrator.status.cause for migrator in ranks.migrators.values()} == {"plan"}
+        assert ranks.first.layout == old
+        ranks.start(lambda live: live)
+        ranks.until_idle()
+        assert ranks.first.status.cause == ""

@@ -13,10 +13,11 @@ import torch
 from eplb_core import ExpertLayout, SlotResolver, Topology
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.loading import _words
+from eplb_core.loading._pull import Trouble
 from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.migrator import Migrator
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
-from tests.loading.fleets import LONG, SLOT, Fleet, Shelf, fleet
+from tests.loading.fleets import LONG, SLOT, Answer, Fleet, Keeper, Shelf, fleet
 from tests.loading.worlds import SIZES, label
 
 TWO = Topology(2)
@@ -252,7 +253,32 @@ class OneSided:
         return taken
 
     def gather(self, blob: bytes) -> list[bytes]:
-        return self.inner.gather(blob)
+        told = self.inner.gather(blob)
+        if self.fails:
+            raise AgreementError("rank 1 did not answer within 20 s, or died", ranks=(1,))
+        return told
+
+
+def test_a_rank_that_missed_an_install_in_a_pause_catches_up_too() -> None:
+    """`pause(finish=True)` installs; the agreement fails on one rank in the round that lets the others install."""
+    with fleet(OLD, clean=False) as ranks:
+        wrapped = OneSided(ranks.agreements[1])
+        ranks.migrators[1]._agreement = wrapped
+        ranks.start(NEW)
+        staged = _words.word(1, _words.MOVING, 1)
+        ranks.passes(lambda: all(migrator.progress == staged for migrator in ranks.migrators.values()))
+        wrapped.fails = True
+        ranks.agreements[0].deadline = 0.5
+        first, second = pause(ranks, finish=True)
+        assert isinstance(first, (AgreementError, MigrationError))  # it may have staged the next layer
+        assert isinstance(second, MigrationError)
+        assert "Other ranks may have installed layer 0" in str(second)
+        assert [ranks.migrators[rank].layout for rank in (0, 1)] == [OLD.replace(NEW, [0]), OLD]
+        with pytest.raises(MigrationError, match="call `rejoin` first"):
+            ranks.migrators[1].pause()  # would drop what is staged
+        assert rejoin(ranks) == [OLD.replace(NEW, [0])] * 2
+        ranks.look()
+        assert ranks.stop() == [True, True]
 
 
 def test_a_rank_that_missed_the_last_agreement_catches_up_when_they_rejoin() -> None:
@@ -276,6 +302,51 @@ def test_a_rank_that_missed_the_last_agreement_catches_up_when_they_rejoin() -> 
         ranks.until_idle()
         assert ranks.first.layout == NEW
         assert ranks.stop() == [True, True]
+
+
+def test_a_migration_is_not_announced_while_the_one_before_is_being_settled() -> None:
+    """F3: on a GPU its last install may not have run, and a peer would read slots that are being written."""
+    gate = threading.Event()
+
+    class Slow(Keeper):
+        def commit(self, layers: list[int], rows: Any) -> Answer:
+            gate.wait(LONG)
+            return super().commit(layers, rows)
+
+    with fleet(OLD, records={0: Keeper(OLD), 1: Slow(OLD)}) as ranks:
+        ranks.start(NEW)
+        ranks.passes(lambda: len(ranks.installed) == 1)
+        ranks.migrators[0]._run.fail(Trouble("read", "on purpose"))  # type: ignore[union-attr]
+        ranks.until_idle()
+        ranks.start(OLD)
+        for _ in range(20):
+            ranks.one_pass()
+            ranks.passes_pause()
+        assert ranks.first.status.phase == "planning"
+        gate.set()
+        ranks.until_idle()
+        assert (ranks.first.status.cause, ranks.first.layout) == ("", OLD)
+
+
+def test_a_record_that_failed_after_the_end_of_its_migration_turns_moves_off() -> None:
+    """R28: the pause ended the migration before the commit was refused."""
+    with fleet(OLD, records={0: Keeper(OLD), 1: Keeper(OLD, digest="0123456789abcdef")}) as ranks:
+        ranks.start(NEW)
+        staged = _words.word(1, _words.MOVING, 1)
+        ranks.passes(lambda: all(migrator._posted == staged for migrator in ranks.migrators.values()))
+        gate = ranks.migrators[1]._changed
+        with gate:  # the worker sees the install after the end alone
+            for migrator in ranks.migrators.values():
+                assert migrator.poll() == (0,)
+            ranks.migrators[1]._end(ranks.migrators[1]._run, "paused", "", None)  # type: ignore[arg-type]
+        pause(ranks)
+        for migrator in ranks.migrators.values():
+            migrator.resume()
+        ranks.start(OLD)
+        ranks.until_idle()
+        assert (ranks.first.status.cause, ranks.first.status.rank) == ("record", 1)
+        assert not ranks.first.start(OLD)
+        assert ranks.first.layout == OLD.replace(NEW, [0])
 
 
 def test_ranks_in_different_layouts_are_named() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology
-from eplb_core.errors import MigrationError
+from eplb_core.errors import AgreementError, MigrationError
+from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.mover import move_experts
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
 from tests.loading.fleets import SLOT, Answer, FailsAt, Keeper, Shelf
@@ -188,6 +191,54 @@ def test_experts_of_a_dead_rank_come_from_the_backup() -> None:
         assert isinstance(error, MigrationError)
         assert error.reason == "backup"
         assert "no live rank holds expert 2 of layer 0" in str(error)
+    world.check(old)
+
+
+class Breaks(LocalCopy):
+    def poll(self, ticket: Any) -> Any:
+        raise OSError("the card was unplugged")
+
+
+def test_a_transport_that_raises_ends_the_move_on_all_ranks() -> None:
+    """F6: the others wait for a word of this rank, not for the agreement's deadline."""
+    old, new = SWAP
+    world = World(old)
+    world.transports[1] = Breaks()
+    for error in move(world, new):
+        assert isinstance(error, MigrationError)
+        assert (error.reason, error.rank, error.layout) == ("read", 1, old)
+        assert "layer 0: OSError: the card was unplugged" in str(error)
+    world.check(old)
+
+
+class Leaves(LocalAgreement):
+    """Dies after it has joined."""
+
+    left = 2
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        self.left -= 1
+        if self.left < 0:
+            self.leave()
+            raise AgreementError("dead")
+        return super().gather(blob)
+
+
+def test_staging_outlives_a_move_whose_agreement_failed_while_a_read_may_still_write() -> None:
+    """Rule 7: the rank that stopped answering is the one that is read from; its bytes may yet arrive."""
+    old, new = SWAP
+    world = World(old)
+    stuck = world.transports[0] = DeferredCopy()
+    world.agreements = dict(enumerate(Leaves.group(2)))
+    world.agreements[0].left = 100  # type: ignore[attr-defined]
+    staging = [torch.zeros(SLOT, dtype=torch.uint8) for _ in world.ranks]
+    held = weakref.ref(staging[0])
+    results = move(world, new, staging=staging.__getitem__, deadline=0.2)
+    assert [type(error) for error in results] == [MigrationError, MigrationError]
+    del results, staging
+    gc.collect()
+    assert held() is not None
+    assert stuck.complete() == 1
     world.check(old)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,6 +64,39 @@ def test_last_copies_go_round_in_a_circle_with_one_slot_of_staging() -> None:
     new = ExpertLayout([[2, 3, 1, 0]], 4, topology=Topology(2))
     rows = [step.after.physical_to_logical_map.tolist()[0] for step in plan_steps(old, new, rank=0, capacity=1)]
     assert rows == [[2, 1, 0, 3], [2, 3, 1, 0]]
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(), st.integers(0, 4))
+def test_copies_on_ranks_that_are_gone_count_for_nothing_on_the_way(
+    case: tuple[ExpertLayout, ExpertLayout, int], dead: int
+) -> None:
+    """H1: with little staging an expert whose other copy is out of reach must not be overwritten on its last rank."""
+    old, new, capacity = case
+    ranks, per_rank = old.topology.num_ranks, old.slots_per_rank
+    dead %= ranks
+    alive = np.repeat(np.arange(ranks) != dead, per_rank)
+    held = [set(row[alive].tolist()) - {-1} for row in old.physical_to_logical_map]
+    kept = [set(row[alive].tolist()) for row in new.physical_to_logical_map]
+    if not all(was <= now for was, now in zip(held, kept, strict=True)):
+        with pytest.raises(ValueError, match=r"`new` must keep expert \d+ of layer \d on a rank that lives"):
+            list(plan_steps(old, new, rank=0, capacity=capacity, avoid_ranks=[dead]))
+        return
+    live = old
+    for step in plan_steps(old, new, rank=0, capacity=capacity, avoid_ranks=[dead]):
+        ExpertLayout(step.after.physical_to_logical_map, old.num_experts, topology=old.topology)
+        assert held[step.layer] <= set(step.after.physical_to_logical_map[step.layer, alive].tolist())
+        live = step.after
+    assert live == new
+
+
+def test_the_last_copy_that_can_be_read_is_not_overwritten_before_it_is_read() -> None:
+    """Expert 2 is on ranks 1 and 2; rank 2 is gone. Rank 0 reads expert 3 first, and then 2: rank 1 must keep it."""
+    old = ExpertLayout([[0, 1, 2, 3, 2, 3]], 4, topology=Topology(3))
+    new = ExpertLayout([[3, 2, 0, 1, -1, -1]], 4, topology=Topology(3))
+    for rank in (0, 1):
+        kinds = [step.kind for step in plan_steps(old, new, rank=rank, capacity=1, avoid_ranks=[2])]
+        assert not (np.stack(kinds) == RESTORE).any()
 
 
 def test_layers_left_out_or_unchanged_cost_nothing() -> None:

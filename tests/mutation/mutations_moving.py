@@ -243,4 +243,74 @@ MUTATIONS = [
         "    if len(bad) > 1000:\n",
         f"{TEST_MIGRATOR}::test_bytes_that_were_torn_on_the_way_are_not_installed",
     ),
+    # copies on ranks that are gone count on the way
+    (
+        STEPS,
+        "        if not readable[slot]:\n",
+        "        if row[slot] < -1:\n",
+        f"{TEST_STEPS}::test_the_last_copy_that_can_be_read_is_not_overwritten_before_it_is_read",
+    ),
+    # a target may take the last copy from the ranks that live
+    (
+        STEPS,
+        "        if len(lost):\n",
+        "        if len(lost) > len(held):\n",
+        f"{TEST_STEPS}::test_copies_on_ranks_that_are_gone_count_for_nothing_on_the_way",
+    ),
+    # a rank whose callback raised hands in no word
+    (
+        MIGRATOR,
+        "            self._post()\n",
+        "            pass\n        self._post()\n",
+        f"{TEST_MIGRATOR}::test_a_callback_that_raises_leaves_the_rank_in_step_with_the_others",
+    ),
+    # the number of steps is this rank's own
+    (
+        RUN,
+        "return len(self.steps) if self.phase == _words.MOVING else 0",
+        "return len(self.steps)",
+        f"{TEST_MIGRATOR}::test_the_number_of_steps_is_the_same_on_a_rank_that_has_no_plan",
+    ),
+    # what a pause installs is not known to `rejoin`
+    (
+        MIGRATOR,
+        "            except AgreementError as error:\n                self._lose(error)\n                raise\n",
+        "            except AgreementError:\n                raise\n",
+        f"{TEST_STOPS}::test_a_rank_that_missed_an_install_in_a_pause_catches_up_too",
+    ),
+    # a commit that failed after the end of its migration is forgotten
+    (
+        RUN,
+        "            self._unrecorded = why  # the run may be over already\n",
+        "",
+        f"{TEST_STOPS}::test_a_record_that_failed_after_the_end_of_its_migration_turns_moves_off",
+    ),
+    # a migration is announced beside the one before
+    (
+        MIGRATOR,
+        "            self._mover.submit(lambda: self._work.announce(run))\n",
+        "            self._work.announce(run)\n",
+        f"{TEST_STOPS}::test_a_migration_is_not_announced_while_the_one_before_is_being_settled",
+    ),
+    # a transport that raises leaves reads and staging behind
+    (
+        PULL,
+        "        except BaseException as error:\n            self.give_up(pull)\n",
+        "        except BaseException as error:\n",
+        f"{TEST_MIGRATOR}::test_a_transport_that_raises_keeps_no_staging",
+    ),
+    # staging goes with the call whose agreement failed
+    (
+        MOVER,
+        "        keep_while_written(puller)\n",
+        "        pass\n",
+        f"{TEST_MOVER}::test_staging_outlives_a_move_whose_agreement_failed_while_a_read_may_still_write",
+    ),
+    # batches are as large as they come
+    (
+        PULL,
+        "        most = self.transport.caps.max_batch\n",
+        "        most = len(nbytes)\n",
+        f"{TEST_MIGRATOR}::test_reads_are_split_into_batches_that_the_transport_takes",
+    ),
 ]

@@ -20,11 +20,17 @@ def started(pid: int) -> int:
     Number and start together name a process: numbers are used again.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # asked after each read: no layers on top
     except (FileNotFoundError, ProcessLookupError):
         return -1
-    fields = text.rpartition(")")[2].split()
-    return -1 if fields[0] in "ZX" else int(fields[19])
+    try:
+        text = os.read(file, 4096)
+    except ProcessLookupError:
+        return -1
+    finally:
+        os.close(file)
+    fields = text.rpartition(b")")[2].split()
+    return -1 if fields[0] in b"ZX" else int(fields[19])
 
 
 _PIDFD_GETFD = 438
