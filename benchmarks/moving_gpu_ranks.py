@@ -169,7 +169,7 @@ class Rank:
         self.on_gpu = self.shape.device.type == "cuda"
         torch.set_num_threads(1)
         if self.on_gpu:
-            torch.cuda.set_device(self.shape.device)
+            torch.cuda.set_device(self.shape.device.index or 0)
         self.say("start")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(

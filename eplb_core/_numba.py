@@ -8,6 +8,7 @@ program order: no `fastmath`, no parallel reductions. Equal inputs then give equ
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 from collections.abc import Callable
 from functools import cache
@@ -29,6 +30,19 @@ def inline_kernel(function: Callable[P, T]) -> Callable[P, T]:
     """Compile a small helper into its callers: an array argument of a call is seven words on the stack."""
     compiled = numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True)(function)
     return cast("Callable[P, T]", _cached(compiled))
+
+
+def _memmove() -> Callable[[int, int, int], Any]:
+    """The C library's; in kernels as an external symbol, so that they can be cached, and as a call without compiler."""
+    compiler: Any = numba
+    if compiler.config.DISABLE_JIT:
+        return lambda to, source, nbytes: ctypes.memmove(int(to), int(source), int(nbytes))
+    word = compiler.types.uintp
+    function: Any = compiler.types.ExternalFunction("memmove", word(word, word, word))
+    return cast("Callable[[int, int, int], Any]", function)
+
+
+memmove = _memmove()
 
 
 def _cached(compiled: Any) -> Any:

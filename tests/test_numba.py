@@ -29,7 +29,7 @@ def kernels() -> dict[str, Any]:
     """All compiled functions of the package by module and name."""
     found = {}
     for info in pkgutil.walk_packages([str(ROOT)], "eplb_core."):
-        if info.name.rpartition(".")[2] in ("__main__", "_triton") or ".adapters." in info.name:
+        if info.name.endswith(("__main__", "_triton")) or ".adapters." in info.name:
             continue
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():

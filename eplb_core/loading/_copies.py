@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from typing import Any, cast
-
-import numba
 import numpy as np
 
 from eplb_core._arrays import IntArray
-from eplb_core._numba import kernel
+from eplb_core._numba import kernel, memmove
 
 CHUNK_BYTES = 256 << 10
 """How much of a row goes round a circle of places at a time: what a spare place needs."""
-
-
-def _memmove() -> Callable[[int, int, int], Any]:
-    """The C library's; in kernels as an external symbol, so that they can be cached, and as a call without compiler."""
-    compiler: Any = numba
-    if compiler.config.DISABLE_JIT:
-        return lambda to, source, nbytes: ctypes.memmove(int(to), int(source), int(nbytes))
-    word = compiler.types.uintp
-    function: Any = compiler.types.ExternalFunction("memmove", word(word, word, word))
-    return cast("Callable[[int, int, int], Any]", function)
-
-
-memmove = _memmove()
 
 
 @kernel

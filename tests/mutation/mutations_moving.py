@@ -112,15 +112,15 @@ MUTATIONS = [
     # rows of whole tensors stay behind
     (
         INSTALL,
-        "if not self.stores[0].whole_names:",
+        "if self.stores[0].whole_names:",
         "if self.stores:",
         f"{TEST_INSTALL}::test_an_install_leaves_every_slot_with_its_expert",
     ),
     # staging is used again while a read that was given up on may write to it
     (
         PULL,
-        "if self.transport.poll(ticket).state in (ReadState.PENDING, ReadState.ABANDONED)",
-        "if self.transport.poll(ticket).state is ReadState.PENDING",
+        "return not self.transport.poll(ticket).state.is_end",
+        "return self.transport.poll(ticket).state is ReadState.PENDING",
         f"{TEST_MIGRATOR}::test_a_rank_that_never_becomes_ready_ends_it_by_the_deadline",
     ),
     # a read that is refused keeps its staging for ever

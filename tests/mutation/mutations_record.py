@@ -436,7 +436,7 @@ MUTATIONS = [
     # an engine may cut the memory
     (
         MEMORY,
-        "fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)",
+        "fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)",
         "pass",
         f"{TEST_HOST}::test_no_engine_can_cut_the_memory_of_the_others",
     ),

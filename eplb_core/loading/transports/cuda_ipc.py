@@ -13,7 +13,6 @@ import numpy as np
 
 from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
-from eplb_core.loading import _device_memory
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
 from eplb_core.loading.transports import _cuda
 from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket
@@ -121,6 +120,8 @@ class CudaIpc(BaseTransport):
     def _own_memory(self, i: int, region: Region, bases: dict[int, bytes]) -> IpcMemory:
         if not region.nbytes:
             return IpcMemory(b"", 0)
+        from eplb_core.loading import _device_memory  # brings torch
+
         segment = _device_memory.find(region.address)
         if segment is not None:
             offset = region.address - segment.address
@@ -167,6 +168,8 @@ class CudaIpc(BaseTransport):
                 if len(handle) == _FD_HANDLE.size:
                     fd, nbytes, _ = _FD_HANDLE.unpack(handle)
                     with borrowed_fd(owner.pid, fd) as own:
+                        from eplb_core.loading import _device_memory  # brings torch
+
                         self._mapped[key] = _device_memory.open_fd(own, nbytes)
                     self._opened[key] = self._mapped[key].address
                 else:
