@@ -29,6 +29,7 @@ from eplb_core.placement.place import Placement
 # Why a layer moves or stays, in the order in which the verdict looks for it.
 UNCHANGED = "unchanged"
 LOST = "an expert has no other slot on an active rank"
+LEFT = "it names slots of ranks that are out"
 FROZEN = "frozen"
 NO_LOAD = "no load"
 TOO_LITTLE = "too little gain"
@@ -117,7 +118,8 @@ def should_rebalance(
         payback: How many times the cost the gain must be, 0 or more.
         frozen: Layers that must stay, bools `[L]` or ints. Thaw a layer by leaving it out. They move only if an expert
             would otherwise have no slot on an active rank.
-        active_ranks: Bools `[R]`. Default: all. A layer whose expert has lost its last slot moves whatever it costs.
+        active_ranks: Bools `[R]`. Default: all. A layer whose expert has lost its last slot, or that names slots of
+            other ranks which the placement leaves empty, moves whatever it costs.
         dispatch: How replicas share their expert's tokens, as for `place`: "even", or "weighted" as is best for each
             window. Both layouts are judged by it. Default: what the placement was made for; "even" for a layout.
         current_shares: Fraction of its expert's tokens that each slot takes under `current`, floats `[L, P]` or
@@ -173,6 +175,10 @@ def should_rebalance(
     _check_reached(gone)
     received, move_s = time_transfers(current, target, active, model)
     changed: list[bool] = (current.physical_to_logical_map != target.physical_to_logical_map).any(axis=1).tolist()
+    out = np.repeat(~active, current.slots_per_rank)
+    # Tokens would go on to ranks that are gone, where the placement sends none any more.
+    emptied = (current.physical_to_logical_map >= 0) & (target.physical_to_logical_map < 0)
+    left: list[bool] = emptied[:, out].any(axis=1).tolist()
     has_load: list[bool] = (load.max(axis=(0, 2), initial=0.0) > 0.0).tolist()
     gain, price = before - after, np.zeros(len(before))
     reasons = []
@@ -188,6 +194,8 @@ def should_rebalance(
             reasons.append(LOST)
         elif stays[layer]:
             reasons.append(FROZEN)
+        elif left[layer]:
+            reasons.append(LEFT)
         elif not has_load[layer]:
             reasons.append(NO_LOAD)
         elif not (saved > 0.0 and saved > least * time):
@@ -244,11 +252,11 @@ def _conclude(
     """All layers together: what a rebalance costs whatever its size must be worth it, too."""
     model = CostModel() if cost is None else cost
     pays = [layer for layer, reason in enumerate(reasons) if reason == PAYS]
-    if pays and horizon is not None and LOST not in reasons:
+    if pays and horizon is not None and not {LOST, LEFT} & set(reasons):
         whole = _add(price, pays) + model.rebalance_s
         if not _add(gain, pays) * horizon >= margin * whole:
             reasons = [TOO_DEAR if reason == PAYS else reason for reason in reasons]
-    moving = [layer for layer, reason in enumerate(reasons) if reason in (LOST, PAYS)]
+    moving = [layer for layer, reason in enumerate(reasons) if reason in (LOST, LEFT, PAYS)]
     spoken = moving or [layer for layer, reason in enumerate(reasons) if reason != UNCHANGED]
     layers = np.zeros(len(before), dtype=np.bool_)
     layers[moving] = True
@@ -276,7 +284,7 @@ def _say(
     """One line: what moves, what that gives, what it costs, and why the others stay."""
     if not spoken:
         return f"stay: the placement changes none of {len(reasons)} layers"
-    moves = any(reason in (LOST, PAYS) for reason in reasons)
+    moves = any(reason in (LOST, LEFT, PAYS) for reason in reasons)
     text = f"{'move' if moves else 'stay; would move'} {spoken} of {len(reasons)} layers: "
     if gain == float("inf"):
         text += "experts are reached again"

@@ -369,3 +369,15 @@ def test_a_placement_for_weighted_dispatch_is_judged_by_it() -> None:
     verdict = should_rebalance(live, windows, answer)
     assert verdict.gain == should_rebalance(live, windows, answer, dispatch="weighted").gain
     assert verdict.gain != should_rebalance(live, windows, answer, dispatch="even").gain
+
+
+def test_a_layer_that_names_a_rank_that_is_out_moves_although_it_gains_nothing() -> None:
+    """Each expert has a second slot, so none is lost; but tokens would still be sent to the dead rank."""
+    topology = Topology(3)
+    live = ExpertLayout([[0, 1, 0, 1, 0, 1]] * 2, num_experts=2, topology=topology)
+    alive = [True, True, False]
+    load = [[10, 10], [0, 0]]
+    answer = place(load, topology, num_slots=6, current=live, active_ranks=alive)
+    verdict = should_rebalance(live, load, answer, cost=CostModel(install_s=100.0), passes_since=1, active_ranks=alive)
+    assert verdict.layers.tolist() == [True, True]
+    assert (live.replace(answer.layout, verdict.layers).physical_to_logical_map[:, 4:] == -1).all()
