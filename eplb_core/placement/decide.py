@@ -178,7 +178,7 @@ def should_rebalance(
     out = np.repeat(~active, current.slots_per_rank)
     # Tokens would go on to ranks that are gone, where the placement sends none any more.
     emptied = (current.physical_to_logical_map >= 0) & (target.physical_to_logical_map < 0)
-    left: list[bool] = emptied[:, out].any(axis=1).tolist()
+    left: BoolArray = np.any(emptied[:, out], axis=1)
     has_load: list[bool] = (load.max(axis=(0, 2), initial=0.0) > 0.0).tolist()
     gain, price = before - after, np.zeros(len(before))
     reasons = []
