@@ -15,7 +15,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m eplb_core demo
 
+# Compiles first, in one process: else each process that a test starts would.
 test: $(READY)
+	$(BIN)/python -c "import eplb_core; eplb_core.warm_up()"
 	$(BIN)/python -m pytest
 
 test-quick: $(READY)

@@ -55,7 +55,7 @@ def run(scenario: str, size: int, folder: Path, option: int) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_random_migrations_of_processes_are_exact_after_every_pass(size: int, tmp_path: Path) -> None:
     answers = run("randomly", size, tmp_path, 30)
     assert len({answer["layout"] for answer in answers}) == 1
@@ -64,7 +64,7 @@ def test_random_migrations_of_processes_are_exact_after_every_pass(size: int, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [2, 6])
+@pytest.mark.parametrize("after", [2, pytest.param(6, marks=pytest.mark.long)])
 def test_when_a_process_is_killed_the_others_name_it_agree_and_go_on(after: int, tmp_path: Path) -> None:
     """R61."""
     answers = run("killed", 4, tmp_path, after)
