@@ -45,7 +45,10 @@ class Forgetful(SharedMemory):
 
 
 class Eager(SharedMemory):
-    """Says that a read is done before it is."""
+    """Says that a read is done before it has begun."""
+
+    def read(self, rank: int, batch: ReadBatch, *, stream: Any = None) -> Any:
+        return rank
 
     def poll(self, ticket: Any) -> Status:
         return Status(ReadState.DONE)
