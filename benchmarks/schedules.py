@@ -21,8 +21,9 @@ import numpy as np
 
 import eplb_core as eplb
 from benchmarks import measure
+from eplb_core.loading._record_state import Reply
 from eplb_core.loading.agree import Finding, decide
-from eplb_core.loading.record import LayoutRecord, Reply
+from eplb_core.loading.record import LayoutRecord
 
 RANKS, LAYERS, SLOTS, EXPERTS = 2, 2, 4, 3
 STEPS = 200

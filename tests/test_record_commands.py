@@ -15,7 +15,7 @@ import pytest
 
 from eplb_core import ExpertLayout, LayoutClient, LayoutRecord, LayoutServer, Topology, save_layout
 from eplb_core.cli import main
-from eplb_core.loading.record import RecordState
+from eplb_core.loading._record_state import RecordState
 
 LAYOUT = ExpertLayout([[0, 1, 1, 0], [1, 0, 0, 1]], 2, topology=Topology(num_ranks=2))
 LOADER = """

@@ -25,8 +25,8 @@ from eplb_core import (
     agree_on_layout,
     static_dispatch_table,
 )
+from eplb_core.loading._record_state import RecordState
 from eplb_core.loading.agree import Decision, Finding, decide
-from eplb_core.loading.record import RecordState
 
 RANKS = 2
 TOPOLOGY = Topology(num_ranks=RANKS)

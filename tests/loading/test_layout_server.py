@@ -30,10 +30,11 @@ from hypothesis import strategies as st
 from eplb_core import ExpertLayout, SocketInUseError, SocketOwnerError, Topology
 from eplb_core.errors import FileFormatError, RecordLostError
 from eplb_core.loading import _socket_path, _wire, record_file
+from eplb_core.loading._record_state import RecordState
 from eplb_core.loading._requests import Keeper, Session
 from eplb_core.loading.layout_client import LayoutClient
 from eplb_core.loading.layout_server import MAX_CONNECTIONS, LayoutServer
-from eplb_core.loading.record import LayoutRecord, RecordState
+from eplb_core.loading.record import LayoutRecord
 from tests.loading.engine_process import Engine, container, until
 
 RANKS = Topology(num_ranks=2)
@@ -81,6 +82,14 @@ def ask(connection: socket.socket, message: bytes | dict[str, Any]) -> dict[str,
 
 
 # ---- moves over the socket -------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_the_server_cuts_off_may_still_read(server: LayoutServer, path: Path) -> None:
+    with raw(path) as connection, LayoutClient(path, "b") as other:
+        ask(connection, {"do": "attach", "engine": "a"})
+        ask(connection, struct.pack("!I", 1 << 30))
+        until(lambda: state_of(server).engines == ("b",))
+        assert "'a (its connection was ended)'" in other.begin([0], 0).reason
 
 
 def test_a_client_sees_the_record_and_moves_experts(server: LayoutServer, path: Path) -> None:
@@ -178,6 +187,7 @@ def test_a_server_that_does_not_answer_is_lost_after_the_deadline(path: Path) ->
         listener.bind(str(path))
         listener.listen()
         client = LayoutClient(path, "a", deadline=0.05)
+        client.close()
     assert str(client.error) == f"the keeper at {path} has not answered for 0.05 s"
 
 
@@ -206,10 +216,9 @@ def test_a_server_that_talks_nonsense_is_an_error_with_words(path: Path, reply: 
         listener.listen()
         thread = threading.Thread(target=serve_once)
         thread.start()
-        client = LayoutClient(path, "a")
-        thread.join()
+        with LayoutClient(path, "a") as client:
+            thread.join()
     assert said in str(client.error)
-    client.close()
 
 
 def test_a_keeper_of_another_time_has_no_record(path: Path) -> None:
@@ -227,6 +236,29 @@ def test_a_keeper_of_another_time_has_no_record(path: Path) -> None:
 
 
 # ---- processes that die ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_not(path: Path, tmp_path: Path) -> None:
+    """It may serve on, so nobody may move under it; and what it did not hear of must not stay pending."""
+    keeper = serve(path, tmp_path / "record.json", tmp_path)
+    try:
+        with LayoutClient(path, "a", wait=30.0, deadline=2.0) as client, ExitStack() as late:
+            keeper.send_signal(signal.SIGSTOP)
+            client._deadline = 0.05
+            assert client.begin([0], 0).reason.endswith("has not answered for 0.05 s")
+            assert client.begin([0], 0).status == "refused"
+            assert not client.connected
+            keeper.send_signal(signal.SIGCONT)
+            other = late.enter_context(LayoutClient(path, "b"))  # what the first one sent is answered before
+            assert other.found is not None
+            assert (other.found.pending, other.found.engines) == (None, ("a", "b"))
+            assert other.begin([0], 0).reason.startswith("engine 'a' is attached too")
+            client.close()
+            until(lambda: other.begin([0], 0).status == "ok")
+    finally:
+        keeper.kill()
+        keeper.wait()
 
 
 @pytest.mark.slow

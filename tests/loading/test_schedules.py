@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.schedules import LyingWeightsError, World
-from eplb_core.loading.record import LayoutRecord, Reply
+from eplb_core.loading._record_state import Reply
+from eplb_core.loading.record import LayoutRecord
 
 
 class Clean(LayoutRecord):
