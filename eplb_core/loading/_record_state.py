@@ -67,6 +67,8 @@ class RecordState(NamedTuple):
     """The pending move waits for followers: not a byte may be written, and none has been."""
     holding: tuple[str, ...] = ()
     """Followers that have stopped reading the layers of the pending move."""
+    begun: int = 0
+    """Moves that were begun or asked for, so that a follower's answer counts for the one that it heard of alone."""
 
     @property
     def digest(self) -> str:

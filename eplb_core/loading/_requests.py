@@ -179,7 +179,8 @@ class Keeper:
         return _of(self._record().follow(session.engine or "", digest if isinstance(digest, str) else None))
 
     def _hold(self, session: Session, message: Message) -> Answer:
-        return _of(self._record().hold(session.engine or "", message.get("version")))  # type: ignore[arg-type]
+        reply = self._record().hold(session.engine or "", message.get("version"), message.get("move"))  # type: ignore[arg-type]
+        return _of(reply)
 
     def _watch(self, session: Session, message: Message) -> Answer:
         if message.get("seen") == self.changes:

@@ -135,6 +135,7 @@ def encode_state(state: RecordState, known: object = None) -> Message:
         "followers": list(state.followers),
         "asking": state.asking,
         "holding": list(state.holding),
+        "begun": state.begun,
         "non_followers": list(state.non_followers),
         "num_non_followers": state.num_non_followers,
         "num_layers": layout.num_layers,
@@ -168,6 +169,7 @@ def decode_state(message: Message, known: ExpertLayout | None = None) -> RecordS
             tuple(str(name) for name in message.get("followers", ())),  # a keeper of before has none
             bool(message.get("asking", False)),
             tuple(str(name) for name in message.get("holding", ())),
+            int(message.get("begun", 0)),
         )
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise WireError(f"no whole record: {type(error).__name__}: {error}") from error

@@ -156,9 +156,9 @@ class LayoutClient:
         """From now on this engine stops reading when it is asked; `LayoutFollower` calls it."""
         return self._request({"do": "follow", "digest": digest})
 
-    def hold(self, version: int) -> Reply:
+    def hold(self, version: int, move: int) -> Reply:
         """Say that this rank reads the layers of the pending move no more; `LayoutFollower` calls it."""
-        return self._request({"do": "hold", "version": int(version)})
+        return self._request({"do": "hold", "version": int(version), "move": int(move)})
 
     def watch(self, seen: int) -> int:
         """Wait, without an end, until the record is another one than at `seen`; its number, and `found` is new.

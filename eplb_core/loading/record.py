@@ -180,23 +180,26 @@ class LayoutRecord:
             self._set(followers=(*state.followers, engine))
         return self._ok()
 
-    def hold(self, engine: str, version: int) -> Reply:
+    def hold(self, engine: str, version: int, move: int) -> Reply:
         """A follower reads the layers of the pending move no more, until the move has ended.
 
         Args:
             engine: Who holds, on all its streams and devices of this rank.
             version: Version of the layout that it routes by.
+            move: `state.begun` of the state in which it saw the move: one that was begun later is not held for.
         """
         state = self._state
         if state.dirty:
             return self._refused(self._dirty_reason())
         if engine not in state.followers:
             return self._refused(f"engine {engine!r} does not follow")
-        move = state.pending
-        if move is None or move.engine == engine:
-            return self._refused(f"nobody asks engine {engine!r} to hold; {move or 'no move'} is pending")
-        if not is_int(version) or version != move.version:
-            return self._refused(f"{move} is pending, and engine {engine!r} is at version {cut(version)}")
+        asked = state.pending
+        if asked is None or asked.engine == engine:
+            return self._refused(f"nobody asks engine {engine!r} to hold; {asked or 'no move'} is pending")
+        if not is_int(version) or version != asked.version:
+            return self._refused(f"{asked} is pending, and engine {engine!r} is at version {cut(version)}")
+        if not is_int(move) or move != state.begun:
+            return self._refused(f"{asked} is number {state.begun}, and engine {engine!r} holds for {cut(move)}")
         if engine not in state.holding:
             self._set(holding=(*state.holding, engine))
         return self._ok()
@@ -243,7 +246,8 @@ class LayoutRecord:
                 f"engine{'s' * (len(others) > 1)} {names_of(others)} {verb} attached too; "
                 "experts may move only under an engine that is alone"
             )
-        self._set(pending=Move(engine, rows, state.version), asking=True)
+        if state.pending is None:
+            self._set(pending=Move(engine, rows, state.version), asking=True, begun=state.begun + 1)
         awaited = self._state.awaited
         if awaited:
             who = f"engine{'s' * (len(awaited) > 1)} {names_of(awaited)}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from eplb_core import ExpertLayout, Topology
-from eplb_core.loading._record_state import NAMES_KEPT, Move, RecordState
+from eplb_core.loading._record_state import NAMES_KEPT, Move, RecordState, Reply
 from eplb_core.loading.record import LayoutRecord
 
 RANKS = Topology(num_ranks=2)
@@ -56,7 +56,7 @@ def test_an_abort_changes_nothing_and_the_same_move_may_begin_again() -> None:
     before = record.state
     record.begin("a", [0], 0)
     assert record.abort("a", [0]) == ("ok", "", 0, LAYOUT.digest)
-    assert record.state == before
+    assert record.state == before._replace(begun=1)
     assert record.begin("a", [0], 0).status == "ok"
 
 
@@ -332,31 +332,39 @@ def followed(*followers: str) -> LayoutRecord:
     return record
 
 
+def hold(record: LayoutRecord, engine: str) -> Reply:
+    return record.hold(engine, record.version, record.state.begun)
+
+
 def test_a_move_begins_only_when_every_follower_holds() -> None:
     record = followed("b", "c")
     assert record.begin("a", [0], 0)[:2] == (
         "busy",
         "engines 'b', 'c' must stop reading layer 0 first, and has not",
     )
-    assert record.hold("b", 0).status == "ok"
+    assert hold(record, "b").status == "ok"
     assert record.begin("a", [0], 0)[:2] == ("busy", "engine 'c' must stop reading layer 0 first, and has not")
     assert record.state.awaited == ("c",)
     assert record.commit("a", [0], [ROW]).reason == (
         "the move of layer 0 by engine 'a' from version 0 is only asked for; engines that follow still read its layers"
     )
-    assert record.hold("c", 0).status == "ok"
+    assert hold(record, "c").status == "ok"
     assert record.begin("a", [0], 0) == ("ok", "", 0, LAYOUT.digest)
     assert record.commit("a", [0], [ROW]).version == 1
-    assert (record.state.holding, record.state.awaited, record.state.followers) == ((), (), ("b", "c"))
+    assert not record.state.holding + record.state.awaited
+    assert record.state.followers == ("b", "c")
 
 
 def test_followers_hold_for_each_move_anew() -> None:
     record = followed("b")
     record.begin("a", [0], 0)
-    record.hold("b", 0)
+    hold(record, "b")
     record.abort("a", [0])
     assert record.begin("a", [0], 0).status == "busy"
-    assert record.hold("b", 0).status == "ok"
+    late = record.hold("b", 0, 1)  # on its way since the move before, while the follower reads again
+    assert late.reason == "the move of layer 0 by engine 'a' from version 0 is number 2, and engine 'b' holds for 1"
+    assert record.begin("a", [0], 0).status == "busy"
+    assert hold(record, "b").status == "ok"
     assert record.begin("a", [0], 0).status == "ok"
 
 
@@ -370,7 +378,7 @@ def test_a_follower_that_dies_is_not_waited_for() -> None:
 def test_a_mover_that_dies_before_all_hold_has_written_nothing() -> None:
     record = followed("b")
     record.begin("a", [0], 0)
-    record.hold("b", 0)
+    hold(record, "b")
     record.detach("a")
     assert record.query() == ("ok", "", 0, LAYOUT.digest)
     assert record.begin("b", [0], 0).status == "ok"
@@ -379,10 +387,10 @@ def test_a_mover_that_dies_before_all_hold_has_written_nothing() -> None:
 def test_a_mover_that_dies_after_all_hold_leaves_a_dirty_record() -> None:
     record = followed("b")
     record.begin("a", [0], 0)
-    record.hold("b", 0)
+    hold(record, "b")
     record.begin("a", [0], 0)
     record.detach("a")
-    for reply in (record.query(), record.hold("b", 0), record.follow("b", LAYOUT.digest)):
+    for reply in (record.query(), hold(record, "b"), record.follow("b", LAYOUT.digest)):
         assert_matches("nobody knows.*the move of layer 0 by engine 'a' from version 0 was pending", reply.reason)
 
 
@@ -398,7 +406,7 @@ def test_only_the_same_request_asks_again() -> None:
 def test_an_engine_that_attaches_while_followers_are_asked_stops_the_move() -> None:
     record = followed("b")
     record.begin("a", [0], 0)
-    record.hold("b", 0)
+    hold(record, "b")
     record.attach("late")
     assert record.begin("a", [0], 0).reason.startswith("engine 'late' is attached too")
     record.detach("late")
@@ -433,11 +441,11 @@ def test_following_begins_between_moves() -> None:
 
 def test_only_who_is_asked_holds() -> None:
     record = followed("b")
-    assert record.hold("b", 0).reason == "nobody asks engine 'b' to hold; no move is pending"
-    assert record.hold("a", 0).reason == "engine 'a' does not follow"
+    assert hold(record, "b").reason == "nobody asks engine 'b' to hold; no move is pending"
+    assert hold(record, "a").reason == "engine 'a' does not follow"
     record.begin("a", [0], 0)
     for version in (1, True, "0"):
-        assert_matches("is pending, and engine 'b' is at version", record.hold("b", version).reason)  # type: ignore[arg-type]
+        assert_matches("is pending, and engine 'b' is at version", record.hold("b", version, 1).reason)  # type: ignore[arg-type]
     record.abort("a", [0])
     assert record.begin("b", [0], 0).status == "busy"  # 'a' is attached and does not follow
     assert record.state.holding == ()
@@ -515,11 +523,12 @@ class RecordAndModel(RuleBasedStateMachine):
             self.following.add(engine)
         assert self.record.follow(engine, digest).status == expected
 
-    @rule(engine=st.sampled_from(ENGINES), behind=st.sampled_from([0, 0, 1]))
-    def hold(self, engine: str, behind: int) -> None:
+    @rule(engine=st.sampled_from(ENGINES), behind=st.sampled_from([0, 0, 1]), late=st.sampled_from([0, 0, 1]))
+    def hold(self, engine: str, behind: int, late: int) -> None:
         asked = self.move is not None and self.move[0] != engine and engine in self.following
-        good = asked and not self.lost and not behind
-        assert self.record.hold(engine, self.version - behind).status == ("ok" if good else "refused")
+        good = asked and not self.lost and not behind and not late
+        reply = self.record.hold(engine, self.version - behind, self.record.state.begun - late)
+        assert reply.status == ("ok" if good else "refused")
         if good:
             self.stopped.add(engine)
 
