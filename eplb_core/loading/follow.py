@@ -119,7 +119,10 @@ class LayoutFollower:
         self._client, self._layout, self._agreement = client, layout, agreement
         self._tables, self._on_switch = tables, on_switch
         self._paused, self._failure, self._lost = False, "", ""
+        self._seen: RecordState | None = None
+        """At the last look while stopped."""
         self._held: RecordState | None = None
+        """In which it said that it holds."""
         self._changed = threading.Condition()
         self._watcher = LayoutClient(client.path, client.engine_id, attach=False)
         try:
@@ -165,7 +168,8 @@ class LayoutFollower:
         """Why no pass may run now, which is the same on every rank; empty: it may."""
         if not self._paused:
             return ""
-        return self._failure or str(self._state.pending or "other ranks are not there yet")
+        move = self._state.pending
+        return self._failure or (f"{move} is pending" if move else "other ranks have not heard of the end of a move")
 
     def poll(self) -> tuple[int, ...]:
         """Once a pass, on every rank, at the same place in the loop; again and again while `paused`.
@@ -199,12 +203,12 @@ class LayoutFollower:
     def _settle(self) -> tuple[int, ...]:
         """While no pass runs: hold, look, and do what all ranks do."""
         with self._changed:
-            if self._held is self._state and not self._lost:
+            if self._seen is self._state and not self._lost:
                 self._changed.wait(NEWS_S)
-            state = self._state
-        if self._held is not state and self._client.engine_id in state.awaited and state.version == self.version:
+            self._seen = state = self._state
+        if self._client.engine_id in state.awaited and state.version == self.version and self._held is not state:
             self._client.hold(self.version, state.begun)
-        self._held = state
+            self._held = state
         found = [Look(*json.loads(blob)) for blob in self._agreement.gather(json.dumps(self._look(state)).encode())]
         settled = settle(found, self.version, self._layout.digest)
         if settled.action == "fail":
