@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -283,16 +283,16 @@ class Scene:
         return [host.state for host in self.hosts]
 
     def version(self) -> int:
-        return min(state.version for state in self.states)
+        return min(int(state.version) for state in self.states)
 
     def moves_on(self, by: int = 3) -> None:
         """Moves go on on all ranks."""
         now = self.version()
-        until(lambda: self.version() >= now + by, PATIENCE, PATIENCE)
+        until(lambda: self.version() >= now + by, PATIENCE)
 
     def until_phase(self, phase: str) -> None:
         """As soon as a record is seen in it; the kill comes a little later, in this phase or the next."""
-        seen = {
+        seen: Callable[[Any], Any] = {
             "serving": lambda state: state.pending is None,
             "asked": lambda state: state.asking and not state.holding,
             "holding": lambda state: state.holding,
