@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import shutil
@@ -27,6 +26,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.fuzz_record import kept, messages
 from eplb_core import ExpertLayout, SocketInUseError, SocketOwnerError, Topology
 from eplb_core.errors import FileFormatError, RecordLostError
 from eplb_core.loading import _socket_path, _wire, record_file
@@ -40,8 +40,6 @@ from tests.loading.engine_process import Engine, container, until
 RANKS = Topology(num_ranks=2)
 LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=RANKS)
 ROW = [3, 2, 1, 0, 0, 3]
-MESSAGES = int(os.environ.get("EPLB_FUZZ_MESSAGES", "400"))
-"""Hypothesis' messages to the server; `make fuzz` sends 100,000."""
 
 
 @pytest.fixture
@@ -457,30 +455,10 @@ def test_a_fault_of_the_server_costs_the_one_who_met_it(path: Path, caplog: pyte
         assert server.state is not None
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)
-fields = st.fixed_dictionaries(
-    {"do": st.sampled_from(["attach", "query", "begin", "commit", "abort", "fetch"]) | json_values},
-    optional={
-        "engine": st.sampled_from(["a", "b", "#", ""]) | json_values,
-        "layers": st.just([0]) | st.lists(st.integers(-1, 2), max_size=3) | json_values,
-        "version": st.just(0) | json_values,
-        "rows": st.just(_wire.encode_rows(LAYOUT.physical_to_logical_map[:1])) | json_values,
-        "digest": st.just(LAYOUT.digest) | json_values,
-        "config": json_values,
-    },
-)
-bodies = st.binary(max_size=200) | (json_values | fields).map(lambda value: json.dumps(value).encode())
-messages = bodies | fields.map(lambda message: _wire.pack(message)[4:])
-
-
-@settings(max_examples=MESSAGES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(body=messages, mine=st.booleans())
-def test_no_message_raises_or_changes_what_it_must_not(body: bytes, mine: bool) -> None:
-    """Two engines are attached, so nobody may begin, and what is pending is the other engine's."""
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(batch=st.lists(messages, min_size=10, max_size=10), mine=st.booleans())
+def test_no_message_raises_or_changes_what_it_must_not(batch: list[bytes], mine: bool) -> None:
+    """Two engines are attached, so nobody may begin, and what is pending is the other one's; `make fuzz` sends more."""
     record = LayoutRecord(LAYOUT)
     keeper, first, second = Keeper(record), Session(1), Session(2)
     for session, name in ((first, "a"), (second, "b")):
@@ -488,13 +466,15 @@ def test_no_message_raises_or_changes_what_it_must_not(body: bytes, mine: bool) 
         if session is first and not mine:
             keeper.answer(first, _wire.pack({"do": "begin", "layers": [0], "version": 0})[4:])
     before = record.state
-    answer = keeper.answer(second, body)
-    assert answer.message["status"] in ("ok", "busy", "refused")
-    assert _wire.unpack(_wire.pack(answer.message)[4:])
-    assert record.state is before
+    for body in batch:
+        answer = keeper.answer(second, body)
+        assert answer.message["status"] in ("ok", "busy", "refused")
+        assert _wire.unpack(_wire.pack(answer.message)[4:])
+        assert kept(record.state) == kept(before)
+        assert record.state.engines == before.engines
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.lists(st.binary(max_size=40) | messages.map(lambda m: _wire.LENGTH.pack(len(m)) + m), max_size=5))
 def test_no_bytes_stop_the_server(server: LayoutServer, path: Path, data: list[bytes]) -> None:
     with raw(path) as connection:
