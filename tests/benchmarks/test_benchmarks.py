@@ -25,7 +25,17 @@ def threads_as_before() -> Iterator[None]:
     numba.set_num_threads(before[1])
 
 
-LONG = {"engine", "forecast", "moving_gpu", "multi_gpu", "schedules", "soak_moves", "transport_gpu", "transports"}
+LONG = {
+    "engine",
+    "forecast",
+    "fuzz_record",
+    "moving_gpu",
+    "multi_gpu",
+    "schedules",
+    "soak_moves",
+    "transport_gpu",
+    "transports",
+}
 
 
 @pytest.mark.slow
