@@ -97,6 +97,8 @@ def status(arguments: argparse.Namespace) -> int:
             "slots": state.layout.num_slots,
             "ranks": state.layout.topology.num_ranks,
             "engines": list(state.engines),
+            "followers": list(state.followers),
+            "awaited": list(state.awaited),
             "pending": None if state.pending is None else str(state.pending),
             "non_followers": state.num_non_followers,
             "non_follower_names": list(state.non_followers),
@@ -118,9 +120,14 @@ def _text(facts: dict[str, Any]) -> str:
         ("record", "nobody knows what the slots hold" if facts["dirty"] else f"version {facts['version']}"),
         ("digest", facts["digest"][:16]),
         ("layout", "{layers} layers, {experts} experts, {slots} slots on {ranks} ranks".format(**facts)),
-        ("engines", ", ".join(facts["engines"]) or "none"),
+        (
+            "engines",
+            ", ".join(name + " (follows)" * (name in facts["followers"]) for name in facts["engines"]) or "none",
+        ),
         ("moving", facts["pending"] or "nothing"),
     ]
+    if facts["awaited"]:
+        rows.append(("waiting for", f"{', '.join(facts['awaited'])} to stop reading"))
     if facts["non_followers"]:
         rows.append(("not following", f"{facts['non_followers']}, so nothing may move: {', '.join(names)}"))
     if facts["dirty"]:

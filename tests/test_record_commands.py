@@ -65,6 +65,20 @@ def test_status_shows_engines_the_move_and_who_does_not_follow(
     assert server.state.engines == ("kestrel",)
 
 
+def test_status_shows_who_follows_and_whom_a_move_waits_for(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    record = LayoutRecord(LAYOUT)
+    for engine in ("mover", "standby"):
+        record.attach(engine)
+    record.follow("standby", LAYOUT.digest)
+    record.begin("mover", [1], 0)
+    with LayoutServer(path, record):
+        assert main(["record", "status", path]) == 0
+    text = capsys.readouterr().out
+    assert "engines     mover, standby (follows)\n" in text
+    assert "moving      the move of layer 1 by engine 'mover' from version 0\n" in text
+    assert "waiting for standby to stop reading\n" in text
+
+
 def test_status_of_a_dirty_record_is_1_and_says_why(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     with LayoutServer(path, LayoutRecord.of_state(RecordState(LAYOUT, dirty="it was dropped"))):
         assert main(["record", "status", path]) == 1
