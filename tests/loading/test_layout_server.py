@@ -91,6 +91,7 @@ def test_an_engine_that_the_server_cuts_off_may_still_read(server: LayoutServer,
 
 
 def test_a_client_sees_the_record_and_moves_experts(server: LayoutServer, path: Path) -> None:
+    """R3."""
     with LayoutClient(path, "a") as client:
         assert client.found is not None
         assert (client.found.version, client.found.layout, client.found.engines) == (0, LAYOUT, ("a",))
@@ -263,7 +264,7 @@ def test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_
 def test_a_process_killed_after_begin_leaves_a_dirty_record(
     server: LayoutServer, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """I2: seen by the end of the connection alone; old and new engines are refused, and the log says who and what."""
+    """I2, R4: seen by the end of the connection alone; old and new engines are refused, and the log says why."""
     with Engine(path, "a") as engine, caplog.at_level(logging.ERROR, "eplb_core"):
         assert engine.ask("begin", [1], 0)[0] == "ok"
         engine.kill()
@@ -310,6 +311,7 @@ def test_a_warm_standby_pauses_moves_and_takes_over(server: LayoutServer, path: 
 
 @pytest.mark.slow
 def test_a_forked_child_keeps_moves_paused_and_makes_nothing_wrong(server: LayoutServer, path: Path) -> None:
+    """R16."""
     with Engine(path, "a") as engine:
         child = engine.ask("fork")
         engine.kill()
@@ -330,7 +332,7 @@ def test_a_client_is_not_used_from_a_forked_child(server: LayoutServer, path: Pa
 
 @pytest.mark.slow
 def test_an_engine_in_another_container_is_seen_to_die(server: LayoutServer, path: Path) -> None:
-    """I5: its process number means nothing out here."""
+    """I5, R4: its process number means nothing out here."""
     with Engine(path, "a", inside=container()) as engine:
         assert engine.ask("begin", [1], 0)[0] == "ok"
         assert state_of(server).engines == ("a",)
@@ -342,6 +344,7 @@ def test_an_engine_in_another_container_is_seen_to_die(server: LayoutServer, pat
 
 
 def test_a_slow_client_blocks_nobody_and_is_read_no_further(server: LayoutServer, path: Path) -> None:
+    """R65."""
     with raw(path) as half, raw(path) as deaf, LayoutClient(path, "a") as client:
         half.sendall(_wire.LENGTH.pack(1000) + b"{")
         assert send_until_blocked(deaf, _wire.pack({"do": "query"})) < 1 << 19
@@ -433,6 +436,48 @@ def test_a_malformed_message_is_answered_and_the_connection_stays(server: Layout
         assert (done["status"], done["version"]) == ("ok", 1)
 
 
+class Told:
+    """A weight host that says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def difference(self, config: Any, frame: Any) -> tuple[str, str] | None:
+        self.asked.append("difference")
+        return ("model", "`model` differs") if config else None
+
+    def about(self) -> dict[str, Any]:
+        return {}
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        self.asked.append("export")
+        return {}, []
+
+
+def test_weights_are_handed_out_after_the_configuration_and_then_the_layout_were_compared() -> None:
+    """R11, R14: whatever kind of memory they are in, which nobody is asked about before."""
+    told = Told()
+    keeper, session = Keeper(LayoutRecord(LAYOUT), told), Session(1)
+
+    def fetch(**message: Any) -> dict[str, Any]:
+        return keeper.answer(session, _wire.pack({"do": "fetch", "frame": {}, **message})[4:]).message
+
+    assert fetch(config={"model": "other"}, digest="other")["field"] == "model"
+    assert fetch(config={}, digest="other")["field"] == "layout"
+    assert told.asked == ["difference"] * 2
+    assert fetch(config={}, digest=LAYOUT.digest)["status"] == "ok"
+    assert told.asked == ["difference"] * 3 + ["export"]
+
+
+def test_a_keeper_of_a_record_needs_neither_a_gpu_nor_torch() -> None:
+    """R66: whatever happens to a GPU, the record lives on."""
+    code = (
+        "import sys, eplb_core.loading.layout_server, eplb_core.loading.layout_client, eplb_core.loading.record_file\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
 class Faulty:
     """A weight host with a fault."""
 
@@ -507,6 +552,7 @@ def test_a_second_server_on_the_path_is_an_error_and_the_first_stays(server: Lay
 
 
 def test_a_stale_socket_is_replaced(path: Path) -> None:
+    """R65."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
     assert LayoutClient(path, "a").present is False

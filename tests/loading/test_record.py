@@ -37,12 +37,14 @@ def moved(record: LayoutRecord, engine: str = "a", layer: int = 0, row: list[int
 
 
 def test_a_record_starts_at_version_0_with_the_digest_of_its_layout() -> None:
+    """R1."""
     record = record_of()
     assert (record.version, record.digest, record.layout) == (0, LAYOUT.digest, LAYOUT)
     assert record.query() == ("ok", "", 0, LAYOUT.digest)
 
 
 def test_a_commit_stores_the_rows_and_counts_one_version() -> None:
+    """R5."""
     record = record_of("a")
     assert record.begin("a", [1, 0], 0) == ("ok", "", 0, LAYOUT.digest)
     reply = record.commit("a", [1, 0], [ROW, [0, 0, 1, 1, 2, 3]])
@@ -61,7 +63,7 @@ def test_an_abort_changes_nothing_and_the_same_move_may_begin_again() -> None:
 
 
 def test_a_later_engine_is_given_the_layout_that_the_former_left() -> None:
-    """I1: the second engine routes by the record, and nothing else is served to it."""
+    """I1, R12: the second engine routes by the record, and nothing else is served to it."""
     record = moved(record_of("a"))
     record.detach("a")
     record.attach("b")
@@ -132,6 +134,7 @@ def test_another_engines_move_is_busy_and_names_engine_layers_and_version() -> N
 
 
 def test_a_reason_to_refuse_is_decided_before_a_reason_to_wait() -> None:
+    """R8."""
     record = record_of("a", "b")
     assert record.begin("a", [0], 7).status == "refused"
     assert record.begin("a", [9], 0).status == "refused"
@@ -160,6 +163,7 @@ def test_a_reason_to_refuse_is_decided_before_a_reason_to_wait() -> None:
     ],
 )
 def test_a_move_that_cannot_be_is_refused_and_changes_nothing(arguments: tuple[Any, ...], reason: str) -> None:
+    """R9."""
     record = record_of("a")
     before = record.state
     reply = record.begin(*arguments)
@@ -212,6 +216,7 @@ def test_a_second_begin_of_the_same_engine_is_refused_and_the_first_stays() -> N
     ],
 )
 def test_a_malformed_commit_is_refused_and_leaves_the_move_pending(layers: Any, rows: Any, reason: str) -> None:
+    """R10, R29."""
     record = record_of("a")
     record.begin("a", [0], 0)
     before = record.state
@@ -242,7 +247,7 @@ def test_only_the_engine_that_began_ends_the_move(verb: str) -> None:
 
 @pytest.mark.parametrize("claim", [(), ("old",), ("b", 0, LAYOUT.digest), ("a",)])
 def test_who_cannot_be_seen_to_leave_or_follow_is_served_and_ends_all_moves(claim: tuple[Any, ...]) -> None:
-    """An engine without the field, one with it that did not attach, one that attached and names no layout."""
+    """R13: an engine without the field, one with it that did not attach, one that attached and names no layout."""
     record = record_of("a")
     assert record.check_fetch(*claim).status == "ok"
     reply = record.begin("a", [0], 0)
@@ -257,6 +262,7 @@ def test_an_engine_without_a_digest_is_refused_once_experts_have_moved() -> None
 
 
 def test_the_digest_decides_and_not_the_version() -> None:
+    """R11."""
     record = moved(record_of("a"))
     assert record.check_fetch("a", 99, record.digest).status == "ok"
     assert record.check_fetch("a", 1, LAYOUT.digest).status == "refused"
