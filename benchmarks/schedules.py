@@ -143,12 +143,15 @@ class Engine:
             world.events["starts that failed"] += 1
             return
         layout, version = self.keepers[0].layout, decision.version
-        for record in self.keepers:
-            while (reply := record.check_fetch(self.name, version, layout.digest)).status == "busy":
+        for rank in range(RANKS):
+            reply = Reply("busy")
+            while reply.status == "busy":
+                if any(self.ask(each) is not self.keepers[each] for each in range(RANKS)):
+                    return  # a keeper has gone: it loads from disk
+                reply = self.keepers[rank].check_fetch(self.name, version, layout.digest)
                 yield True
             if reply.status == "refused":
                 return
-            yield True
         self.layout, self.version, self.serves = layout, version, layout.physical_to_logical_map
         world.events["engines that served"] += 1
 

@@ -213,6 +213,20 @@ def test_an_aborted_move_lets_the_standby_go_on(stack: ExitStack, paths: list[st
     assert standby.switched == []
 
 
+def test_a_move_that_is_not_answered_is_taken_back(stack: ExitStack, paths: list[str]) -> None:
+    """The follower does not poll: the mover hears `busy` after its deadline, and the keepers have no move."""
+    clients = mover_clients(stack, paths, follow_deadline=0.0)
+    standby = Standby(stack, paths, OLD)
+    for client in clients.values():
+        reply = client.begin([1], 0)
+        assert reply[:2] == ("busy", "engine 'standby' must stop reading layer 1 first, and has not")
+        state = client.query()
+        assert state is not None
+        assert (state.pending, state.begun, state.followers) == (None, 1, ("standby",))
+    for each in standby.followers:
+        each.close()
+
+
 def test_a_mover_that_dies_in_a_move_stops_the_standby_on_all_ranks(stack: ExitStack, paths: list[str]) -> None:
     clients = mover_clients(stack, paths)
     standby = Standby(stack, paths, OLD)
