@@ -18,6 +18,7 @@ from typing import Any
 from eplb_core._inputs import note, topology_of
 from eplb_core._terminal import to_json
 from eplb_core.layout_file import LayoutFile, read_layout_file
+from eplb_core.loading._socket_path import SocketPlace
 from eplb_core.loading.layout_client import LayoutClient
 from eplb_core.loading.layout_server import LayoutServer
 from eplb_core.loading.record import LayoutRecord
@@ -143,10 +144,16 @@ def _table(rows: list[tuple[str, str]]) -> str:
 def serve(arguments: argparse.Namespace) -> int:
     """`eplb record serve`: until SIGINT or SIGTERM."""
     layout = _read_layout(arguments).layout
-    record = open_record(arguments.state, layout, memory=arguments.memory) if arguments.state else LayoutRecord(layout)
+    memory, state = arguments.memory, arguments.state
+    place = SocketPlace(arguments.socket)  # first: nobody else writes the file from now on
+    try:
+        record = open_record(state, layout, memory=memory) if state else LayoutRecord(layout)
+    except BaseException:
+        place.release()
+        raise
     if record.state.dirty:
         note(f"nobody knows what the slots hold: {record.state.dirty}")
-    with LayoutServer(arguments.socket, record, state_file=arguments.state, memory=arguments.memory) as server:
+    with LayoutServer(arguments.socket, record, state_file=state, memory=memory, place=place) as server:
         facts = {"ready": server.path, "version": record.version, "digest": record.digest}
         _run(facts, arguments.json)
     return 0
