@@ -172,8 +172,6 @@ class LayoutClient:
         known = None if found is None else found.layout
         message = {"do": "watch", "seen": seen, "known": known and known.digest}
         reply, _ = self._ask(message, deadline=None)
-        if reply.get("code") == UNKNOWN_REQUEST:
-            raise RecordLostError(f"the keeper at {self.path} knows no engines that follow", path=self.path)
         self._take_state(reply, known)
         return int(reply.get("number", -1))
 
