@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+import eplb_core as eplb
 from benchmarks.engine.engine import Lost, Membership, Rank, Setup
-from eplb_core import AgreementError, MigrationError
 
 
 def serve_process(pipe: Connection, setup: Setup, worker: int) -> None:
@@ -37,6 +37,7 @@ def serve(pipe: Connection, setup: Setup, worker: int) -> None:
         torch.cuda.set_device(device)
         if setup.threads:
             torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    eplb.warm_up()  # kernels are loaded now, and not in a pass that somebody waits for
     rank = Rank(setup, worker)
     calls: dict[str, Callable[..., Any]] = {
         "form": rank.form,
@@ -56,7 +57,7 @@ def serve(pipe: Connection, setup: Setup, worker: int) -> None:
             name, arguments, options = pipe.recv()
             try:
                 answer = ("ok", calls[name](*arguments, **options))
-            except (Lost, AgreementError, MigrationError, RuntimeError) as error:
+            except (Lost, eplb.AgreementError, eplb.MigrationError, RuntimeError) as error:
                 answer = ("lost", f"{type(error).__name__}: {error}")
             except Exception:
                 answer = ("failed", traceback.format_exc())
