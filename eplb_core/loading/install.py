@@ -57,8 +57,8 @@ class Staging:
             size = check_int(memory, "staging", 0)
         if size < nbytes:
             raise ValueError(f"`staging` (={size} bytes) must hold at least one slot (={nbytes} bytes)")
-        # No rank reads more than S slots of a layer.
-        self.capacity = min(size // nbytes, store.num_slots)
+        # No rank reads more than S slots of a layer, and none more than two layers at a time.
+        self.capacity = min(size // nbytes, 2 * store.num_slots)
         self.memory = (
             memory if isinstance(memory, torch.Tensor) else torch.empty(size, dtype=torch.uint8, device=store.device)
         )

@@ -16,7 +16,8 @@ from eplb_core._arrays import ArrayLike, check_real
 from eplb_core.errors import AgreementError, EplbError, MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _words
-from eplb_core.loading._pull import POLL_S, Backup, Puller, Trouble, check_frame, finish_writes
+from eplb_core.loading._joining import check_frame
+from eplb_core.loading._pull import POLL_S, Backup, Puller, Trouble, finish_writes
 from eplb_core.loading._run import Run, RunWorker, Target
 from eplb_core.loading._staged import to_reference
 from eplb_core.loading._warm import warm_moves

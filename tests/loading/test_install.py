@@ -142,7 +142,7 @@ def test_staging_lies_tensor_by_tensor_large_rows_first() -> None:
     assert staging.capacity == 2
     assert staging.offsets.tolist() == [[128, 0], [140, 64]]
     assert Staging(None, [store]).capacity == 4
-    assert Staging(100 * store.slot_bytes, [store]).capacity == 4
+    assert Staging(100 * store.slot_bytes, [store]).capacity == 8  # this layer's and the next one's
     assert [view.numel() for view in staging.row(1, store)] == [12, 64]
 
 
