@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -194,6 +195,7 @@ class RunWorker:
         """Begin the reads of a step while ranks agree on the one before, if that is of another layer."""
         if run.ended or run.trouble or index == len(run.steps) or run.steps[index].layer == run.steps[index - 1].layer:
             return None
+        breathe()
         return self.puller.begin_early(run.steps[index])
 
     def _see_installed(self, run: Run, index: int, pull: Pull, early: Pull | None) -> bool:
@@ -204,6 +206,7 @@ class RunWorker:
             with run.changed:
                 if run.changed.wait_for(lambda: run.ended or run.installed > index, look):
                     break
+        breathe()
         self.puller.release(pull)
         if run.installed <= index:
             self.recorder.abort(step)
@@ -239,6 +242,7 @@ class RunWorker:
         try:
             breathe()
             copies = self._installer.plan(step, pull.place_of)
+            breathe()
             while not self.puller.is_done(pull):
                 if run.ended:
                     self.puller.give_up(pull)
@@ -248,7 +252,8 @@ class RunWorker:
                     raise Trouble("deadline", f"the reads of layer {step.layer} took longer than {self._deadline:g} s")
                 time.sleep(POLL_S)
             self.read_bytes += pull.bytes
-            with torch.cuda.stream(self._stream):  # nothing where there is none
+            breathe()
+            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 try:
                     restore(self.puller, self._backup, step, pull)
                 finally:
