@@ -164,3 +164,13 @@ def check_frame(stores: Sequence[ExpertStore], layout: ExpertLayout, rank: int) 
     if rank >= layout.topology.num_ranks:
         raise ValueError(f"`rank` (={rank}) must be in [0, {layout.topology.num_ranks})")
     return stores
+
+
+def check_tables(tables: Any, layout: ExpertLayout) -> None:
+    """Raise ValueError if tables say that they dispatch by another layout than the weights are in."""
+    held = getattr(tables, "layout", None)
+    if isinstance(held, ExpertLayout) and held != layout:
+        raise ValueError(
+            f"`tables` dispatch by the layout {held.digest[:12]} and the weights are in {layout.digest[:12]}; install "
+            "that first"
+        )

@@ -104,6 +104,11 @@ class RunWorker:
         self._unrecorded: Trouble | None = None
         """Why the record does not have what the weights are."""
 
+    def renew(self, reference: IntArray | None, backup: Backup | None) -> None:
+        """Weights are others now; None: what there was before still holds. While nothing runs."""
+        self.reference = self.reference if reference is None else reference
+        self._backup = self._backup if backup is None else backup
+
     # ---- the planning thread ---------------------------------------------------------------------------------------
 
     def plan(self, run: Run, target: Target, shares: ArrayLike | None) -> bool:
