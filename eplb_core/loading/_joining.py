@@ -59,7 +59,7 @@ def regions_of(stores: Sequence[ExpertStore], staging: Staging) -> tuple[list[Re
 
 
 def _check_apart(stores: Sequence[ExpertStore], staging: Staging) -> None:
-    """A tensor under two names or in two layers would be moved twice, which brings back what a circle of slots held."""
+    """A tensor that stands in two layers would be moved twice, which brings back what a circle of slots held."""
     names = [(layer, name) for layer, store in enumerate(stores) for name in store.names + store.whole_names]
     starts = [column for store in stores for table in (store.addresses, store.whole_addresses) for column in table.T]
     sizes = [size for store in stores for size in (*store.row_bytes.tolist(), *store.whole_row_bytes.tolist())]
