@@ -352,7 +352,7 @@ class Rank:
             on_install=lambda layer, layout: self.may_be_lost("installing"),
             backup=self.shelf,
             reference=self.reference,
-            deadline=1.0 if self.job.get("faults") else 30.0,
+            deadline=1.0 if self.job.get("faults") else 30.0 if self.job["scenario"] == "random" else 10.0,
         )
 
     def random_layout(self) -> ExpertLayout:
@@ -553,6 +553,10 @@ class Rank:
             target = self.random_layout()
             self.migrator.start(target)
             self.until_idle()
+            if self.migrator.status.cause == "deadline" and not self.transport.caps.stops_late_writes:
+                self.wake(gone)  # as long as it is stopped, what was read from it keeps its staging
+                self.migrator.start(target)
+                self.until_idle()
             if self.migrator.layout != target:
                 raise SystemExit(f"rank {self.rank}: {self.migrator.status}")
             self.look()
