@@ -555,6 +555,25 @@ def test_the_next_layer_is_read_while_ranks_agree_on_the_one_before_if_staging_h
         assert ranks.first.status.read_bytes == 3 * SLOT
 
 
+def test_the_next_part_of_a_layer_is_not_read_early_though_staging_has_room() -> None:
+    """R55: slot 7 gets its expert in the first step, and rank 1 reads it from there in the second."""
+    topology = Topology(3)
+    old = ExpertLayout([[6, 4, 0, 5, 2, 3, 1, 4, 5]], 7, topology=topology)
+    new = ExpertLayout([[4, 5, 2, 1, 2, 6, 0, 6, 3]], 7, topology=topology)
+    reads = DeferredCopy()
+    with fleet(old, transports={1: reads}, staging=2 * SLOT) as ranks:
+        ranks.start(new)
+        ranks.passes(lambda: reads.waiting == 1)
+        reads.complete()
+        staged = _words.word(1, _words.MOVING, 1)
+        ranks.passes(lambda: ranks.migrators[1]._posted == staged)
+        assert ranks.installed == []
+        assert not ranks.migrators[1]._mover.wait_quiet(0.05)
+        assert reads.waiting == 0
+        ranks.until_idle(meanwhile=reads.complete)
+        ends(ranks, "", None, new, "")
+
+
 def test_one_slot_of_staging_is_never_read_into_twice_and_never_waited_for() -> None:
     reads = DeferredCopy()
     with fleet(OLD, transports={0: reads}, staging=SLOT) as ranks:
