@@ -285,7 +285,7 @@ class Rank:
         self.passes = self.installed = self.looks = 0
         self.causes: Counter[str] = Counter()
         self.doubt = self.out = False
-        self.doom = ""
+        self.doom, self.woken = "", False
         self.between = threading.Lock()
         """Held in a pass: installs are between two."""
         self.wrong = ""
@@ -567,7 +567,8 @@ class Rank:
 
     def wake(self, gone: int) -> None:
         """Let a stopped rank go on: what it was asked for arrives now, if nothing has stopped it."""
-        if self.job["scenario"] == "stopped" and self.rank == 0:
+        if self.job["scenario"] == "stopped" and self.rank == 0 and not self.woken:
+            self.woken = True
             os.kill(int(Path(self.folder, f"pid{gone}").read_text()), signal.SIGCONT)
             time.sleep(0.5)
 
