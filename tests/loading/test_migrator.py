@@ -592,17 +592,22 @@ def test_one_slot_of_staging_is_never_read_into_twice_and_never_waited_for() -> 
 
 def test_a_layer_that_was_read_early_in_vain_is_given_up_with_its_migration() -> None:
     """Its slot is the transport's until the late bytes are there; the next migration takes the other one."""
-    reads = DeferredCopy()
-    with fleet(OLD, transports={0: reads}, records={0: Keeper(OLD), 1: Keeper(OLD, Answer("busy"))}) as ranks:
+    reads = {rank: DeferredCopy() for rank in (0, 1)}
+    records = {0: Keeper(OLD), 1: Keeper(OLD, Answer("busy"))}
+    with fleet(OLD, transports=dict(reads), records=records, clean=False) as ranks:
         ranks.start(NEW)
-        ranks.passes(lambda: reads.waiting == 1)
-        reads.complete()
+        ranks.passes(lambda: reads[0].waiting == reads[1].waiting == 1)
+        reads[0].complete()
+        ranks.passes(lambda: reads[0].waiting == 1)  # that of layer 1
+        reads[1].complete()
         ranks.until_idle()
         assert ranks.first.status.cause == "busy"
         assert ranks.first._mover.wait_quiet(LONG)
-        assert ranks.first.status.quarantined == reads.waiting <= 1
-        reads.complete()
+        assert ranks.first.status.quarantined == 1
+        assert ranks.each(lambda rank: ranks.migrators[rank].stop(0.1)) == [False, True]
+        reads[0].complete()
         ranks.check(OLD)
+        assert ranks.stop() == [True, True]
 
 
 def test_slots_from_the_backup_wait_in_staging_that_no_early_read_gets() -> None:

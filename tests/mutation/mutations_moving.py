@@ -117,7 +117,7 @@ MUTATIONS = [
     (
         INSTALL,
         "if self.stores[0].whole_names:",
-        "if self.stores:",
+        "if not self.stores:",
         f"{TEST_INSTALL}::test_an_install_leaves_every_slot_with_its_expert",
     ),
     # staging is used again while a read that was given up on may write to it
