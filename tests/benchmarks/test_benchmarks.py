@@ -28,7 +28,9 @@ def threads_as_before() -> Iterator[None]:
 LONG = {
     "engine",
     "forecast",
+    "from_layout",
     "fuzz_record",
+    "growth",
     "moving_gpu",
     "multi_gpu",
     "schedules",
