@@ -196,7 +196,7 @@ class LayoutClient:
     def close(self) -> None:
         """Leave. A move that is pending makes the record dirty. Ends a request that waits. Idempotent."""
         connection = self._socket
-        if connection is not None:
+        if connection is not None and self._process == os.getpid():  # a child's would end it for the parent too
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         with self._lock:
