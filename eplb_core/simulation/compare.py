@@ -225,15 +225,15 @@ def _check_named(setting: Mapping[str, Any]) -> None:
             raise ValueError(f"`{name}` (={setting[name]!r}) must be a name with `results` or several `workers`")
 
 
-def _result_paths(
-    results: PathLike | None, load: Any, settings: Sequence[Mapping[str, Any]]
-) -> Sequence[Path | None]:
+def _result_paths(results: PathLike | None, load: Any, settings: Sequence[Mapping[str, Any]]) -> Sequence[Path | None]:
     if results is None:
         return [None] * len(settings)
     folder = Path(results)
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(f"{load.dtype} {load.shape}".encode() + load.tobytes()).hexdigest()
-    keys = [f"{__version__} {digest} {sorted((name, _text(value)) for name, value in each.items())}" for each in settings]
+    keys = [
+        f"{__version__} {digest} {sorted((name, _text(value)) for name, value in each.items())}" for each in settings
+    ]
     return [folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json" for key in keys]
 
 

@@ -145,7 +145,9 @@ def cost_preset(
             raise ValueError(f"`hardware` (={hardware!r}) must be one of {', '.join(HARDWARE)}, or a Hardware")
         hardware = HARDWARE[hardware]
     reached = check_real(achieved, "achieved", above=0.0, at_most=1.0)
-    matrix = check_real(hidden_size, "hidden_size", above=0.0) * check_real(intermediate_size, "intermediate_size", above=0.0)
+    matrix = check_real(hidden_size, "hidden_size", above=0.0) * check_real(
+        intermediate_size, "intermediate_size", above=0.0
+    )
     expert_bytes = 3.0 * matrix * check_real(weight_bytes, "weight_bytes", above=0.0)
     model = CostModel(
         token_s=6.0 * matrix / (hardware.operations * reached),
@@ -158,6 +160,7 @@ def cost_preset(
         install_s=install_s,
     )
     token_bytes = hidden_size * (
-        check_real(dispatch_bytes, "dispatch_bytes", at_least=0.0) + check_real(combine_bytes, "combine_bytes", at_least=0.0)
+        check_real(dispatch_bytes, "dispatch_bytes", at_least=0.0)
+        + check_real(combine_bytes, "combine_bytes", at_least=0.0)
     )
     return StepCost(model, token_bytes, hardware.memory_bytes, hardware.name)

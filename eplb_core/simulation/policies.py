@@ -119,7 +119,9 @@ class Dispatcher:
 
     def __init__(self, dispatch: str | Dispatch) -> None:
         if not callable(dispatch) and dispatch not in DISPATCHES:
-            raise ValueError(f"`dispatch` (={dispatch!r}) must be one of {', '.join(map(repr, DISPATCHES))}, or a function")
+            raise ValueError(
+                f"`dispatch` (={dispatch!r}) must be one of {', '.join(map(repr, DISPATCHES))}, or a function"
+            )
         self.dispatch = dispatch
         self.shares: FloatArray | None = None
         self.table: IntArray | None = None

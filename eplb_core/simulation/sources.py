@@ -74,7 +74,10 @@ class TokenTrace:
                 starts = -(-np.arange(ranks + 1) * self.window_tokens // ranks)
                 return np.stack(
                     [
-                        [count_topk(window[a:b], self.num_experts) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+                        [
+                            count_topk(window[a:b], self.num_experts)
+                            for a, b in zip(starts[:-1], starts[1:], strict=True)
+                        ]
                         for window in part
                     ]
                 ).astype(np.float64)
@@ -205,8 +208,6 @@ def blocks_of(trace: Source, size: int) -> tuple[Iterator[Block], int | None]:
         return trace.blocks(size), len(trace.topk_ids) // trace.window_tokens
     load = trace.load if isinstance(trace, Trace) else check_trace_load(trace)
     return (Block(load[first : first + size]) for first in range(0, len(load), size)), len(load)
-
-
 
 
 def _joined(parts: list[IntArray | FloatArray]) -> IntArray | FloatArray:

@@ -50,10 +50,9 @@ def conclude(simulations: Sequence[Simulation]) -> str:
 
 def _moves(sim: Simulation) -> str:
     """What the policy moves, and what of time and memory that takes."""
-    count = len(sim.rebalance_windows)
-    text = f"Each of its {count} rebalances moves {sim.total_transfers / count:,.0f} experts" if count > 1 else (
-        f"Its rebalance moves {sim.total_transfers:,} experts"
-    )
+    count, moved = len(sim.rebalance_windows), sim.total_transfers
+    text = f"Its {count} rebalances move" if count > 1 else "Its rebalance moves"
+    text += f" {moved:,} expert{'s' * (moved != 1)}{' in all' * (count > 1)}"
     if sim.topology.num_nodes > 1 and sim.total_transfers:
         text += f", {int(sim.link_transfers[:, :, 2].sum()) / sim.total_transfers:.0%} of them between nodes"
     text += "."

@@ -19,7 +19,9 @@ def load() -> FloatArray:
     return generate_trace(kinds, window_tokens=WINDOW_TOKENS).load.astype(np.float64)
 
 
-@pytest.mark.parametrize(("window", "workload"), [(0, "prefill_in4096"), (2, "prefill_in512"), (4, "decode_in500out1500")])
+@pytest.mark.parametrize(
+    ("window", "workload"), [(0, "prefill_in4096"), (2, "prefill_in512"), (4, "decode_in500out1500")]
+)
 def test_layers_are_as_uneven_as_recorded(load: FloatArray, window: int, workload: str) -> None:
     """Percentiles 5, 50 and 95 over layers of the log's deviation, and of max over mean."""
     sigma = np.log(load[window]).std(axis=1)
