@@ -1,8 +1,8 @@
 """Offline simulation: would balancing help, with how many redundant experts, how often, and at what cost?
 
 `simulate` replays a recorded load through a policy and scores each layout on the windows that follow those it was made
-from; `compare_policies` puts several side by side; `sweep` tries many settings; `generate_trace` makes load like that of
-real models; `plots` draws, `report` writes one page of HTML.
+from; `compare_policies` puts several side by side; `sweep` tries many settings; `generate_trace` makes load like that
+of real models; `plots` draws, `html` writes one page that works by itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from eplb_core.simulation.hardware import Hardware as Hardware
 from eplb_core.simulation.hardware import StepCost as StepCost
 from eplb_core.simulation.hardware import cost_preset as cost_preset
 from eplb_core.simulation.links import count_links as count_links
+from eplb_core.simulation.policies import BASIC as BASIC
 from eplb_core.simulation.policies import DISPATCHES as DISPATCHES
 from eplb_core.simulation.policies import POLICIES as POLICIES
 from eplb_core.simulation.policies import Dispatch as Dispatch

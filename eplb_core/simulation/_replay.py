@@ -20,7 +20,7 @@ from eplb_core.simulation import records as tables
 from eplb_core.simulation.hardware import StepCost
 from eplb_core.simulation.links import LINKS, count_links
 from eplb_core.simulation.policies import Dispatch, Dispatcher, Policy, PolicySetting, policy_of
-from eplb_core.simulation.sources import Block, Source, blocks_of
+from eplb_core.simulation.sources import Block, Source, blocks_of, joined
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace
 
@@ -222,8 +222,7 @@ def simulate(
         if number == 0:
             run.start(current, block)
         else:
-            windows = past[0] if len(past) == 1 else np.concatenate(past)
-            run.rebalance(choose, windows[-seen:], number * every)
+            run.rebalance(choose, joined(past)[-seen:], number * every)
             if progress is not None:
                 progress(number, 0 if total is None else -(-total // every) - 1)
         run.live_through(block)

@@ -21,7 +21,7 @@ from eplb_core._arrays import check_int
 from eplb_core._files import PathLike, write_atomic
 from eplb_core.simulation import records as tables
 from eplb_core.simulation._replay import Simulation, simulate
-from eplb_core.simulation.policies import Policy
+from eplb_core.simulation.policies import BASIC, Policy
 from eplb_core.simulation.sources import Source
 from eplb_core.simulation.words import conclude, recommended
 from eplb_core.topology import Topology
@@ -37,8 +37,7 @@ class Comparison:
 
     @property
     def best(self) -> Simulation:
-        """The replay to follow: least time with its pauses; without a cost, the best balance, or 1% less of it for
-        fewer transfers."""
+        """The replay to follow: least time with pauses; without a cost, fewest transfers within 1% of the best."""
         return recommended(self.simulations)
 
     @property
@@ -79,7 +78,7 @@ class Comparison:
 
 def compare_policies(
     trace: Source,
-    policies: Sequence[str | Policy] | Mapping[str, str | Policy | Mapping[str, Any]] = ("none", "place", "deepseek"),
+    policies: str | Policy | Sequence[str | Policy] | Mapping[str, str | Policy | Mapping[str, Any]] = BASIC,
     *,
     workers: int = 1,
     progress: Callable[[int, int], None] | None = None,

@@ -48,7 +48,7 @@ HARDWARE = {
     "GB200 NVL72": Hardware(
         "GB200 NVL72",
         *(5000e12, 8e12, 900e9, 50e9, 186e9),
-        "NVIDIA GB200 NVL72 data sheet, a GPU of 72 on one node: FP8 10 PFLOPS with sparsity, 8 TB/s, 1.8 TB/s both ways",
+        "NVIDIA GB200 NVL72 data sheet, a GPU of 72: FP8 10 PFLOPS with sparsity, 8 TB/s, NVLink 1.8 TB/s both ways",
     ),
     "MI300X": Hardware(
         "Instinct MI300X",
@@ -63,8 +63,8 @@ HARDWARE = {
 class StepCost:
     """Seconds and bytes of passes, moves and the all-to-all. Immutable.
 
-    A layer takes `model`'s time, and the all-to-all of the rank that receives longest. Its tokens come from all ranks in
-    equal parts, and each expert of a token is sent by itself: engines that send a token once to a rank take less.
+    A layer takes `model`'s time, and the all-to-all of the rank that receives longest. Its tokens come from all ranks
+    in equal parts, and each expert of a token is sent by itself: engines that send a token once to a rank take less.
 
     Raises:
         ValueError: A number is negative or NaN.

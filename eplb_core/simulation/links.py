@@ -68,8 +68,8 @@ def _count(old: ExpertLayout, new: ExpertLayout, layers: IntArray) -> IntArray:
     gets[:, :, experts] = False
     counts[:, 1] = 0
     for node in range(topology.num_nodes):
-        members = topology.rank_to_node == node
-        on_node = had[:, members].any(axis=1)
-        counts[:, 1] += (gets[:, members] & on_node[:, None]).sum(axis=(1, 2))
+        members = np.flatnonzero(topology.rank_to_node == node)
+        on_node = np.any(had[:, members], axis=1, keepdims=True)
+        counts[:, 1] += (gets[:, members] & on_node).sum(axis=(1, 2))
     counts[:, 2] = gets.sum(axis=(1, 2)) - counts[:, 1]
     return counts

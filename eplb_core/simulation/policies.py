@@ -18,7 +18,9 @@ Policy: TypeAlias = Callable[[IntArray | FloatArray, ExpertLayout], ExpertLayout
 Dispatch: TypeAlias = Callable[[ExpertLayout, FloatArray], ArrayLike]
 """From the live layout and one window `[L, E]` to the share of its expert's tokens that each slot takes, `[L, P]`."""
 
-POLICIES = ("none", "place", "deepseek", "once", "gated")
+BASIC = ("none", "place", "deepseek")
+"""What is compared where nothing else is said."""
+POLICIES = (*BASIC, "once", "gated")
 """none: the first layout stays. place: `place` from the live layout. deepseek: `rebalance_experts` on the sum of the
 windows. once: `place` at the first rebalance, then it stays. gated: `place`, and of its layers those that
 `should_rebalance` calls worth their move."""
@@ -65,7 +67,8 @@ def _place(setting: PolicySetting) -> Policy:
 
 
 def _once(setting: PolicySetting) -> Policy:
-    place, done = _place(setting), []
+    place = _place(setting)
+    done: list[ExpertLayout] = []
 
     def choose(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
         if not done:
@@ -168,7 +171,7 @@ class Dispatcher:
         shape = self.layout.physical_to_logical_map.shape
         if shares.shape[1:] != shape:
             raise ValueError(
-                f"`dispatch` gave shares of shape {list(shares.shape[1:])}; they must be {list(shape)}, a fraction a slot"
+                f"`dispatch` gave shares of shape {list(shares.shape[1:])}; they must be {list(shape)}, one a slot"
             )
         return shares.astype(np.float64)
 

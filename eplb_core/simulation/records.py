@@ -29,9 +29,12 @@ class Records(np.recarray[Any, Any]):
     @classmethod
     def of(cls, columns: dict[str, Any]) -> Records:
         """From columns of one length."""
-        arrays = [np.asarray(column) for column in columns.values()]
-        rows: Records = np.rec.fromarrays(arrays, names=list(columns)).view(cls)
-        return rows
+        arrays = {name: np.asarray(column) for name, column in columns.items()}
+        kinds = np.dtype([(name, array.dtype) for name, array in arrays.items()])
+        rows = np.empty(len(next(iter(arrays.values()))), dtype=kinds)
+        for name, array in arrays.items():
+            rows[name] = array
+        return rows.view(cls)
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame of the rows.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-
+import itertools
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.lib import format as npy
@@ -74,10 +74,7 @@ class TokenTrace:
                 starts = -(-np.arange(ranks + 1) * self.window_tokens // ranks)
                 return np.stack(
                     [
-                        [
-                            count_topk(window[a:b], self.num_experts)
-                            for a, b in zip(starts[:-1], starts[1:], strict=True)
-                        ]
+                        [count_topk(window[a:b], self.num_experts) for a, b in itertools.pairwise(starts)]
                         for window in part
                     ]
                 ).astype(np.float64)
@@ -123,11 +120,11 @@ class TraceStream:
                 count += len(kept[-1])
                 load = load[len(kept[-1]) :]
                 if count == size:
-                    yield Block(_joined(kept))
+                    yield Block(joined(kept))
                     # An empty block remembers the shape.
                     kept, count = [kept[0][:0]], 0
         if count:
-            yield Block(_joined(kept))
+            yield Block(joined(kept))
 
 
 def stream_trace(path: PathLike, *, key: str | None = None, windows: int = 16) -> TraceStream:
@@ -210,5 +207,6 @@ def blocks_of(trace: Source, size: int) -> tuple[Iterator[Block], int | None]:
     return (Block(load[first : first + size]) for first in range(0, len(load), size)), len(load)
 
 
-def _joined(parts: list[IntArray | FloatArray]) -> IntArray | FloatArray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def joined(parts: Sequence[IntArray | FloatArray]) -> IntArray | FloatArray:
+    """All windows of several blocks."""
+    return parts[0] if len(parts) == 1 else cast("IntArray | FloatArray", np.concatenate(parts))

@@ -45,7 +45,8 @@ def conclude(simulations: Sequence[Simulation]) -> str:
             f"It hardly pays: with `{best.policy}`, the best, {works}, and {change}. "
             f"Less than {WORTH:.0%} is lost among everything else that differs."
         )
-    return f"Take `{best.policy}`: on windows it had not seen, {works}, and {change}. {_moves(best)}{_dearer(best, simulations)}"
+    text = f"Take `{best.policy}`: on windows it had not seen, {works}, and {change}."
+    return f"{text} {_moves(best)}{_dearer(best, simulations)}"
 
 
 def _moves(sim: Simulation) -> str:

@@ -62,7 +62,8 @@ def test_without_a_cost_fewer_transfers_win_within_a_hundredth_of_balance() -> N
     assert runs.conclusion.startswith("Take `place`: on windows it had not seen, the average rank works 100%")
     assert "layers take 40.0% less time than with `none` (60%)" in runs.conclusion
     assert "Its 2 rebalances move 1 expert in all. `swap` moves 4 times as many" in runs.conclusion
-    assert str(runs).startswith(runs.simulations[0].table()[:10]) and str(runs).endswith(runs.conclusion)
+    assert str(runs).startswith(runs.simulations[0].table()[:10])
+    assert str(runs).endswith(runs.conclusion)
 
 
 def test_with_a_cost_pauses_count() -> None:
@@ -141,8 +142,11 @@ def test_records_become_a_data_frame_where_pandas_is() -> None:
 
 def test_records_show_their_first_rows_as_html() -> None:
     html = Records.of({"layer": np.arange(20), "what": ["<b>"] * 20, "x": [0.123456] * 20})._repr_html_()
-    assert html.count("<tr>") == 13 and "8 more rows" in html
-    assert "&lt;b&gt;" in html and "0.1235" in html and "<b>" not in html
+    assert html.count("<tr>") == 13
+    assert "8 more rows" in html
+    assert "&lt;b&gt;" in html
+    assert "0.1235" in html
+    assert "<b>" not in html
     assert records.mean_of_known(np.array([np.nan])) != 0
 
 

@@ -27,7 +27,8 @@ def test_presets_give_the_costs_of_a_deepseek_v3_expert(name: str) -> None:
     assert cost.model.link_s(same_node=True) < cost.model.link_s(same_node=False)
     assert cost.token_bytes == 3 * 7168
     assert cost.memory_bytes == sheet.memory_bytes
-    assert cost.name == sheet.name and "data sheet" in sheet.source
+    assert cost.name == sheet.name
+    assert "data sheet" in sheet.source
 
 
 def test_own_numbers_and_what_is_reached_of_them() -> None:
@@ -149,7 +150,8 @@ def test_times_agree_with_plain_python(
         cost=StepCost(model, token_bytes),
         window_passes=passes,
     )
-    tokens = [[load[0] / 2, load[1]], [load[2], load[3]], [load[4], load[5]], [load[0] / 2, 0]]
+    half = load[0] / 2
+    tokens: list[list[float]] = [[half, load[1]], [load[2], load[3]], [load[4], load[5]], [half, 0]]
     compute = max(
         (0.25 * sum(rank) + expert_s * sum(min(slot, passes) for slot in rank)) / s
         for rank, s in zip(tokens, speed, strict=True)

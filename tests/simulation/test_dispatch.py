@@ -75,7 +75,8 @@ def test_rank_loads_equal_a_replay_token_by_token(source: str, dispatch: str) ->
     layout = place(load, topology=TOPOLOGY, num_slots=experts + 8).layout
     size = len(tokens) // 3
     found = simulated(tokens, layout, dispatch, size).layer_rank_load
-    assert found is not None and len(found) == 3
+    assert found is not None
+    assert len(found) == 3
     for window in range(3):
         wanted = replay(tokens[window * size : (window + 1) * size], layout, dispatch)
         assert np.array_equal(found[window], wanted)
