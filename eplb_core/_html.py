@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from eplb_core.layout import ExpertLayout
     from eplb_core.loading.pull_plan import PullPlan
 
-_LAYERS, _CELLS = 8, 640
+_LAYERS, _CELLS = 8, 400
 _CELL = "padding:1px 4px;text-align:center;border:1px solid #ccc;font:11px monospace"
 
 
