@@ -25,7 +25,7 @@ from eplb_core.topology import Topology
 from eplb_core.trace import Trace
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Simulation:
     """What a replay gave. T windows, L layers, n rebalances. Arrays are read-only.
 
@@ -42,6 +42,8 @@ class Simulation:
     """Slots filled."""
     interval: int
     """Windows between rebalances; the first `interval` windows only feed the first one and are not scored."""
+    scored_from: int
+    """The first window that is scored: `interval`, or later where that was asked for."""
     cost: StepCost | None
     """Seconds and bytes, where they were given."""
     window_passes: float
@@ -99,12 +101,13 @@ class Simulation:
     @property
     def pass_s(self) -> float:
         """Mean time of all layers in a pass, over the scored windows."""
-        return float(self.step_s[self.interval :].sum(axis=1).mean())
+        return float(self.step_s[self.scored_from :].sum(axis=1).mean())
 
     @property
     def total_s(self) -> float:
-        """Time of all passes of the scored windows and of all pauses."""
-        return float(self.step_s[self.interval :].sum()) * self.window_passes + float(self.pause_s.sum())
+        """Time of all passes of the scored windows and of the pauses before them."""
+        pauses = float(self.pause_s[self.rebalance_windows >= self.scored_from].sum())
+        return float(self.step_s[self.scored_from :].sum()) * self.window_passes + pauses
 
     def blocks(self) -> list[tuple[int, int, float, int]]:
         """Per stretch between rebalances: first window, window after the last, mean balancedness, transfers before."""
@@ -134,6 +137,13 @@ class Simulation:
 
         return plot_simulation(self, **options)
 
+    def __repr__(self) -> str:
+        return (
+            f"Simulation(policy={self.policy!r}, dispatch={self.dispatch!r}, num_slots={self.num_slots}, "
+            f"interval={self.interval}, total_balancedness={self.total_balancedness:.4f}, "
+            f"transfers={self.total_transfers})"
+        )
+
     def _repr_html_(self) -> str:
         from eplb_core.simulation.html import simulation_html
 
@@ -149,6 +159,7 @@ def simulate(
     dispatch: str | Dispatch = "even",
     interval: int = 16,
     history: int | None = None,
+    score_from: int | None = None,
     current: ExpertLayout | None = None,
     num_groups: int | None = None,
     place_options: Mapping[str, object] | None = None,
@@ -179,6 +190,8 @@ def simulate(
             as its rank's table says. Or a callable `(layout, window [L, E]) -> shares [L, P]`.
         interval: Windows between rebalances, 1 or more and less than T.
         history: How many of the last windows the policy sees. Default: `interval`.
+        score_from: First window to score, at least `interval`: the same for replays with several intervals, so that
+            they are compared on the same windows. Default: `interval`.
         current: Layout to start from. Default: the trivial one.
         num_groups: Groups of experts for `"deepseek"` and `place`. Default: no grouping.
         place_options: Further arguments for `place`.
@@ -207,14 +220,15 @@ def simulate(
     """
     every = check_int(interval, "interval", 1)
     seen = every if history is None else check_int(history, "history", 1)
+    scored = every if score_from is None else check_int(score_from, "score_from", every)
     step = StepCost(cost) if isinstance(cost, CostModel) else cost
     passes = check_real(window_passes, "window_passes", above=0.0)
     model = None if step is None else step.model
     setting = PolicySetting(num_slots, num_groups, dict(place_options or {}), model, passes, every)
     name, choose = policy_of(policy, setting)
     blocks, total = blocks_of(trace, every)
-    if total is not None and every >= total:
-        raise ValueError(f"`interval` (={every}) must be below the {total} windows of the trace, or none is scored")
+    if total is not None:
+        _check_scored(every, scored, total)
     run = _Run(topology, num_slots, Dispatcher(dispatch), StepCost(CostModel()) if step is None else step, passes)
     run.bound, run.keep_ranks = bound, keep_ranks
     past: deque[IntArray | FloatArray] = deque(maxlen=-(-seen // every))
@@ -227,11 +241,16 @@ def simulate(
                 progress(number, 0 if total is None else -(-total // every) - 1)
         run.live_through(block)
         past.append(block.load)
-    if len(run.tops) < 2:
-        raise ValueError(f"`interval` (={every}) must be below the windows of the trace, or none is scored")
+    _check_scored(every, scored, sum(map(len, run.tops)))
     ids = trace.layer_ids if isinstance(trace, Trace) else ()
     word = dispatch if isinstance(dispatch, str) else getattr(dispatch, "__name__", type(dispatch).__name__)
-    return run.result(name, word, every, ids, step)
+    return run.result(name, word, (every, scored), ids, step)
+
+
+def _check_scored(interval: int, scored: int, windows: int) -> None:
+    if scored >= windows:
+        name, value = ("interval", interval) if scored == interval else ("score_from", scored)
+        raise ValueError(f"`{name}` (={value}) must be below the {windows} windows of the trace, or none is scored")
 
 
 class _Run:
@@ -318,11 +337,12 @@ class _Run:
         return tables.mean_of_known(placed.bound)
 
     def result(
-        self, policy: str, dispatch: str, every: int, layer_ids: tuple[int, ...], cost: StepCost | None
+        self, policy: str, dispatch: str, spans: tuple[int, int], layer_ids: tuple[int, ...], cost: StepCost | None
     ) -> Simulation:
+        every, scored = spans
         mean, top = np.concatenate(self.means), np.concatenate(self.tops)
         each = np.divide(mean, top, out=np.full(top.shape, np.nan), where=top > 0)
-        waited = float(top[every:].sum())
+        waited = float(top[scored:].sum())
         links = np.array(self.links, dtype=np.int64).reshape(len(self.links), mean.shape[1], len(LINKS))
         layers, experts = mean.shape[1], self.live.num_experts
         spare = -(-self.num_slots // self.topology.num_ranks) - -(-experts // self.topology.num_ranks)
@@ -332,6 +352,7 @@ class _Run:
             topology=self.topology,
             num_slots=self.num_slots,
             interval=every,
+            scored_from=scored,
             cost=cost,
             window_passes=self.passes,
             layer_ids=layer_ids,
@@ -351,6 +372,6 @@ class _Run:
             digests=tuple(self.digests),
             first_layout=self.first,
             layout=self.live,
-            mean_balancedness=tables.mean_of_known(each[every:]),
-            total_balancedness=float(mean[every:].sum()) / waited if waited > 0 else float("nan"),
+            mean_balancedness=tables.mean_of_known(each[scored:]),
+            total_balancedness=float(mean[scored:].sum()) / waited if waited > 0 else float("nan"),
         )

@@ -28,7 +28,7 @@ from eplb_core.topology import Topology
 from eplb_core.trace import Trace, check_trace_load
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Comparison:
     """Replays of one trace, side by side. `print` it, or let a notebook show it."""
 
@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def best(self) -> Simulation:
-        """The replay to follow: least time with pauses; without a cost, fewest transfers within 1% of the best."""
+        """The replay to follow: the fewest transfers within 1% of the least time, or without a cost of the best balance."""
         return recommended(self.simulations)
 
     @property
@@ -63,6 +63,9 @@ class Comparison:
 
     def __str__(self) -> str:
         return f"{tables.table(self.simulations)}\n\n{self.conclusion}"
+
+    def __repr__(self) -> str:
+        return f"Comparison({', '.join(map(repr, self.simulations))})"
 
     def plot(self, **options: Any) -> Any:
         """A matplotlib figure: balance of each policy over time. See `plots.plot_balance`."""
@@ -175,7 +178,8 @@ def sweep(
         results: Folder that keeps the row of each combination as soon as it is known: what is there already, for the
             same trace, settings and version, is not replayed again. Needs policies with a name.
         progress: Called with combinations done and in all.
-        **options: Further arguments of `simulate`, the same for all.
+        **options: Further arguments of `simulate`, the same for all. `score_from` is by default the largest interval
+            of the grid, so that all rows are of the same windows.
 
     Returns:
         A row a combination, in the order of the grid.
@@ -197,7 +201,8 @@ def sweep(
     if not points:
         raise ValueError(f"`grid` (={dict(grid)!r}) must have a value or more for each setting")
     load = np.ascontiguousarray(trace.load if isinstance(trace, Trace) else check_trace_load(trace))
-    settings = [{**options, **point} for point in points]
+    scored = {"score_from": max(grid["interval"])} if grid.get("interval") else {}
+    settings = [{**scored, **options, **point} for point in points]
     check_int(workers, "workers", 1)
     if results is not None or workers > 1:
         for setting in settings:

@@ -106,7 +106,7 @@ def _page_data(comparison: Comparison) -> dict[str, Any]:
     bound = next((sim.bound for sim in sims if not np.isnan(sim.bound).all()), None)
     return {
         "step": step,
-        "interval": sims[0].interval,
+        "unscored": sims[0].scored_from,
         "best": sims.index(comparison.best),
         "bound": None if bound is None else _rounded(_averaged(bound, step)),
         "policies": [_policy_data(sim, step) for sim in sims],
@@ -119,7 +119,7 @@ def _policy_data(sim: Simulation, step: int) -> dict[str, Any]:
     share = np.divide(time, mean, out=np.full(time.shape, np.nan), where=mean > 0)
     ranks = -(-share.shape[1] // _RANKS)
     names = sim.layer_ids or tuple(range(sim.balancedness.shape[1]))
-    scored = sim.balancedness[sim.interval :]
+    scored = sim.balancedness[sim.scored_from :]
     return {
         "name": sim.policy,
         "curve": _rounded(_averaged(sim.window_balancedness, step)),
@@ -131,7 +131,7 @@ def _policy_data(sim: Simulation, step: int) -> dict[str, Any]:
                 "layer": int(names[layer]),
                 "balancedness": _plain(mean_of_known(scored[:, layer])),
                 "worst": _plain(float(np.nanmin(scored[:, layer]))) if (scored[:, layer] > 0).any() else None,
-                "time": _plain(float(sim.step_s[sim.interval :, layer].mean())),
+                "time": _plain(float(sim.step_s[sim.scored_from :, layer].mean())),
                 "transfers": int(sim.transfers[:, layer].sum()),
                 "network": int(sim.link_transfers[:, layer, 2].sum()),
             }

@@ -58,7 +58,7 @@ def plot_balance(simulations: Sequence[Simulation], *, title: str = "Balance on 
     _over_windows(axes, simulations[0])
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel("window")
-    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+    picture.legend(frameon=False, fontsize=8, ncols=2, loc="outside lower center")
     return picture
 
 
@@ -163,10 +163,9 @@ def plot_replicas(layout: ExpertLayout, *, layer: int = 0) -> Any:
     ranks, size = layout.topology.num_ranks, layout.slots_per_rank
     row = layout.physical_to_logical_map[layer].reshape(ranks, size)
     count = np.where(row >= 0, layout.replica_count[layer][np.maximum(row, 0)], 0)
-    most = max(int(count.max()), 2)
     picture = figure(max(3.6, 0.55 * size + 1.6), max(2.4, 0.24 * ranks + 1.0))
     axes = picture.add_subplot()
-    shades = 1.0 - 0.65 * np.maximum(count - 1, 0) / (most - 1)
+    shades = np.maximum(1.0 - 0.25 * np.maximum(count - 1, 0), 0.3)
     axes.imshow(shades, cmap="gray", vmin=0.0, vmax=1.0, aspect="auto")
     for rank in range(ranks):
         for slot in range(size):
@@ -260,9 +259,10 @@ def _thinned(values: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def _over_windows(axes: Any, sim: Simulation) -> None:
-    axes.axvspan(-0.5, sim.interval - 0.5, color="0.93", zorder=0)
+    axes.axvspan(-0.5, sim.scored_from - 0.5, color="0.93", zorder=0)
     low, _ = axes.get_ylim()
-    axes.text(sim.interval / 2 - 0.5, low, "not scored", ha="center", va="bottom", fontsize=7, color="0.4")
+    if sim.scored_from > 0.1 * len(sim.balancedness):  # else there is no room
+        axes.text(sim.scored_from / 2 - 0.5, low, "not scored", ha="center", va="bottom", fontsize=7, color="0.4")
     axes.set_ylabel("balancedness")
     axes.set_xlim(-0.5, len(sim.balancedness) - 0.5)
     axes.grid(True, axis="y", linewidth=0.3)

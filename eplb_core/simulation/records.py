@@ -73,7 +73,7 @@ def window_records(sim: Simulation) -> Records:
         {
             "window": window,
             "layer": layer,
-            "scored": window >= sim.interval,
+            "scored": window >= sim.scored_from,
             "balancedness": sim.balancedness.ravel(),
             "mean_load": sim.mean_load.ravel(),
             "max_load": sim.max_load.ravel(),
@@ -144,7 +144,7 @@ def table(simulations: Sequence[Simulation]) -> str:
     per_sim = [sim.blocks() for sim in simulations]
     for at, (start, end, _, _) in enumerate(per_sim[0]):
         cells = "".join(f"{number(blocks[at][2]):>8}{blocks[at][3]:>10,}" for blocks in per_sim)
-        lines.append(f"{f'{start}-{end - 1}':<11}{cells}" + ("  unscored" if at == 0 else ""))
+        lines.append(f"{f'{start}-{end - 1}':<11}{cells}" + _scored(start, end, simulations[0].scored_from))
     lines.append("-" * len(lines[1]))
     lines.append(
         f"{'mean':<11}" + "".join(f"{number(s.mean_balancedness):>8}{s.total_transfers:>10,}" for s in simulations)
@@ -153,3 +153,7 @@ def table(simulations: Sequence[Simulation]) -> str:
     lines.append("bal. = mean / max load of the ranks, 1 is best; mean of layers, mean of windows;")
     lines.append("total = sum of means / sum of maxima; transfers = experts received, all layers")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _scored(start: int, end: int, scored_from: int) -> str:
+    return "  unscored" if end <= scored_from else "  partly scored" if start < scored_from else ""

@@ -11,14 +11,18 @@ if TYPE_CHECKING:
 
 # Less than this share of the layers' time is within what deployments differ by anyway.
 WORTH = 0.02
-# So much less balance is given away for fewer transfers, where no cost says what a transfer is worth.
+# So much of the time, or of the balance where no cost is given, is no difference: then the fewest transfers win.
 _NEARLY = 0.01
 
 
 def recommended(simulations: Sequence[Simulation]) -> Simulation:
-    """Least time with pauses; without a cost, the fewest transfers within 1% of the best total balancedness."""
+    """The fewest transfers within 1% of the least time with pauses; without a cost, of the best total balancedness."""
     if all(sim.cost is not None for sim in simulations):
-        return min(simulations, key=lambda sim: (sim.total_s, sim.total_transfers))
+        least = min(sim.total_s for sim in simulations)
+        return min(
+            (sim for sim in simulations if sim.total_s <= least * (1.0 + _NEARLY)),
+            key=lambda sim: (sim.total_transfers, sim.total_s),
+        )
     known = [sim for sim in simulations if not math.isnan(sim.total_balancedness)]
     if not known:
         return simulations[0]
@@ -65,7 +69,7 @@ def _moves(sim: Simulation) -> str:
     if sim.memory_bytes:
         text += f"; redundant experts take {sim.memory_bytes / 1e9:.3g} GB of a rank"
         if not math.isinf(sim.cost.memory_bytes):
-            text += f", {sim.memory_bytes / sim.cost.memory_bytes:.0%} of its memory"
+            text += f", {sim.memory_bytes / sim.cost.memory_bytes:.1%} of its memory"
     return text + "."
 
 

@@ -60,7 +60,7 @@ def data_of(page: str) -> Any:
 def test_the_page_holds_the_numbers_of_the_replays(comparison: Comparison) -> None:
     data = data_of(report_html(comparison))
     assert [policy["name"] for policy in data["policies"]] == ["none", "place"]
-    assert (data["step"], data["interval"], data["best"]) == (1, 3, 1)
+    assert (data["step"], data["unscored"], data["best"]) == (1, 3, 1)
     place, sim = data["policies"][1], comparison["place"]
     assert place["curve"] == pytest.approx(sim.window_balancedness.tolist(), rel=1e-3)
     assert data["bound"] == pytest.approx(sim.bound.tolist(), rel=1e-3)
