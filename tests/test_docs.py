@@ -15,6 +15,7 @@ import shlex
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +101,22 @@ def test_examples_in_pages_run(name: str) -> None:
     failed, tried = doctest.testfile(str(ROOT / "docs" / name), module_relative=False)
     assert tried >= 4
     assert failed == 0
+
+
+@pytest.mark.slow
+def test_a_picture_takes_ten_lines() -> None:
+    """The first example of the page on simulation, as it stands there."""
+    pytest.importorskip("torch", reason="the example compares with DeepSeek's policy")
+    pytest.importorskip("matplotlib", reason="pictures need the extra `notebook`")
+    found = re.search(r"```python\n(import eplb_core.*?)```", (ROOT / "docs" / "simulation.md").read_text(), re.S)
+    assert found
+    lines = [line for line in found[1].splitlines() if line.strip()]
+    assert len(lines) <= 10
+    space: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec("\n".join([*lines[:-1], f"picture = {lines[-1]}"]), space)
+    assert "Take `place`" in out.getvalue()
+    assert len(space["picture"].axes[0].lines) == 3
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def signature(name: str, value: Any) -> str:
         found = inspect.signature(value)
     except (TypeError, ValueError):
         return name
-    text = f"{name}{found}"
+    text = _plain(f"{name}{found}")
     if len(text) <= 100:
         return text
     parts, keyword = [], False
@@ -64,9 +64,14 @@ def signature(name: str, value: Any) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword:
             parts.append("*")
             keyword = True
-        parts.append(str(parameter))
+        parts.append(_plain(str(parameter)))
     after = "" if found.return_annotation is found.empty else f" -> {str(found.return_annotation).strip(chr(39))}"
     return f"{name}(\n    " + ",\n    ".join(parts) + f",\n){after}"
+
+
+def _plain(text: str) -> str:
+    """Types that wait for their names are kept as strings: without the quotes."""
+    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)
 
 
 def field_texts(value: type) -> dict[str, str]:

@@ -173,7 +173,7 @@ def simulate(
 
     Windows 0..interval-1 are lived through on the starting layout. Before window `interval`, and every `interval`
     windows after it, the policy sees windows that are over and gives the layout for those that follow. Only windows
-    from `interval` on are scored, so that all policies are compared on the same held-out windows.
+    from `score_from` on are scored, so that all policies are compared on the same held-out windows.
 
     Args:
         trace: A trace, windows of load `[T, L, E]`, a `TokenTrace`, or a `TraceStream`, of which only the windows that

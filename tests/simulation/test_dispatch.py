@@ -131,13 +131,23 @@ def test_weighted_shares_are_solved_for_the_windows_that_were_seen() -> None:
         policy="none",
         dispatch="weighted",
         interval=1,
+        history=2,
         current=layout,
         keep_ranks=True,
     )
     assert result.layer_rank_load is not None
     assert result.layer_rank_load[0, 0].tolist() == [5, 9]  # before anything was seen: even
     assert result.layer_rank_load[1, 0] == pytest.approx(shares(load[0:1]))
-    assert result.layer_rank_load[2, 0] == pytest.approx(shares(load[1:2]))
+    assert result.layer_rank_load[2, 0] == pytest.approx(shares(load[0:2]))
+
+
+def test_solved_shares_are_solved_for_each_window_as_it_comes() -> None:
+    """Expert 0 is on both ranks: its tokens even out whatever the other experts do."""
+    layout = ExpertLayout([[0, 1, 2, 0]], 3, topology=Topology(2))
+    load = np.array([[[8, 1, 5]], [[8, 5, 1]], [[8, 0, 8]]])
+    options = {"topology": Topology(2), "num_slots": 4, "policy": "none", "interval": 2, "current": layout}
+    found = simulate(load, dispatch="solved", **options)  # type: ignore[arg-type]
+    assert found.max_load[:, 0] == pytest.approx([7, 7, 8])
 
 
 def test_shares_of_a_wrong_shape_are_refused() -> None:
