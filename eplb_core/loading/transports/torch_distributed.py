@@ -99,8 +99,8 @@ class TorchDistributed(BaseTransport):
             if peer.rank != self._rank:
                 line = _Wire(self._session.ends[peer.rank])
             courier = self._session.couriers[peer.rank] = _Courier(peer.rank, line, self._buffers)
-        elif courier.broken:
-            raise TransportError(f"rank {peer.rank} cannot be reached: {courier.broken}", rank=peer.rank)
+        elif courier.dead:
+            raise TransportError(f"rank {peer.rank} cannot be reached: {courier.dead}", rank=peer.rank)
 
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
         on_device = np.array([region.device != "cpu" for region in self._regions], dtype=np.bool_)
@@ -109,8 +109,9 @@ class TorchDistributed(BaseTransport):
         return ticket
 
     def _progress(self, ticket: Ticket) -> None:
-        if isinstance(ticket, _Fetch) and ticket.unwanted and ticket.writing.acquire(blocking=False):
-            ticket.finish(Status(ReadState.FAILED))
+        dead = self._session.couriers[ticket.rank].dead
+        if isinstance(ticket, _Fetch) and (ticket.unwanted or dead) and ticket.writing.acquire(blocking=False):
+            ticket.finish(Status(ReadState.LOST_PEER, dead) if dead else Status(ReadState.FAILED))
             ticket.writing.release()
 
     def _cancel(self, ticket: Ticket) -> None:
@@ -162,6 +163,8 @@ class _PeerEnd:
         self.group = group
         self.rank = rank
         self.gone = ""
+        self.dead = ""
+        """Why nothing comes from it any more. Who waits for bytes that came in part is never told so by gloo."""
         self._said_bye = False
         self._lock = threading.Lock()
         self._sent: list[Any] = []
@@ -296,6 +299,11 @@ class _Fetch(Ticket):
 class _Line(Protocol):
     """How requests reach a peer. Answers come in the order of requests."""
 
+    @property
+    def dead(self) -> str:
+        """Why no answer will come, or nothing."""
+        ...
+
     def ask(self, request: IntArray) -> None: ...
 
     def hear(self, buffer: torch.Tensor) -> None:
@@ -310,6 +318,10 @@ class _Wire:
         self.end = end
         self.asked: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
 
+    @property
+    def dead(self) -> str:
+        return self.end.dead
+
     def ask(self, request: IntArray) -> None:
         message = torch.from_numpy(request)
         self.asked.put((message, self.end.ask(message)))  # alive until answered
@@ -321,6 +333,8 @@ class _Wire:
 
 class _Short:
     """Within this rank."""
+
+    dead = ""
 
     def __init__(self, served: _Served) -> None:
         self.served = served
@@ -345,10 +359,15 @@ class _Courier:
         self.jobs: queue.SimpleQueue[_Fetch | None] = queue.SimpleQueue()
         self.thread = _thread(f"eplb-read-{rank}", self.run)
 
+    @property
+    def dead(self) -> str:
+        """Why no read will end by itself any more, or nothing."""
+        return self.broken or (self.line.dead and f"rank {self.rank} is gone: {self.line.dead}")
+
     def take(self, ticket: _Fetch) -> None:
         self.jobs.put(ticket)
-        if self.broken:  # perhaps nobody looks into the queue any more
-            ticket.finish(Status(ReadState.LOST_PEER, self.broken))
+        if self.dead:  # perhaps nobody looks into the queue any more
+            ticket.finish(Status(ReadState.LOST_PEER, self.dead))
 
     def run(self) -> None:
         while (ticket := self.jobs.get()) is not None:
@@ -409,7 +428,8 @@ def _serve(end: _PeerEnd, served: _Served) -> None:
                 sent[turn].wait(_LONG)
             sent[turn] = group.send([served.answer(request.numpy(), rooms[turn])], rank, _ANSWER)
     except RuntimeError as error:
-        end.say_bye(str(error).splitlines()[0][:200])
+        end.dead = str(error).splitlines()[0][:200]
+        end.say_bye(end.dead)
 
 
 def _thread(name: str, function: Any, *args: Any) -> threading.Thread:
