@@ -74,6 +74,7 @@ class Site:
         self.pages.add(name)
 
     def add_markdown(self, path: Path) -> None:
+        """A page of documentation."""
         text = path.read_text()
         title = re.search(r"^# (.*)", text, re.M)
         body = self._with_links(with_anchors(MARKDOWN.render(text)), path)
@@ -83,6 +84,7 @@ class Site:
         self.add(page_of(path), title[1] if title else path.stem, body)
 
     def add_notebook(self, path: Path) -> None:
+        """A notebook with its saved outputs."""
         parts = []
         for cell in json.loads(path.read_text())["cells"]:
             text = "".join(cell["source"])

@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def best(self) -> Simulation:
-        """The replay to follow: the fewest transfers within 1% of the least time, or without a cost of the best balance."""
+        """The replay to follow: fewest transfers within 1% of the least time, or without a cost of the best balance."""
         return recommended(self.simulations)
 
     @property

@@ -146,7 +146,8 @@ def test_several_intervals_can_be_scored_on_the_same_windows() -> None:
     lines = late.table().splitlines()
     assert [line.split()[3:] for line in lines[2:5]] == [["unscored"], ["partly", "scored"], []]
     assert repr(late) == (
-        "Simulation(policy='by_turns', dispatch='even', num_slots=4, interval=2, total_balancedness=1.0000, transfers=8)"
+        "Simulation(policy='by_turns', dispatch='even', num_slots=4, interval=2, total_balancedness=1.0000, "
+        "transfers=8)"
     )
 
 
