@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         answer = policies(options.quick) if options.question == "policies" else scale(options.quick)
         print(json.dumps(answer))
         return 0
+    sizes = SCALE_QUICK if options.quick else SCALE_SIZE
     answers = {question: asked(question, options.quick) for question in ("policies", "scale")}
     rows = [
         [
@@ -60,12 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(measure.table(head, rows))
     shown = [[row["policy"], f"{row['total']:.3f}", f"{row['transfers']:,}"] for row in answers["policies"]["rows"]]
     print(measure.table(["policy", "total balancedness", "transfers"], shown))
-    first, second = answers["policies"], answers["scale"]
     summary = [
-        f"five policies over {first['trace']}: {first['seconds']:.1f} s on two threads, {first['peak_mb']:.0f} MB",
-        f"a day of 512 experts on 1,024 ranks, streamed: {second['seconds']:.1f} s, {second['peak_mb']:.0f} MB at most"
-        if not options.quick
-        else f"a streamed trace {second['trace']}: {second['seconds']:.1f} s",
+        f"{what}: {each['cpu_s']:.1f} s of CPU, {each['seconds']:.1f} s on two cores with what else ran there, "
+        f"{each['peak_mb']:.0f} MB"
+        for what, each in (
+            (f"five policies over {answers['policies']['trace']} windows, layers, experts", answers["policies"]),
+            (f"one over a stream of {answers['scale']['trace']}, {sizes[4]:,} ranks", answers["scale"]),
+        )
     ]
     measure.write_json(options.json, {"summary": summary, "rows": answers})
     return 0

@@ -97,15 +97,20 @@ MUTATIONS = [
         f"{TEST_DISPATCH}::test_solved_shares_are_solved_for_each_window_as_it_comes",
     ),
     # policies
-    (POLICIES, "        if not done:\n", "        if True:\n", f"{TEST_COSTS}::test_once_places_once_and_stays"),
+    (
+        POLICIES,
+        "        return done[0]\n",
+        "        return place(windows, live)\n",
+        f"{TEST_COSTS}::test_once_places_once_and_stays",
+    ),
     (
         POLICIES,
         "return live.replace(placed.layout, verdict.layers)",
         "return placed.layout",
-        f"{TEST_COSTS}::test_gated_moves_only_what_pays_back",
+        f"{TEST_COSTS}::test_gated_moves_the_layers_that_pay_alone",
     ),
     # sources
-    (SOURCES, "load = load[len(kept[-1]) :]", "load = load[size - count :]", ANY_SIZE),
+    (SOURCES, "if count == size:", "if count:", ANY_SIZE),
     (
         SOURCES,
         "take = min(count, shape[0] - first)",

@@ -210,6 +210,19 @@ def test_gated_moves_only_what_pays_back() -> None:
     assert transfers_at(0.0) > transfers_at(15.0) > transfers_at(1e6) == 0
 
 
+def test_gated_moves_the_layers_that_pay_alone() -> None:
+    """Layer 1 is as uneven as layer 0, but has a hundredth of its tokens: its move would not be paid back."""
+    layer = np.array([90.0, 80, 10, 10, 10, 10, 10, 10])
+    load = np.array([[layer, layer / 100]] * 3)
+    cost = CostModel(expert_bytes=10.0, node_bandwidth=1.0, network_bandwidth=1.0)
+    moved = {
+        policy: simulate(load, topology=FOUR, num_slots=8, policy=policy, interval=1, cost=cost).transfers.sum(axis=0)
+        for policy in ("place", "gated")
+    }
+    assert (moved["place"] > 0).all()
+    assert (moved["gated"] > 0).tolist() == [True, False]
+
+
 def test_groups_reach_place() -> None:
     options = {"locality": "group"}
     result = simulate(DRIFT, topology=FOUR, num_slots=8, policy="once", interval=3, num_groups=2, place_options=options)
