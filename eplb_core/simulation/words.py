@@ -41,7 +41,8 @@ def conclude(simulations: Sequence[Simulation]) -> str:
     if kept is None:
         return f"Best is `{best.policy}`: on windows it had not seen, {works}. {_moves(best)}"
     if best is kept or best.total_transfers == 0:
-        return f"Keep the layout: no policy here does better than `{best.policy}`, with which {works}."
+        counted = "" if best.cost is None else ", pauses counted"
+        return f"Keep the layout: no policy here does better than `{best.policy}`{counted}, with which {works}."
     saved = 1.0 - best.pass_s / kept.pass_s
     change = f"layers take {saved:.1%} less time than with `{kept.policy}` ({kept.total_balancedness:.0%})"
     if saved < WORTH:

@@ -100,7 +100,7 @@ def links_by_hand(old: ExpertLayout, new: ExpertLayout) -> list[list[int]]:
     return rows
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), cells=st.sampled_from([1, 1 << 24]))
 def test_links_agree_with_plain_python(data: st.DataObject, cells: int) -> None:
     topology = Topology(rank_to_node=data.draw(st.sampled_from([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]])))
