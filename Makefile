@@ -37,7 +37,7 @@ mutants: $(READY)
 
 # 100,000 messages of Hypothesis to the server of layout records, and 10,000 schedules of engines and crashes.
 fuzz: $(READY)
-	EPLB_FUZZ_MESSAGES=100000 $(BIN)/python -m pytest tests/loading/test_layout_server.py -k no_message_raises
+	$(BIN)/python -m benchmarks.fuzz_record
 	$(BIN)/python -m benchmarks.schedules
 
 # 1,000 migrations of real processes over every transport that is installed; a rank killed and stopped in each pass.

@@ -28,8 +28,7 @@ def threads_as_before() -> Iterator[None]:
 LONG = {
     "engine",
     "forecast",
-    "from_layout",
-    "growth",
+LONG = {"from_layout", "fuzz_record", "growth"}
     "moving_gpu",
     "multi_gpu",
     "schedules",

@@ -34,7 +34,7 @@ def whole(nbytes: int) -> ReadBatch:
 
 @pytest.mark.slow
 def test_memory_that_was_exported_anew_fails_reads_by_old_blobs() -> None:
-    """The owner looks at the epoch, before a byte moves."""
+    """I8: the owner looks at the epoch, before a byte moves."""
     with world(GLOO) as w:
         transports._join(w, 1, [1000], 1)
         w.peers[1].call(export, [1000], 2)
