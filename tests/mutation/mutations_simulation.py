@@ -161,8 +161,8 @@ MUTATIONS = [
     ),
     (
         GENERATOR,
-        "        scale *= sigma / np.log(share).std(axis=1)\n",
-        "",
+        "sigma = _percentile(workload.sigma, factors.quantile)",
+        "sigma = _percentile(workload.sigma, np.full_like(factors.quantile, 0.5))",
         f"{TEST_GENERATOR}::test_layers_are_as_uneven_as_recorded",
     ),
     (
