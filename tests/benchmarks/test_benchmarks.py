@@ -28,7 +28,9 @@ def threads_as_before() -> Iterator[None]:
 LONG = {
     "engine",
     "forecast",
-LONG = {"from_layout", "fuzz_record", "growth"}
+    "from_layout",
+    "fuzz_record",
+    "growth",
     "moving_gpu",
     "multi_gpu",
     "schedules",
