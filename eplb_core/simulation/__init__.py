@@ -7,6 +7,7 @@ of real models; `plots` draws, `html` writes one page that works by itself.
 
 from __future__ import annotations
 
+from eplb_core._terminal import progress as progress_bar  # noqa: F401
 from eplb_core.simulation._replay import Simulation as Simulation
 from eplb_core.simulation._replay import simulate as simulate
 from eplb_core.simulation.compare import Comparison as Comparison

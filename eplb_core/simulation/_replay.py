@@ -42,6 +42,8 @@ class Simulation:
     """Slots filled."""
     interval: int
     """Windows between rebalances; the first `interval` windows only feed the first one and are not scored."""
+    history: int
+    """Windows that the policy sees."""
     scored_from: int
     """The first window that is scored: `interval`, or later where that was asked for."""
     cost: StepCost | None
@@ -244,7 +246,7 @@ def simulate(
     _check_scored(every, scored, sum(map(len, run.tops)))
     ids = trace.layer_ids if isinstance(trace, Trace) else ()
     word = dispatch if isinstance(dispatch, str) else getattr(dispatch, "__name__", type(dispatch).__name__)
-    return run.result(name, word, (every, scored), ids, step)
+    return run.result(name, word, (every, seen, scored), ids, step)
 
 
 def _check_scored(interval: int, scored: int, windows: int) -> None:
@@ -337,9 +339,9 @@ class _Run:
         return tables.mean_of_known(placed.bound)
 
     def result(
-        self, policy: str, dispatch: str, spans: tuple[int, int], layer_ids: tuple[int, ...], cost: StepCost | None
+        self, policy: str, dispatch: str, spans: tuple[int, int, int], layer_ids: tuple[int, ...], cost: StepCost | None
     ) -> Simulation:
-        every, scored = spans
+        every, seen, scored = spans
         mean, top = np.concatenate(self.means), np.concatenate(self.tops)
         each = np.divide(mean, top, out=np.full(top.shape, np.nan), where=top > 0)
         waited = float(top[scored:].sum())
@@ -352,6 +354,7 @@ class _Run:
             topology=self.topology,
             num_slots=self.num_slots,
             interval=every,
+            history=seen,
             scored_from=scored,
             cost=cost,
             window_passes=self.passes,

@@ -177,7 +177,7 @@ def sweep(
         workers: Processes. Each reads the trace from one file that all map.
         results: Folder that keeps the row of each combination as soon as it is known: what is there already, for the
             same trace, settings and version, is not replayed again. Needs policies with a name.
-        progress: Called with combinations done and in all.
+        progress: Called with combinations done and in all; `with progress_bar("sweep") as step:` makes one.
         **options: Further arguments of `simulate`, the same for all. `score_from` is by default the largest interval
             of the grid, so that all rows are of the same windows.
 

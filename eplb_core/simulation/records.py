@@ -113,6 +113,7 @@ def summary(sim: Simulation) -> dict[str, Any]:
         "num_slots": sim.num_slots,
         "redundant": sim.num_slots - sim.layout.num_experts,
         "interval": sim.interval,
+        "history": sim.history,
         "mean_balancedness": sim.mean_balancedness,
         "total_balancedness": sim.total_balancedness,
         "rebalances": len(sim.rebalance_windows),
