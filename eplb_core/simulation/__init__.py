@@ -8,7 +8,6 @@ of real models; `plots` draws, `html` writes one page that works by itself.
 from __future__ import annotations
 
 from eplb_core._terminal import progress as progress_bar  # noqa: F401
-from eplb_core.simulation._replay import Simulation as Simulation
 from eplb_core.simulation._replay import simulate as simulate
 from eplb_core.simulation.compare import Comparison as Comparison
 from eplb_core.simulation.compare import compare_policies as compare_policies
@@ -28,6 +27,7 @@ from eplb_core.simulation.policies import Dispatch as Dispatch
 from eplb_core.simulation.policies import Policy as Policy
 from eplb_core.simulation.records import Records as Records
 from eplb_core.simulation.records import table as table
+from eplb_core.simulation.result import Simulation as Simulation
 from eplb_core.simulation.sources import TokenTrace as TokenTrace
 from eplb_core.simulation.sources import TraceStream as TraceStream
 from eplb_core.simulation.sources import stream_trace as stream_trace

@@ -20,8 +20,9 @@ from eplb_core import __version__
 from eplb_core._arrays import check_int
 from eplb_core._files import PathLike, write_atomic
 from eplb_core.simulation import records as tables
-from eplb_core.simulation._replay import Simulation, simulate
+from eplb_core.simulation._replay import simulate
 from eplb_core.simulation.policies import BASIC, Policy
+from eplb_core.simulation.result import Simulation
 from eplb_core.simulation.sources import Source
 from eplb_core.simulation.words import conclude, recommended
 from eplb_core.topology import Topology

@@ -16,8 +16,8 @@ from eplb_core._html import line_svg, table_html
 from eplb_core.simulation.records import mean_of_known, summary
 
 if TYPE_CHECKING:
-    from eplb_core.simulation._replay import Simulation
     from eplb_core.simulation.compare import Comparison
+    from eplb_core.simulation.result import Simulation
 
 # What the page draws: a screen has no more room.
 _WINDOWS, _RANKS = 400, 256

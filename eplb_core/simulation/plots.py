@@ -15,7 +15,7 @@ import numpy as np
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import balancedness, rank_load
-from eplb_core.simulation._replay import Simulation
+from eplb_core.simulation.result import Simulation
 
 _STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1)), "v"), ((0, (1, 3)), "P"))
 _SHADES = ("black", "0.45", "tab:blue", "tab:red", "tab:green", "tab:purple")

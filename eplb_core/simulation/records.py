@@ -12,7 +12,7 @@ from eplb_core._arrays import FloatArray
 from eplb_core._terminal import number
 
 if TYPE_CHECKING:
-    from eplb_core.simulation._replay import Simulation
+    from eplb_core.simulation.result import Simulation
 
 _SHOWN = 12
 

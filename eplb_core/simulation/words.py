@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from eplb_core.simulation._replay import Simulation
+    from eplb_core.simulation.result import Simulation
 
 # Less than this share of the layers' time is within what deployments differ by anyway.
 WORTH = 0.02

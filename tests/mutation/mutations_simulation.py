@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 REPLAY = "eplb_core/simulation/_replay.py"
+RESULT = "eplb_core/simulation/result.py"
 POLICIES = "eplb_core/simulation/policies.py"
 SOURCES = "eplb_core/simulation/sources.py"
 LINKS = "eplb_core/simulation/links.py"
@@ -42,8 +43,8 @@ MUTATIONS = [
     (REPLAY, "        self.dispatcher.renew(new, windows)\n", "", PLAIN),
     (REPLAY, "top[scored:].sum()", "top.sum()", PLAIN),
     (REPLAY, "if scored >= windows:", "if scored > windows:", TEST_REPLAY),
-    (REPLAY, "self.rebalance_windows >= self.scored_from", "self.rebalance_windows >= 0", SAME_WINDOWS),
-    (REPLAY, "self.step_s[self.scored_from :].sum(axis=1)", "self.step_s.sum(axis=1)", SAME_WINDOWS),
+    (RESULT, "self.rebalance_windows >= self.scored_from", "self.rebalance_windows >= 0", SAME_WINDOWS),
+    (RESULT, "self.step_s[self.scored_from :].sum(axis=1)", "self.step_s.sum(axis=1)", SAME_WINDOWS),
     # times
     (REPLAY, "np.minimum(slots, self.passes, out=slots)", "np.minimum(slots, 1.0, out=slots)", TIMES),
     (REPLAY, "step = (work / speed).max(axis=2)", "step = work.max(axis=2)", TIMES),
