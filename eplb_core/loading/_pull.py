@@ -93,14 +93,15 @@ class Puller:
         self.stores, self.rank, self.transport, self.staging = stores, rank, transport, staging
         self._quarantined: list[tuple[Any, IntArray]] = []
         self._taken = np.zeros(staging.capacity, dtype=np.bool_)
-        regions, places = regions_of(stores, staging)
+        self._regions, places = regions_of(stores, staging)
         facts = {**facts, **facts_of(stores, layout)}
         failure, blob = "", b""
         finish_writes(stores[0].device)
         try:
-            blob = transport.export(regions)
+            blob = transport.export(self._regions)
         except EplbError as error:
             failure = f"rank {rank}: {error}"
+        self._blob = blob
         own = encode(Hello(rank, facts, staging.capacity, places, blob), failure)
         ranks = layout.topology.num_ranks
         hellos = check_hellos([decode(other) for other in agreement.gather(own)], ranks)
@@ -121,6 +122,19 @@ class Puller:
         except EplbError as error:
             failure = f"rank {rank}: {error}"
         raise_if_any([other.decode() for other in agreement.gather(failure.encode())])
+
+    def check_registered(self) -> None:
+        """Raise Trouble unless the transport still exports what this rank told its peers.
+
+        Another user of it, a backup or a second Migrator, has replaced the regions: by their numbers reads would land
+        in its memory.
+        """
+        if self.transport.export(self._regions) != self._blob:
+            raise Trouble(
+                "read",
+                f"the transport of rank {self.rank} has exported other memory meanwhile; give each user of it, such as "
+                "`HostBackup.save`, one of its own, and make a new Migrator",
+            )
 
     # ---- reads -----------------------------------------------------------------------------------------------------
 

@@ -183,6 +183,13 @@ MUTATIONS = [
         "",
         f"{TEST_FAULTS}::test_layers_that_were_registered_twice_are_refused",
     ),
+    # a transport that exports another's memory is read with, and no other (the first alone writes to freed memory)
+    (
+        PULL,
+        "        if self.transport.export(self._regions) != self._blob:\n",
+        "        if self.transport.export(self._regions) == self._blob:\n",
+        f"{TEST_FAULTS}::test_a_transport_that_lost_the_registration_of_staging_moves_nothing",
+    ),
     # tables of another layout are taken
     (
         JOINING,
