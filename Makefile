@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-quick test-long test-bounds mutants fuzz soak-moves coverage lint format bench soak peers engines clean
+.PHONY: demo docs test test-quick test-long test-bounds mutants fuzz soak-moves coverage lint format bench soak peers engines clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once: a minute or two, 2.2 GB ..."
@@ -37,12 +37,16 @@ mutants: $(READY)
 
 # 100,000 messages of Hypothesis to the server of layout records, and 10,000 schedules of engines and crashes.
 fuzz: $(READY)
-	EPLB_FUZZ_MESSAGES=100000 $(BIN)/python -m pytest tests/loading/test_layout_server.py -k no_message_raises
+	$(BIN)/python -m benchmarks.fuzz_record
 	$(BIN)/python -m benchmarks.schedules
 
 # 1,000 migrations of 8 real processes over every transport that is installed; a rank killed and stopped in each phase.
 soak-moves: $(READY)
 	$(BIN)/python -m benchmarks.soak_moves --json benchmark_results/soak_moves.json
+
+# A static site of docs/, notebooks/ and the docstrings; fails if a link is dead.
+docs: $(READY)
+	$(BIN)/python -m docs.site.build --out site
 
 coverage: $(READY)
 	NUMBA_DISABLE_JIT=1 FAST=1 $(BIN)/coverage run -m pytest
@@ -79,4 +83,4 @@ engines: .engines/sglang/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .peers benchmark_results .engines .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site .peers benchmark_results .engines .pytest_cache .mypy_cache .ruff_cache

@@ -190,13 +190,18 @@ class Puller:
         return pull
 
     def _read(self, pull: Pull, peer: int, rows: IntArray, columns: IntArray) -> None:
-        if peer in self._lost_peers:  # it may have been the connection alone
-            self.transport.connect(peer, self._blobs[peer])
-            self._lost_peers.discard(peer)
         most = self.transport.caps.max_batch
-        for start in range(0, columns.shape[1], most):
-            batch = ReadBatch(*columns[:, start : start + most])
-            pull.tickets.append((self.transport.read(peer, batch), peer, rows))
+        try:
+            if peer in self._lost_peers:  # it may have been the connection alone
+                self.transport.connect(peer, self._blobs[peer])
+                self._lost_peers.discard(peer)
+            for start in range(0, columns.shape[1], most):
+                batch = ReadBatch(*columns[:, start : start + most])
+                pull.tickets.append((self.transport.read(peer, batch), peer, rows))
+        except TransportError:
+            # A read that was given up on may have ended the connection, which nobody was told: the next one connects.
+            self._lost_peers.add(peer)
+            raise
         pull.bytes += int(columns[4].sum())
 
     def is_done(self, pull: Pull) -> bool:

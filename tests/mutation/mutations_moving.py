@@ -29,6 +29,13 @@ TEST_AGREEMENT = "tests/loading/test_agreement.py"
 
 # (file, text before, text after, test that must fail)
 MUTATIONS = [
+    # a connection that ended unseen ends every migration
+    (
+        PULL,
+        "            self._lost_peers.add(peer)\n            raise\n",
+        "            raise\n",
+        f"{TEST_STOPS}::test_a_connection_that_ended_unseen_costs_one_migration_and_not_all",
+    ),
     # a slot that keeps its id but was never loaded stays garbage
     (
         PLAN,

@@ -49,6 +49,8 @@ class PeerEnd:
         self.group = group
         self.rank = rank
         self.gone = ""
+        self.dead = ""
+        """Why nothing comes from it any more. Who waits for bytes that came in part is never told so by gloo."""
         self._said_bye = False
         self._lock = threading.Lock()
         self._sent: list[Any] = []
@@ -242,6 +244,11 @@ class Fetch(Ticket):
 class Line(Protocol):
     """How requests reach a peer. Answers come in the order of requests."""
 
+    @property
+    def dead(self) -> str:
+        """Why no answer will come, or nothing."""
+        ...
+
     def ask(self, request: IntArray) -> None: ...
 
     def hear(self, room: torch.Tensor, nbytes: int) -> int:
@@ -255,6 +262,10 @@ class Wire:
     def __init__(self, end: PeerEnd, payload: Payload | None) -> None:
         self.end, self.payload = end, payload
         self.asked: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+
+    @property
+    def dead(self) -> str:
+        return self.end.dead
 
     def ask(self, request: IntArray) -> None:
         message = torch.from_numpy(request)
@@ -272,6 +283,8 @@ class Wire:
 
 class Short:
     """Within this rank."""
+
+    dead = ""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -298,11 +311,16 @@ class Courier:
         self.jobs: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
         self.thread = start_thread(f"eplb-read-{rank}", self.run)
 
+    @property
+    def dead(self) -> str:
+        """Why no read will end by itself any more, or nothing."""
+        return self.broken or (self.line.dead and f"rank {self.rank} is gone: {self.line.dead}")
+
     def take(self, ticket: Fetch) -> None:
         """Make this read, after those before it."""
         self.jobs.put(ticket)
-        if self.broken:  # perhaps nobody looks into the queue any more
-            ticket.finish(Status(ReadState.LOST_PEER, self.broken))
+        if self.dead:  # perhaps nobody looks into the queue any more
+            ticket.finish(Status(ReadState.LOST_PEER, self.dead))
 
     def run(self) -> None:
         """All reads."""
@@ -392,7 +410,8 @@ def serve(end: PeerEnd, served: Served, payload: Payload | None) -> None:
             if payload is not None and code == _OK and total:
                 sent[turn].append(payload.send(rooms[turn][HEAD : HEAD + total], rank, first=is_first))
     except RuntimeError as error:
-        end.say_bye(str(error).splitlines()[0][:200])
+        end.dead = str(error).splitlines()[0][:200]
+        end.say_bye(end.dead)
 
 
 def _wait_sent(works: list[Any], end: PeerEnd, payload: Payload | None) -> None:

@@ -121,8 +121,8 @@ class TorchDistributed(BaseTransport):
             courier = self._session.couriers[peer.rank] = Courier(peer.rank, line, self._buffers, self._payload)
         if not courier.has_met.wait(_MEET_S):
             raise TransportError(f"rank {peer.rank} did not answer within {_MEET_S:g} s", rank=peer.rank)
-        if courier.broken:
-            raise TransportError(f"rank {peer.rank} cannot be reached: {courier.broken}", rank=peer.rank)
+        if courier.dead:
+            raise TransportError(f"rank {peer.rank} cannot be reached: {courier.dead}", rank=peer.rank)
 
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
         on_device = np.array([region.device != "cpu" for region in self._regions], dtype=np.bool_)
@@ -131,8 +131,9 @@ class TorchDistributed(BaseTransport):
         return ticket
 
     def _progress(self, ticket: Ticket) -> None:
-        if isinstance(ticket, Fetch) and ticket.unwanted and ticket.writing.acquire(blocking=False):
-            ticket.finish(Status(ReadState.FAILED))
+        dead = self._session.couriers[ticket.rank].dead
+        if isinstance(ticket, Fetch) and (ticket.unwanted or dead) and ticket.writing.acquire(blocking=False):
+            ticket.finish(Status(ReadState.LOST_PEER, dead) if dead else Status(ReadState.FAILED))
             ticket.writing.release()
 
     def _cancel(self, ticket: Ticket) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status
 from eplb_core.loading.transports import TorchDistributed
@@ -48,7 +50,7 @@ def whole(nbytes: int) -> ReadBatch:
 
 @pytest.mark.slow
 def test_memory_that_was_exported_anew_fails_reads_by_old_blobs() -> None:
-    """The owner looks at the epoch, before a byte moves."""
+    """I8: the owner looks at the epoch, before a byte moves."""
     with world(GLOO) as w:
         transports._join(w, 1, [1000], 1)
         w.peers[1].call(export, [1000], 2)
@@ -71,6 +73,40 @@ def test_a_peer_that_closed_is_lost() -> None:
 
 def close(state: State) -> None:
     state.transport.close()
+
+
+class HalfAnswer:
+    """What gloo does with bytes that had come in part when their sender died: it never says so."""
+
+    def __init__(self) -> None:
+        self.dead = ""
+        self.never = threading.Event()
+
+    def ask(self, request: IntArray) -> None:
+        """Taken."""
+
+    def hear(self, room: torch.Tensor, nbytes: int) -> int:
+        self.never.wait()
+        raise RuntimeError("the test is over")
+
+
+def test_reads_end_when_their_peer_is_dead_though_its_bytes_stay_half_there() -> None:
+    with world(GLOO) as w:
+        transports._join(w, 1, [1000], 1)
+        own = transports._own(w, [1000])[0]
+        session = w.transport._session  # type: ignore[attr-defined]
+        line = session.couriers[1].line = HalfAnswer()
+        ticket = w.transport.read(1, whole(1000))
+        assert w.transport.poll(ticket).state is ReadState.PENDING
+        line.dead = "Connection closed by peer"
+        lost = Status(ReadState.LOST_PEER, "rank 1 is gone: Connection closed by peer")
+        assert w.transport.poll(ticket) == lost
+        assert w.transport.poll(w.transport.read(1, whole(1000))) == lost
+        before = own.clone()
+        line.never.set()
+        session.couriers[1].jobs.put(None)
+        session.couriers[1].thread.join(GLOO.deadline)
+        assert own.equal(before)
 
 
 @pytest.mark.slow
