@@ -8,11 +8,14 @@ go, the last ones); the answer has no empty slot and lies on the CPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load, to_ids
+from eplb_core._arrays import ArrayLike, IntArray, to_ids, to_numpy
+from eplb_core.errors import LayoutError
 from eplb_core.layout import ExpertLayout, count_replicas
 from eplb_core.placement.deepseek import rebalance_experts
 from eplb_core.placement.place import place
@@ -62,18 +65,20 @@ def rebalance(
     Raises:
         ValueError: A bad load, or numbers that do not fit.
     """
-    load = check_load(weight, "weight", (2,))
     if num_ranks < 1 or num_replicas % num_ranks:
         raise ValueError(f"`num_replicas` (={num_replicas}) must be a multiple of the {num_ranks} ranks")
     live = None if old is None else to_ids(old, "old")
     if options.mode == "deepseek":
         answer = rebalance_experts(torch.as_tensor(weight), num_replicas, num_groups, num_nodes, num_ranks)[0].numpy()
         return torch.from_numpy(answer if live is None else preserve_intragpu_slots(answer, num_ranks, live))
+    load = to_numpy(weight)
     topology = Topology(num_ranks, num_nodes)
     stride = num_replicas // num_ranks
-    current, active = _live_layout(live, load, topology, stride)
-    if current is not None:
+    current = None if live is None else _live_layout(live, load, topology, stride)
+    active = None
+    if current is not None and current.topology.num_ranks > num_ranks:
         topology = current.topology
+        active = np.arange(topology.num_ranks) < num_ranks
     grouped = options.locality == "engine" and active is None and _in_groups(load.shape[1], num_groups, topology)
     placed = place(
         load,
@@ -87,27 +92,27 @@ def rebalance(
         locality="group" if grouped else "none",
         num_groups=num_groups if grouped else None,
     )
-    answer = fill_empty(placed.layout.physical_to_logical_map[:, :num_replicas], load, num_ranks)
-    ExpertLayout(answer, load.shape[1], topology=Topology(num_ranks))  # whatever is wrong is said here, not in a kernel
-    return torch.from_numpy(answer)
+    return torch.from_numpy(fill_empty(placed.layout.physical_to_logical_map[:, :num_replicas], load, num_ranks))
 
 
 def _live_layout(
-    live: IntArray | None, load: FloatArray, topology: Topology, stride: int
-) -> tuple[ExpertLayout | None, np.ndarray[tuple[int, ...], np.dtype[np.bool_]] | None]:
-    """The layout to start from, and which of its ranks stay where some leave."""
-    layers, experts = load.shape
-    if live is None or live.ndim != 2 or live.shape[0] != layers or live.shape[1] % stride:
-        return None, None
+    live: IntArray, load: npt.NDArray[Any], topology: Topology, stride: int
+) -> ExpertLayout | None:
+    """The layout to start from, None where the old map is none; more ranks than `topology` has: the last ones leave."""
+    if live.ndim != 2 or load.ndim != 2 or live.shape[1] % stride:
+        return None
     ranks = live.shape[1] // stride
-    if ranks < topology.num_ranks or live.min(initial=0) < -1 or live.max(initial=-1) >= experts:
-        return None, None
-    if (count_replicas(live, experts) == 0).any():
-        return None, None
-    if ranks == topology.num_ranks:
+    if len(live) != len(load) or ranks < topology.num_ranks:
+        return None
+    if ranks > topology.num_ranks:
+        topology = Topology(ranks)
+    elif live.min(initial=0) < 0:
         # Filled first: a search that starts from empty slots would rather build the whole row anew.
-        return ExpertLayout(fill_empty(live, load, ranks), experts, topology=topology), None
-    return ExpertLayout(live, experts, topology=Topology(ranks)), np.arange(ranks) < topology.num_ranks
+        live = fill_empty(live, load, ranks)
+    try:
+        return ExpertLayout(live, load.shape[1], topology=topology)
+    except LayoutError:
+        return None  # ids of nobody, or an expert that nobody holds: placed anew
 
 
 def _in_groups(experts: int, num_groups: int, topology: Topology) -> bool:
@@ -116,9 +121,11 @@ def _in_groups(experts: int, num_groups: int, topology: Topology) -> bool:
     return nodes > 1 and num_groups > 1 and num_groups % nodes == 0 and experts % num_groups == 0
 
 
-def fill_empty(p2l: IntArray, load: FloatArray, num_ranks: int) -> IntArray:
+def fill_empty(p2l: IntArray, load: npt.NDArray[Any], num_ranks: int) -> IntArray:
     """Give each empty slot a replica of the expert with the most load a replica that its rank does not hold yet."""
     filled = np.array(p2l, dtype=np.int64, order="C")
+    if filled.min(initial=0) >= 0:
+        return filled
     stride = filled.shape[1] // num_ranks
     count = count_replicas(filled, load.shape[1])
     for layer, slot in np.argwhere(filled < 0).tolist():
