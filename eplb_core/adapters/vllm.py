@@ -73,6 +73,7 @@ class _Sender(NamedTuple):
     slots_per_rank: int
     num_nodes: int
     mode: str
+    width: int
 
 
 # The commit that is going on in this thread: what the inverse map is asked for then goes into the router's tables.
@@ -223,6 +224,7 @@ def _dispatch_maps(physical_to_logical_map: torch.Tensor, num_logical_experts: i
         mode=sender.mode,
         expert_load=load,
         first_layer=layer,
+        width=sender.width,
     )
 
 
@@ -313,9 +315,8 @@ def _take_over(state_module: Any, active: Active, state: Any, model_config: Any)
     if "dispatch" in active.parts:
         group = state_module.get_ep_group().device_group
         rank = vllm_maps.sender(state.parallel_config, group.rank())
-        sender = _Sender(
-            rank, model_state.model.num_local_physical_experts, state_module.get_node_count(), active.dispatch
-        )
+        local, room = model_state.model.num_local_physical_experts, model_state.logical_to_physical_map.shape[-1]
+        sender = _Sender(rank, local, state_module.get_node_count(), active.dispatch, min(room, 64))
         vars(model_state)["_eplb_core_sender"] = sender
         _write_tables(state_module, model_state)
         whose = "equal on all ranks, which map the same tokens" if rank is None else f"of rank {rank}"

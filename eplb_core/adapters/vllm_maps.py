@@ -68,6 +68,7 @@ def dispatch_maps(
     mode: str,
     expert_load: ArrayLike | torch.Tensor | None = None,
     first_layer: int = 0,
+    width: int = _WIDTH,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a rank's router should find in its tables.
 
@@ -82,6 +83,7 @@ def dispatch_maps(
             replicas (for None: "rotated").
         expert_load: `[E]` or `[L, E]`, for "weighted"; without it, or without any load, all replicas count equally.
         first_layer: The model's number of the first row.
+        width: Most entries of an expert in "weighted" tables.
 
     Returns:
         `[E, W]` or `[L, E, W]` padded with -1, and the number of entries, `[E]` or `[L, E]`; int64 on the CPU.
@@ -93,7 +95,7 @@ def dispatch_maps(
         table = even_dispatch_table(layout)[rank][:, :, None]
         maps, count = table, np.ones(table.shape[:2], dtype=np.int64)
     else:
-        maps, count = _repeated(layout, rank, mode, expert_load, first_layer)
+        maps, count = _repeated(layout, rank, mode, expert_load, first_layer, width)
     answer = torch.from_numpy(np.ascontiguousarray(maps)), torch.from_numpy(np.ascontiguousarray(count))
     return (answer[0][0], answer[1][0]) if p2l.ndim == 1 else answer
 
@@ -104,12 +106,13 @@ def _repeated(
     mode: str,
     expert_load: ArrayLike | torch.Tensor | None,
     first_layer: int,
+    most: int,
 ) -> tuple[IntArray, IntArray]:
     shares = None
     width = int(layout.replica_count.max(initial=1))
     if mode == "weighted" and expert_load is not None:
         load = np.atleast_2d(np.asarray(torch.as_tensor(expert_load).cpu(), dtype=np.float64))
-        shares, width = replica_shares(layout, load), max(width, _WIDTH)
+        shares, width = replica_shares(layout, load), max(width, most)
     if rank is not None:
         return repeated_dispatch_table(layout, shares=shares, rank=rank, width=width)
     maps = np.empty((layout.num_layers, layout.num_experts, width), dtype=np.int64)
