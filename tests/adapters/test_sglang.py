@@ -75,7 +75,7 @@ def test_a_map_that_is_no_layout_is_left_to_the_engine_with_one_line(caplog: pyt
     with caplog.at_level(logging.WARNING):
         assert [sglang.resolve(engine, dead, 0, expert) for expert in (0, 1)] == [[-7], [-7]]
     assert [record.message for record in caplog.records if "expert 3 has no slot at layer 0" in record.message] == [
-        "eplb_core: this layout is left to SGLang's own lookup: expert 3 has no slot at layer 0; "
+        "eplb_core: loading: this layout is left to SGLang's own lookup: expert 3 has no slot at layer 0; "
         "every layer must hold every logical expert once or more"
     ]
 
