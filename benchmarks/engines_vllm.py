@@ -53,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.pop("EPLB_CORE", None)
     importlib.import_module("vllm.distributed.eplb.eplb_state")  # seconds, once: the ranks are forked
     rows = [
-        {"run": f"{'asynchronous' if beside else 'synchronous'}, {name}", **_run(options.ranks, name == "eplb_core", beside, times)}
+        {
+            "run": f"{'asynchronous' if beside else 'synchronous'}, {name}",
+            **_run(options.ranks, name == "eplb_core", beside, times),
+        }
         for beside in (False, True)
         for name in ("vLLM's default", "eplb_core")
     ]
@@ -64,15 +67,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print(measure.table(head, cells))
     replays = _replay(times)
-    print(measure.table(
-        ["policies alone, 16 ranks", "transfers", "balance of the next windows"],
-        [[row["policy"], f"{row['transfers']:,}", f"{row['balance']:.4f}"] for row in replays],
-    ))
+    print(
+        measure.table(
+            ["policies alone, 16 ranks", "transfers", "balance of the next windows"],
+            [[row["policy"], f"{row['transfers']:,}", f"{row['balance']:.4f}"] for row in replays],
+        )
+    )
     plans = _plans(5 if options.quick else 100)
-    print(measure.table(
-        ["a plan", "library, ms", "adapter, ms", "ratio of minima"],
-        [[r["input"], *(measure.milliseconds(r[n]) for n in ("library_s", "adapter_s")), f"{r['ratio']:.3f}"] for r in plans],
-    ))
+    print(
+        measure.table(
+            ["a plan", "library, ms", "adapter, ms", "ratio of minima"],
+            [
+                [r["input"], *(measure.milliseconds(r[n]) for n in ("library_s", "adapter_s")), f"{r['ratio']:.3f}"]
+                for r in plans
+            ],
+        )
+    )
     summary = ["vLLM's own rebalance:"]
     for before, after in ((rows[0], rows[1]), (rows[2], rows[3])):
         share = before["transfers"] / max(after["transfers"], 1)
@@ -119,9 +129,7 @@ def _run(ranks: int, plugin: bool, beside: bool, times: int) -> dict[str, Any]:
     }
 
 
-def _rank(
-    rank: int, ranks: int, folder: Path, plugin: bool, beside: bool, times: int, said: Any
-) -> None:
+def _rank(rank: int, ranks: int, folder: Path, plugin: bool, beside: bool, times: int, said: Any) -> None:
     if plugin:
         os.environ["EPLB_CORE"] = "vllm"
     try:
@@ -329,7 +337,10 @@ def _plans(calls: int) -> list[dict[str, Any]]:
     """The library's call and the adapter's, in turns, on what the engine hands over."""
     rng = np.random.default_rng(0)
     rows = []
-    for name, layers, experts, slots, ranks in (("58 x 256 -> 288 on 32", 58, 256, 288, 32), ("moe128, 16", 16, 128, 144, 16)):
+    for name, layers, experts, slots, ranks in (
+        ("58 x 256 -> 288 on 32", 58, 256, 288, 32),
+        ("moe128, 16", 16, 128, 144, 16),
+    ):
         topology = eplb.Topology(ranks)
         load = torch.from_numpy((rng.lognormal(0, 1, (layers, experts)) * 1000).astype(np.int64))
         live = torch.from_numpy(eplb.place(load, topology, num_slots=slots).layout.physical_to_logical_map.copy())

@@ -36,6 +36,8 @@ _options: dict[str, Any] = {}
 # experts can still be told apart: after a scale-up the loader takes a new rank's slot for its own shared expert.
 _loading: ContextVar[Any] = ContextVar("_loading", default=None)
 _registered: list[str] = []
+# On a tensor of lists: the layout that they come from, and the rank for which they were narrowed.
+_NOTED = "_eplb_core_layout"
 
 
 class _Hook(NamedTuple):
@@ -96,11 +98,12 @@ def _hooks() -> tuple[_Hook, ...]:
     dispatch, experts = "sglang.srt.eplb.expert_location_dispatch", "sglang.srt.layers"
     metadata = f"{location}.ExpertLocationMetadata"
     sizes = ("tokens_per_expert", "num_physical_experts", "num_local_physical_experts", "num_groups", "num_nodes")
+    weight = ("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id")
     lists = ("logical_to_all_physical_map", "ep_size", "num_physical_experts", "ep_rank")
     return (
         _Hook("loading", f"{metadata}.logical_to_all_physical", ("self", "layer_id", "logical_expert_id"), resolve),
-        _Hook("loading", f"{experts}.moe.fused_moe_triton.layer.FusedMoE.weight_loader", ("self",), load_own_range),
-        _Hook("loading", f"{experts}.quantization.moe_wna16._local_expert_ids", ("layer",), load_own_range),
+        _Hook("loading", f"{experts}.moe.fused_moe_triton.layer.FusedMoE.weight_loader", weight, load_own_range),
+        _Hook("loading", f"{experts}.quantization.moe_wna16._local_expert_ids", ("layer", "expert_id"), load_own_range),
         _Hook("placement", f"{algorithms}.rebalance_experts", (*sizes, "algorithm"), place_from_live),
         _Hook(
             "maps",
@@ -158,7 +161,7 @@ def place_from_live(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         algorithm = asked["algorithm"].name
         if algorithm.startswith("elasticity"):
             return original(*args, **kwargs)
-        live = _context().live
+        live = _live_metadata()
         options = {name: value for name, value in _options.items() if name in _PLACE_OPTIONS}
         return sglang_maps.rebalance(
             asked["tokens_per_expert"],
@@ -180,8 +183,6 @@ class _Context(NamedTuple):
     """Ranks dispatch their own tokens, so that each narrows its lists."""
     prefer_same_node: bool
     num_nodes: int
-    live: Any
-    """The metadata in use, or None."""
 
 
 def _context() -> _Context:  # pragma: no cover  needs SGLang: tests/engines
@@ -192,8 +193,14 @@ def _context() -> _Context:  # pragma: no cover  needs SGLang: tests/engines
         get_exec().moe.moe_a2a_backend != "none",
         expert_location._prefer_same_node_experts(),
         get_parallel().nnodes,
-        expert_location.get_global_expert_location_metadata(),
     )
+
+
+def _live_metadata() -> Any:  # pragma: no cover  as above
+    """The metadata in use, or None."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    return get_global_expert_location_metadata()
 
 
 def build_candidates(
@@ -213,7 +220,7 @@ def build_candidates(
         rank = moe_ep_rank if context.narrows else None
         lists = sglang_maps.candidates(layout, rank, prefer_same_node=context.prefer_same_node)
         lists = lists.to(physical_to_logical_map.device)
-        lists._eplb_core_layout = layout, rank  # type: ignore[attr-defined]  the tables are built from it next
+        vars(lists)[_NOTED] = layout, rank  # the tables are built from it next
         return lists
 
     def engine_own() -> torch.Tensor:
@@ -235,7 +242,7 @@ def build_static_table(
 
     def build() -> torch.Tensor:
         context = _context()
-        layout, rank = getattr(given, "_eplb_core_layout", (None, None))
+        layout, rank = vars(given).get(_NOTED, (None, None))
         if layout is None:
             topology = Topology(ep_size, context.num_nodes)
             layout = sglang_maps.layout_of_candidates(given, num_physical_experts, topology)

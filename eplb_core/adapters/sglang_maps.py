@@ -166,7 +166,9 @@ def update_rows(live: Any, other: Any, layers: Iterable[int]) -> None:
         ValueError: The two are of different ranks, or one has a map that the other lacks. Nothing is copied then.
     """
     pairs = [(getattr(live, field), getattr(other, field)) for field in FIELDS]
-    if live.ep_size != other.ep_size or any((a is None) != (b is None) or (a is not None and a.shape != b.shape) for a, b in pairs):
+    if live.ep_size != other.ep_size or any(
+        (a is None) != (b is None) or (a is not None and a.shape != b.shape) for a, b in pairs
+    ):
         raise ValueError("the two metadata must have equal ep_size and equally shaped maps")
     rows = sorted({layer for layer in layers if 0 <= layer < pairs[0][0].shape[0]})
     for mine, theirs in pairs:

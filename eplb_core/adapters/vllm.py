@@ -1,8 +1,8 @@
 """vLLM: place, map, dispatch and count by this library, without a fork.
 
-The plug-in is found through vLLM's own entry point group `vllm.general_plugins`, in each of its processes, and acts only
-where the environment has `EPLB_CORE=vllm`. Four parts, each of which `EPLB_CORE_OFF` switches off: `policy` stands in the
-place of vLLM's "default", `maps` computes its inverse map, `dispatch` writes each rank's entries into the tables that
+The plug-in is found through vLLM's own entry point group `vllm.general_plugins`, in each of its processes, and acts
+only where the environment has `EPLB_CORE=vllm`. Four parts, each of which `EPLB_CORE_OFF` switches off: `policy` stands
+in the place of vLLM's "default", `maps` computes its inverse map, `dispatch` writes each rank's entries into the tables that
 its router reads, `fold` keeps the counts of a window with their experts when a layer moves. An error inside one is
 logged once, and the engine's own code answers.
 
@@ -170,7 +170,7 @@ def policy_class(default: Any, options: PolicyOptions) -> type:
     rebalance = _hooking.guarded(place, default.rebalance_experts, "policy")
     preserve = _hooking.guarded(vllm_policy.preserve_intragpu_slots, default.preserve_intragpu_slots, "policy")
 
-    class EplbCorePolicy(default):  # type: ignore[misc]  a class that is known at run time only
+    class EplbCorePolicy(default):  # type: ignore[misc]
         """Placement by eplb_core in the place of vLLM's default."""
 
         @classmethod
@@ -183,7 +183,10 @@ def policy_class(default: Any, options: PolicyOptions) -> type:
             num_ranks: int,
             old_global_expert_indices: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            return rebalance(weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices)
+            answer: torch.Tensor = rebalance(
+                weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices
+            )
+            return answer
 
         @classmethod
         def preserve_intragpu_slots(cls, phy2log: Any, num_ranks: int, old_phy2log: Any) -> Any:
@@ -328,9 +331,7 @@ def _write_tables(state_module: Any, model_state: Any) -> None:
     """The tables that `add_model` made hold all ranks' replicas in one order; write this rank's."""
     table, count = model_state.logical_to_physical_map, model_state.logical_replica_count
     with _commit_of(model_state, None):
-        maps, counts = state_module.compute_logical_maps(
-            model_state.physical_to_logical_map.cpu(), table.shape[1]
-        )
+        maps, counts = state_module.compute_logical_maps(model_state.physical_to_logical_map.cpu(), table.shape[1])
     table.fill_(-1)
     table[..., : maps.shape[-1]].copy_(maps)
     count.copy_(counts)

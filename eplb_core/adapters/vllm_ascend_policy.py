@@ -99,4 +99,3 @@ def use_in_factory(factory: Any, **options: Any) -> None:
             )
 
     factory.generate_policy = staticmethod(lambda *args, **kwargs: _Policy(engine_own(*args, **kwargs)))
-

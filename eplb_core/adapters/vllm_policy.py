@@ -47,7 +47,7 @@ def rebalance(
     num_ranks: int,
     old: ArrayLike | torch.Tensor | None = None,
     *,
-    options: PolicyOptions = PolicyOptions(),  # noqa: B008  frozen
+    options: PolicyOptions = PolicyOptions(),
 ) -> torch.Tensor:
     """Place experts as vLLM's `rebalance_experts` is asked to.
 
@@ -96,9 +96,7 @@ def rebalance(
     return torch.from_numpy(fill_empty(placed.layout.physical_to_logical_map[:, :num_replicas], load, num_ranks))
 
 
-def _live_layout(
-    live: IntArray, load: npt.NDArray[Any], topology: Topology, stride: int
-) -> ExpertLayout | None:
+def _live_layout(live: IntArray, load: npt.NDArray[Any], topology: Topology, stride: int) -> ExpertLayout | None:
     """The layout to start from, None where the old map is none; more ranks than `topology` has: the last ones leave."""
     if live.ndim != 2 or load.ndim != 2 or live.shape[1] % stride:
         return None

@@ -1,10 +1,9 @@
-"""The hooks on a stand-in for vLLM's module: the tensors that go in and come out. The engine's own is in tests/engines."""
+"""The hooks on a stand-in for vLLM's module: tensors in, tensors out. The engine's own is in tests/engines."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -95,7 +94,7 @@ MODEL = SimpleNamespace(num_local_physical_experts=2)
 
 
 @pytest.fixture(autouse=True)
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Modules of vLLM's names with what the plug-in looks for in them."""
     for name in (*NAMES, f"{NAMES[3]}.default"):
         module: Any = ModuleType(name)
@@ -108,7 +107,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(vllm, "_active", [])
     monkeypatch.setattr(_hooking, "_logged", set())
     monkeypatch.setattr(_hooking, "_log", [logging.getLogger("eplb_core")])
-    yield module
+    return module
 
 
 def state_of(engine: Any, backend: str = "deepep_low_latency") -> Any:
@@ -121,7 +120,7 @@ def test_the_policy_stands_wherever_vllm_has_its_own(engine: Any) -> None:
     active = vllm.activate(engine)
     assert active.parts == vllm.PARTS
     policy: Any = active.policy
-    assert engine.EPLB_POLICIES == {"default": policy}
+    assert {"default": policy} == engine.EPLB_POLICIES
     for module in (engine, sys.modules[NAMES[3]], sys.modules[f"{NAMES[3]}.default"]):
         assert module.DefaultEplbPolicy is policy
     old = torch.arange(8).repeat(1, 1) % 4

@@ -60,7 +60,7 @@ def test_a_layer_that_would_break_a_rule_keeps_its_table() -> None:
     load = torch.tensor([[[500, 1], [1, 1]]])
     _, _, answer = EplbCorePolicy(min_gain=0.0, transfer_price=0.0).rebalance_experts(forced, load)
     rows = [each.reshape(1, -1).numpy() for each in (forced, answer)]
-    assert np.array_equal(*rows) or not breaks_rules(rows[0], rows[1], 2, 3).any()
+    assert np.array_equal(rows[0], rows[1]) or not breaks_rules(rows[0], rows[1], 2, 3).any()
 
 
 def test_shapes_that_do_not_fit_raise() -> None:

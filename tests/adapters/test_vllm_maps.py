@@ -23,7 +23,9 @@ def picks(maps: torch.Tensor, count: torch.Tensor, expert: int, tokens: int) -> 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 12), st.data())
-def test_the_inverse_map_has_every_slot_of_every_expert(layers: int, experts: int, slots: int, data: st.DataObject) -> None:
+def test_the_inverse_map_has_every_slot_of_every_expert(
+    layers: int, experts: int, slots: int, data: st.DataObject
+) -> None:
     rows = [data.draw(st.lists(st.integers(-1, experts - 1), min_size=slots, max_size=slots)) for _ in range(layers)]
     by_hand = [[[s for s, e in enumerate(row) if e == expert] for expert in range(experts)] for row in rows]
     for dtype in (torch.int64, torch.int32):
@@ -114,7 +116,10 @@ def test_counts_stay_with_their_experts_when_a_layer_moves(
 ) -> None:
     """D1: vLLM reads a window's counts by slot with the map of later."""
     slots = experts + redundant
-    holds = [*range(experts), *data.draw(st.lists(st.integers(-1, experts - 1), min_size=redundant, max_size=redundant))]
+    holds = [
+        *range(experts),
+        *data.draw(st.lists(st.integers(-1, experts - 1), min_size=redundant, max_size=redundant)),
+    ]
     before, after = (torch.tensor(data.draw(st.permutations(holds))) for _ in range(2))
     counts = st.lists(st.integers(0, 99), min_size=slots, max_size=slots)
     window = torch.tensor([data.draw(counts) for _ in range(windows)], dtype=torch.int32) * (before >= 0)

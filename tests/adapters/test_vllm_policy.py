@@ -134,7 +134,7 @@ def test_options_reach_the_placement() -> None:
 def test_numbers_that_do_not_fit_raise() -> None:
     with pytest.raises(ValueError, match=r"`num_replicas` \(=7\) must be a multiple of the 4 ranks"):
         rebalance(random_load(1, 4), 7, 2, 2, 4)
-    with pytest.raises(ValueError, match="must be finite and not negative|-5"):
+    with pytest.raises(ValueError, match="-5"):
         rebalance(torch.tensor([[1, -5, 2, 3]]), 4, 1, 1, 2, trivial(1, 4, 4))
 
 

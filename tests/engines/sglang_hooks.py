@@ -1,4 +1,3 @@
-# ruff: noqa: E402  compiled parts that are missing must be stood in for before the engine is imported
 """Runs in SGLang's environment: what its own functions answer, for comparison with and without the plug-in; JSON."""
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import sglang_loading  # type: ignore[import-not-found]  beside this script: the stand-ins, and metadata of a layout
+import sglang_loading  # type: ignore[import-not-found]
 import torch
 from sglang.srt.eplb import eplb_algorithms, expert_location, expert_location_dispatch
 from sglang.srt.plugins import load_plugins
@@ -54,7 +53,7 @@ def placement() -> dict[str, Any]:
     row = [*range(4), 0, 1]
     live, _ = sglang_loading.metadata_of(0, 2, row, "deepep", "static")
     expert_location.set_global_expert_location_metadata(live, allow_overwrite=True)
-    load = torch.tensor([[10, 10, 11, 10]] * 8, dtype=torch.int32)
+    load = torch.tensor([[10, 10, 10, 10]] * 8, dtype=torch.int32)
     load[3] = 0
     arguments = {
         "tokens_per_expert": load[None].repeat(3, 1, 1),
@@ -100,7 +99,7 @@ def dispatch() -> dict[str, Any]:
     even_rows = torch.tensor([[0], [1]] * 64)
     spread = expert_location_dispatch._topk_ids_logical_to_physical_dynamic(even_rows, info)[::2]
     # The functions as the engine calls them, in one graph.
-    graph = torch.compile(
+    graph: Any = torch.compile(
         expert_location_dispatch.topk_ids_logical_to_physical, backend="eager", fullgraph=True, dynamic=False
     )
     return {
@@ -112,7 +111,19 @@ def dispatch() -> dict[str, Any]:
     }
 
 
+def other() -> dict[str, Any]:
+    """The parts that are on in an engine whose `update` takes other parameters."""
+    from eplb_core.adapters.sglang import active_parts, inactive_hooks
+
+    return {"parts": active_parts(), "not in effect": inactive_hooks()}
+
+
+def changed_update(self: Any, layers: list[int], other: Any) -> None: ...
+
+
 if __name__ == "__main__":
+    if "other" in sys.argv:
+        expert_location.ExpertLocationMetadata.update = changed_update
     load_plugins()
-    modes = {"maps": maps, "placement": placement, "update": update, "dispatch": dispatch}
+    modes = {"maps": maps, "placement": placement, "update": update, "dispatch": dispatch, "other": other}
     print(json.dumps({name: modes[name]() for name in sys.argv[1:]}))

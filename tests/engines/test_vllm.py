@@ -28,7 +28,7 @@ DIFFERENCES = {
 }
 
 
-def run(command: list[str], *, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], folder: Path = ROOT, /, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("EPLB_CORE", "PYTHONPATH"))}
     kept |= {"VLLM_TARGET_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     kept |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"} | environment
@@ -41,7 +41,7 @@ def own_tests(**environment: str) -> tuple[set[str], int]:
     """Names of vLLM's own tests that fail, and how many pass."""
     files = [f"tests/distributed/{name}.py" for name in OWN_TESTS]
     options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-p", "eplb_core_in_vllm"]
-    result = run(["-m", "pytest", *options, *files], folder=SOURCE, **environment)
+    result = run(["-m", "pytest", *options, *files], SOURCE, **environment)
     passed = re.search(r"(\d+) passed", result.stdout)
     assert passed, result.stdout[-2000:] + result.stderr[-2000:]
     return set(re.findall(r"^FAILED \S+::(\w+)", result.stdout, re.MULTILINE)), int(passed[1])
@@ -99,4 +99,6 @@ def test_vllm_s_rebalance_runs_end_to_end_with_right_weights() -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [line.split("|") for line in result.stdout.splitlines() if line.startswith(("| sync", "| async"))]
     assert [int(row[3]) for row in rows] == [0] * 4
-    assert [int(row[4].replace(",", "")) for row in rows][1::2] < [int(row[4].replace(",", "")) // 20 for row in rows][::2]
+    assert [int(row[4].replace(",", "")) for row in rows][1::2] < [int(row[4].replace(",", "")) // 20 for row in rows][
+        ::2
+    ]
