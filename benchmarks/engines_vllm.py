@@ -39,6 +39,12 @@ from eplb_core.adapters.vllm_policy import rebalance
 LAYERS, EXPERTS, SLOTS, EVERY = 16, 128, 144, 10
 HIDDEN = 4
 REBALANCES = 50
+# What the environment says in addition.
+POLICIES = {
+    "vLLM's default": {},
+    "eplb_core": {"EPLB_CORE": "vllm"},
+    "eplb_core and its transport": {"EPLB_CORE": "vllm", "EPLB_CORE_OPTIONS": "transport=shared_memory"},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [
         {
             "run": f"{'asynchronous' if beside else 'synchronous'}, {name}",
-            **_run(options.ranks, name == "eplb_core", beside, times),
+            **_run(options.ranks, POLICIES[name], beside, times),
         }
         for beside in (False, True)
-        for name in ("vLLM's default", "eplb_core")
+        for name in POLICIES
     ]
     head = ["EplbState", "rebalances", "wrong weights", "transfers", "balance of the next windows"]
     cells = [
@@ -84,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     )
     summary = ["vLLM's own rebalance:"]
-    for before, after in ((rows[0], rows[1]), (rows[2], rows[3])):
+    for before, after in ((rows[0], rows[1]), (rows[0], rows[2]), (rows[3], rows[4]), (rows[3], rows[5])):
         share = before["transfers"] / max(after["transfers"], 1)
         summary.append(
             f"{after['run']}: {after['rebalances']} rebalances, {after['wrong']} wrong weights, 1/{share:.0f} of the "
@@ -97,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # ---- vLLM's state in several processes -------------------------------------------------------------------------------
 
 
-def _run(ranks: int, plugin: bool, beside: bool, times: int) -> dict[str, Any]:
+def _run(ranks: int, plugin: dict[str, str], beside: bool, times: int) -> dict[str, Any]:
     """All ranks of one run; rank 0's answer with the transfers of all."""
     fork = multiprocessing.get_context("fork")
     answers: dict[int, dict[str, Any]] = {}
@@ -129,9 +135,8 @@ def _run(ranks: int, plugin: bool, beside: bool, times: int) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int, ranks: int, folder: Path, plugin: bool, beside: bool, times: int, said: Any) -> None:
-    if plugin:
-        os.environ["EPLB_CORE"] = "vllm"
+def _rank(rank: int, ranks: int, folder: Path, plugin: dict[str, str], beside: bool, times: int, said: Any) -> None:
+    os.environ.update(plugin)
     try:
         said.put((rank, _serve(rank, ranks, folder, beside, times)))
     except BaseException:
@@ -226,7 +231,11 @@ def _model(rank: int, ranks: int, local: int) -> Any:
 
     first = np.arange(SLOTS) % EXPERTS
     mine = first[rank * local : (rank + 1) * local]
-    layers = [_Layer([_weights(layer, mine).clone(), -_weights(layer, mine)]) for layer in range(LAYERS)]
+    # Shared memory, so that peers may map it.
+    layers = [
+        _Layer([tensor.clone().share_memory_() for tensor in (_weights(layer, mine), -_weights(layer, mine))])
+        for layer in range(LAYERS)
+    ]
     model = SimpleNamespace(
         moe_layers=layers,
         num_moe_layers=LAYERS,
@@ -251,6 +260,8 @@ def _start(async_worker: Any, state: Any) -> threading.Thread:
 def _drive(state: Any, model_state: Any, rank: int, ranks: int, times: int) -> dict[str, Any]:
     load = traces.drift_load()
     communicator = model_state.communicator
+    if "EPLB_CORE_OPTIONS" in os.environ and type(communicator).__name__ != "TransportCommunicator":
+        raise RuntimeError(f"the communicator is {type(communicator).__name__}")
     received = [0]
     receive = communicator.add_recv
 

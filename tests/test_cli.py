@@ -229,7 +229,7 @@ def test_load_on_the_first_experts_alone_is_pointed_out(tmp_path: Path, capsys: 
     for argv in (
         ["convert", source, str(tmp_path / "t.npz"), "--to", "eplb"],
         ["plan", source, "--ranks", "4", "--slots", "20"],
-        ["simulate", source, "--ranks", "4", "--slots", "20", "--interval", "1", "--policy", "keep"],
+        ["simulate", source, "--ranks", "4", "--slots", "20", "--interval", "1", "--policy", "none"],
     ):
         main(argv)
         assert "note: layers 1 put all load on the first 2 of 16 experts" in capsys.readouterr().err

@@ -2,8 +2,8 @@
 
 The plug-in is found through vLLM's own entry point group `vllm.general_plugins`, in each of its processes, and acts
 only where the environment has `EPLB_CORE=vllm`. Four parts, each of which `EPLB_CORE_OFF` switches off: `policy` stands
-in the place of vLLM's "default", `maps` computes its inverse map, `dispatch` writes each rank's entries into the tables that
-its router reads, `fold` keeps the counts of a window with their experts when a layer moves. An error inside one is
+in the place of vLLM's "default", `maps` computes its inverse map, `dispatch` writes each rank's entries into the tables
+that its router reads, `fold` keeps the counts of a window with their experts when a layer moves. An error inside one is
 logged once, and the engine's own code answers.
 
     EPLB_CORE=vllm vllm serve MODEL --enable-expert-parallel --enable-eplb ...
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eplb_core.adapters import _hooking, vllm_maps, vllm_policy
+from eplb_core.adapters import _hooking, vllm_communicator, vllm_maps, vllm_policy
 from eplb_core.adapters.vllm_policy import PolicyOptions
 from eplb_core.topology import Topology
 
@@ -37,6 +37,7 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
     "max_transfers": int,
     "locality": _hooking.one_of("engine", "none"),
     "dispatch": _hooking.one_of(*DISPATCH_MODES),
+    "transport": _hooking.one_of(*vllm_communicator.TRANSPORTS),
 }
 
 _HOME = "vllm.distributed.eplb"
@@ -49,11 +50,13 @@ _REBALANCE = (
     "DefaultEplbPolicy.rebalance_experts",
     ("weight", "num_replicas", "num_groups", "num_nodes", "num_ranks", "old_global_expert_indices"),
 )
+_COMMUNICATOR = ("create_eplb_communicator", ("group_coordinator", "backend", "expert_weights", "expert_buffer"))
 _NEEDS = {
     "policy": (_REBALANCE,),
     "maps": (_MAPS,),
     "dispatch": (_MAPS, _COMMIT, _COMMIT_LAYER, _UPDATE, _ADD_MODEL),
     "fold": (_COMMIT, _COMMIT_LAYER),
+    "communicator": (_COMMUNICATOR,),
 }
 
 
@@ -108,7 +111,7 @@ def activate(state_module: Any) -> Active:
     """
     wanted = _hooking.parts_on(PARTS)
     found = _hooking.options_from(_OPTIONS)
-    mode = found.pop("dispatch", DISPATCH_MODES[0])
+    mode, transport = found.pop("dispatch", DISPATCH_MODES[0]), found.pop("transport", None)
     options = PolicyOptions(**found)
     parts = tuple(part for part in wanted if _fits(part, state_module))
     policy = _replace_policy(state_module, options) if "policy" in parts else None
@@ -118,6 +121,8 @@ def activate(state_module: Any) -> Active:
     if fold or dispatch:
         state_module._commit_eplb_maps_for_layer = _commit_layer_hook(state_module._commit_eplb_maps_for_layer, fold)
         state_module._commit_eplb_maps = _commit_hook(state_module._commit_eplb_maps, fold)
+    if transport is not None and _fits("communicator", state_module):
+        _replace_communicator(state_module, transport)
     active = Active(parts, policy, options, mode)
     if dispatch:
         state = state_module.EplbState
@@ -193,6 +198,21 @@ def policy_class(default: Any, options: PolicyOptions) -> type:
             return preserve(phy2log, num_ranks, old_phy2log)
 
     return EplbCorePolicy
+
+
+# ---- communicator ----------------------------------------------------------------------------------------------------
+
+
+def _replace_communicator(state_module: Any, transport: str) -> None:
+    """Give out ours over `transport`; where some rank cannot, every rank gets the engine's."""
+    engine_own = state_module.create_eplb_communicator
+
+    def make(group_coordinator: Any, backend: str, expert_weights: Any, expert_buffer: Any) -> Any:
+        made = vllm_communicator.create(transport, group_coordinator.cpu_group, expert_weights, expert_buffer)
+        _hooking.log_once(f"in effect in vLLM {_version()}: communicator over {transport}", logging.INFO)
+        return made
+
+    state_module.create_eplb_communicator = wraps(engine_own)(_hooking.guarded(make, engine_own, "communicator"))
 
 
 # ---- maps, dispatch and fold -----------------------------------------------------------------------------------------

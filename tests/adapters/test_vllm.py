@@ -81,6 +81,7 @@ def engine_module() -> Any:
         _commit_eplb_maps_for_layer=_commit_eplb_maps_for_layer,
         _commit_eplb_maps=_commit_eplb_maps,
         EplbState=EplbState,
+        create_eplb_communicator=lambda group_coordinator, backend, expert_weights, expert_buffer: backend,
         EPLB_POLICIES={"default": Default},
         DefaultEplbPolicy=Default,
         get_ep_group=lambda: SimpleNamespace(device_group=SimpleNamespace(rank=lambda: 1)),
@@ -248,3 +249,18 @@ def test_a_wrong_option_leaves_all_to_the_engine_with_one_line(
     assert vllm.active_parts() == ()
     assert engine.DefaultEplbPolicy is Default
     assert "not active: ValueError: EPLB_CORE_OPTIONS (=mode=fast)" in caplog.text
+
+
+def test_a_transport_that_some_rank_cannot_use_leaves_the_engine_s_communicator(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = engine.create_eplb_communicator
+    vllm.activate(engine)
+    assert engine.create_eplb_communicator is own
+    monkeypatch.setenv("EPLB_CORE_OPTIONS", "transport=cuda_ipc")
+    vllm.activate(engine_module())
+    monkeypatch.setenv("EPLB_CORE_OPTIONS", "transport=shared_memory")
+    vllm.activate(engine)
+    with caplog.at_level(logging.WARNING):
+        assert engine.create_eplb_communicator(SimpleNamespace(cpu_group=None), "torch_gloo", [], []) == "torch_gloo"
+    assert "communicator: the engine's own code goes on" in caplog.text

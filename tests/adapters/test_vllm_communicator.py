@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eplb_core.adapters.vllm_communicator import TransportCommunicator
+from eplb_core.errors import TransportError
+from eplb_core.loading.transport import Transport
+from eplb_core.loading.transports import DeferredCopy, LocalCopy
+
+RANKS, SLOTS, LAYERS = 3, 2, 2
+OLD = np.array([0, 1, 2, 3, 4, 0])
+
+
+def expected(layer: int, expert: int) -> torch.Tensor:
+    return torch.arange(4, dtype=torch.float32) + 10 * expert + 100 * layer
+
+
+class Rank:
+    """Weights that say which expert they are; two tensors a layer, of different size and dtype."""
+
+    def __init__(self, rank: int) -> None:
+        mine = OLD[rank * SLOTS : (rank + 1) * SLOTS].tolist()
+        self.weights = [
+            [
+                torch.stack([expected(layer, expert) for expert in mine]),
+                torch.tensor([[expert, layer, 7] for expert in mine], dtype=torch.uint8),
+            ]
+            for layer in range(LAYERS)
+        ]
+        self.buffer = [torch.zeros_like(tensor) for tensor in self.weights[0]]
+        self.rank = rank
+
+
+def together(work: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(work, range(RANKS)))
+
+
+def connect(
+    ranks: Sequence[Rank], transports: Sequence[Transport], deadline: float = 60.0
+) -> list[TransportCommunicator]:
+    board: list[Any] = [None] * RANKS
+    meet = threading.Barrier(RANKS)
+
+    def make(rank: int) -> TransportCommunicator:
+        def gather(own: Any) -> list[Any]:
+            board[rank] = own
+            meet.wait()
+            return list(board)
+
+        mine = ranks[rank]
+        return TransportCommunicator(
+            transports[rank], mine.weights, mine.buffer, rank=rank, gather=gather, barrier=meet.wait, deadline=deadline
+        )
+
+    return together(make)
+
+
+def test_experts_land_in_the_rows_that_were_asked_for() -> None:
+    ranks = [Rank(rank) for rank in range(RANKS)]
+    made = connect(ranks, [LocalCopy() for _ in range(RANKS)])
+    # Of layer 1: rank 0 wants expert 4 in row 1, rank 1 expert 1 in row 0 and expert 0 of rank 2 in row 1, rank 2 none.
+    asked = {0: [(4, 2, 1)], 1: [(1, 0, 0), (0, 2, 1)], 2: []}
+
+    def move(rank: int) -> None:
+        made[rank].set_stream(None)
+        made[rank].set_transfer_context(OLD, 1)
+        made[rank].add_send(ranks[rank].weights[1], 0, 0)
+        for expert, source, row in asked[rank]:
+            made[rank].add_recv([tensor[row] for tensor in ranks[rank].buffer], source, expert)
+        made[rank].execute()
+
+    together(move)
+    for rank, wants in asked.items():
+        for expert, _, row in wants:
+            assert torch.equal(ranks[rank].buffer[0][row], expected(1, expert))
+            assert ranks[rank].buffer[1][row].tolist() == [expert, 1, 7]
+    assert not ranks[0].buffer[0][0].any()
+    assert not ranks[2].buffer[0].any()
+    together(move)  # and again: nothing of the last time is left
+
+
+def test_a_read_that_does_not_end_is_given_up_on_by_name() -> None:
+    ranks = [Rank(rank) for rank in range(RANKS)]
+    made = connect(ranks, [DeferredCopy() for _ in range(RANKS)], deadline=0.0)
+    made[0].set_transfer_context(OLD, 0)
+    made[0].add_recv([tensor[0] for tensor in ranks[0].buffer], 1, 3)
+    with pytest.raises(TransportError, match="a read from rank 1 took more than 0 s"):
+        made[0].execute()
+
+
+def test_a_peer_that_is_gone_is_named() -> None:
+    ranks = [Rank(rank) for rank in range(RANKS)]
+    transports = [LocalCopy() for _ in range(RANKS)]
+    made = connect(ranks, transports)
+    transports[1].close()
+    made[0].set_transfer_context(OLD, 0)
+    made[0].add_recv([tensor[0] for tensor in ranks[0].buffer], 1, 3)
+    with pytest.raises(TransportError, match="rank 1"):
+        made[0].execute()
+
+
+def test_tensors_that_do_not_fit_raise() -> None:
+    rank = Rank(0)
+    strided = [[tensor.t() for tensor in layer] for layer in rank.weights]
+    alone: dict[str, Any] = {"rank": 0, "gather": lambda own: [own], "barrier": lambda: None}
+    with pytest.raises(ValueError, match=r"tensor 0 \(shape \[4, 2\]\) must be contiguous"):
+        TransportCommunicator(LocalCopy(), strided, rank.buffer, **alone)
+    alone["gather"] = lambda own: [own, (b"", 5, own[2])]
+    with pytest.raises(ValueError, match="rank 1 has 5 slots of other tensors than this rank's 2"):
+        TransportCommunicator(LocalCopy(), rank.weights, rank.buffer, **alone)
