@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import multiprocessing
 import os
 import statistics
@@ -53,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ranks", type=int, default=4, help="processes")
     options = parser.parse_args(argv)
+    if importlib.util.find_spec("vllm") is None:
+        print("absent: vLLM; run this in its environment (make engines)")
+        measure.write_json(options.json, {"summary": []})
+        return 0
     times = 3 if options.quick else REBALANCES
     measure.one_thread()
     os.environ.update(VLLM_TARGET_DEVICE="cpu", GLOO_SOCKET_IFNAME="lo")
@@ -170,6 +175,11 @@ class _Layer:
     def set_eplb_state(self, **_: Any) -> None: ...
 
 
+def _shared(tensor: Any) -> torch.Tensor:
+    shared: torch.Tensor = tensor.clone().share_memory_()
+    return shared
+
+
 def _weights(layer: int, expert: npt.NDArray[np.int64] | int) -> torch.Tensor:
     return (torch.as_tensor(expert)[..., None] * 1000.0 + layer) * 8 + torch.arange(HIDDEN)
 
@@ -232,10 +242,7 @@ def _model(rank: int, ranks: int, local: int) -> Any:
     first = np.arange(SLOTS) % EXPERTS
     mine = first[rank * local : (rank + 1) * local]
     # Shared memory, so that peers may map it.
-    layers = [
-        _Layer([tensor.clone().share_memory_() for tensor in (_weights(layer, mine), -_weights(layer, mine))])
-        for layer in range(LAYERS)
-    ]
+    layers = [_Layer([_shared(_weights(layer, mine)), _shared(-_weights(layer, mine))]) for layer in range(LAYERS)]
     model = SimpleNamespace(
         moe_layers=layers,
         num_moe_layers=LAYERS,

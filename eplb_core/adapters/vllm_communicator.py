@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ class TransportCommunicator:
         *,
         rank: int,
         gather: Callable[[Any], Sequence[Any]],
-        barrier: Callable[[], None],
+        barrier: Callable[[], object],
         deadline: float = 300.0,
     ) -> None:
         tensors = [tensor for layer in weights for tensor in layer]
@@ -158,7 +158,9 @@ def create(
     def barrier() -> None:
         dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=cpu_group)
 
-    trouble, made, transport = "", None, None
+    trouble = ""
+    transport: Any = None
+    made: TransportCommunicator | None = None
     try:
         transport = getattr(transports, _NAMES[name])()
     except Exception as error:
@@ -171,14 +173,12 @@ def create(
             buffer,
             rank=cpu_group.rank(),
             gather=gather,
-            barrier=barrier,  # type: ignore[arg-type]
+            barrier=barrier,
         )
     except Exception as error:
         trouble = f"rank {cpu_group.rank()}: {error}"
     _agree(gather(trouble))
-    if made is None:
-        raise TransportError(trouble)
-    return made
+    return cast(TransportCommunicator, made)  # None has trouble, and that has raised
 
 
 def _agree(troubles: Sequence[str]) -> None:

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from eplb_core.adapters.vllm_communicator import TransportCommunicator
+from eplb_core.adapters.vllm_communicator import TransportCommunicator, create
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Transport
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
@@ -116,3 +117,29 @@ def test_tensors_that_do_not_fit_raise() -> None:
     alone["gather"] = lambda own: [own, (b"", 5, own[2])]
     with pytest.raises(ValueError, match="rank 1 has 5 slots of other tensors than this rank's 2"):
         TransportCommunicator(LocalCopy(), rank.weights, rank.buffer, **alone)
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """A group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_it_is_made_by_name_for_the_ranks_of_a_group(alone: Any) -> None:
+    rank = Rank(0)
+    made = create("shared_memory", alone, rank.weights, rank.buffer)
+    made.set_transfer_context(OLD[:SLOTS], 0)
+    made.execute()
+    assert made.needs_profile_buffer_reservation is False
+
+
+def test_what_one_rank_cannot_do_is_said_on_every_rank(alone: Any) -> None:
+    rank = Rank(0)
+    if not torch.cuda.is_available():
+        with pytest.raises(TransportError, match="rank 0: "):
+            create("cuda_ipc", alone, rank.weights, rank.buffer)
+    strided = [[tensor.t() for tensor in layer] for layer in rank.weights]
+    with pytest.raises(TransportError, match=r"rank 0: tensor 0 \(shape \[4, 2\]\) must be contiguous"):
+        create("shared_memory", alone, strided, rank.buffer)
