@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -226,15 +226,15 @@ def _maps_hook(engine_own: Callable[..., Any], *, ours: bool) -> Callable[..., A
         commit = _committing.get()
         if commit is None:
             return inverse(physical_to_logical_map, num_logical_experts)
-        return _hooking.guarded(_dispatch_maps, inverse, "dispatch")(physical_to_logical_map, num_logical_experts)
+        ours_of_commit = partial(_dispatch_maps, commit)
+        return _hooking.guarded(ours_of_commit, inverse, "dispatch")(physical_to_logical_map, num_logical_experts)
 
     return compute_logical_maps
 
 
-def _dispatch_maps(physical_to_logical_map: torch.Tensor, num_logical_experts: int) -> Any:
-    commit = _committing.get()
-    if commit is None:
-        raise LookupError("no commit is going on")
+def _dispatch_maps(
+    commit: tuple[_Sender, int, Any], physical_to_logical_map: torch.Tensor, num_logical_experts: int
+) -> Any:
     sender, layer, load = commit
     slots = physical_to_logical_map.shape[-1]
     ranks = slots // sender.slots_per_rank

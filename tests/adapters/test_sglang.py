@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,3 +182,19 @@ def test_an_engine_without_these_functions_keeps_all_parts(
     assert "update is left to SGLang, written for 0.5.23: expected eplb.expert_location" in caplog.text
     assert "found no such function" in caplog.text
     assert sglang.active_parts() == ()
+
+
+def test_a_part_whose_functions_are_as_expected_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ExpertLocationMetadata:
+        def update(self, other: Any, update_layer_ids: list[int]) -> None: ...
+
+    parent: Any = None
+    for name in ("sglang", "sglang.srt", "sglang.srt.eplb", "sglang.srt.eplb.expert_location"):
+        module: Any = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        if parent is not None:
+            setattr(parent, name.rpartition(".")[2], module)
+        parent = module
+    parent.ExpertLocationMetadata = ExpertLocationMetadata
+    assert sglang._fits("update")
+    assert not sglang._fits("loading")

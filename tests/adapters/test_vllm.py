@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from eplb_core.adapters import _hooking, vllm, vllm_maps
 
@@ -264,3 +266,49 @@ def test_a_transport_that_some_rank_cannot_use_leaves_the_engine_s_communicator(
     with caplog.at_level(logging.WARNING):
         assert engine.create_eplb_communicator(SimpleNamespace(cpu_group=None), "torch_gloo", [], []) == "torch_gloo"
     assert "communicator: the engine's own code goes on" in caplog.text
+
+
+def test_a_communicator_over_a_transport_takes_the_place_of_the_engine_s(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EPLB_CORE_OPTIONS", "transport=shared_memory")
+    vllm.activate(engine)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group = SimpleNamespace(cpu_group=dist.group.WORLD)
+        made = engine.create_eplb_communicator(group, "torch_gloo", [[torch.zeros(2, 4)]], [torch.zeros(2, 4)])
+        assert type(made).__name__ == "TransportCommunicator"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_another_transport_function_keeps_the_engine_s(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_eplb_communicator(group: Any) -> None: ...
+
+    engine.create_eplb_communicator = create_eplb_communicator
+    monkeypatch.setenv("EPLB_CORE_OPTIONS", "transport=shared_memory")
+    assert vllm.activate(engine).parts == vllm.PARTS
+    assert engine.create_eplb_communicator is create_eplb_communicator
+
+
+def test_the_policy_alone_leaves_all_else_as_it_was(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_model(self: Any, other: int) -> None: ...
+
+    engine.EPLB_POLICIES["another"] = object
+    engine.EplbState.add_model = add_model
+    own = (engine.compute_logical_maps, engine._commit_eplb_maps, engine._commit_eplb_maps_for_layer)
+    monkeypatch.setenv("EPLB_CORE_OFF", "maps,dispatch,fold")
+    active = vllm.activate(engine)
+    assert active.parts == ("policy",)
+    assert (engine.compute_logical_maps, engine._commit_eplb_maps, engine._commit_eplb_maps_for_layer) == own
+    assert engine.EplbState.add_model is add_model
+    assert engine.EPLB_POLICIES["another"] is object
+
+
+def test_without_the_fold_a_commit_leaves_the_window(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPLB_CORE_OFF", "fold")
+    vllm.activate(engine)
+    model_state = state_of(engine).model_states["m"]
+    model_state.expert_load_window += 1
+    engine._commit_eplb_maps(model_state, torch.tensor([[3, 2, 1, 0, 3, 2, 1, 0]] * 2))
+    assert model_state.expert_load_window[0].tolist() == [[1] * 8] * 2

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,28 @@ def test_experts_land_in_the_rows_that_were_asked_for() -> None:
     together(move)  # and again: nothing of the last time is left
 
 
+class Late(DeferredCopy):
+    """Is done the second time it is asked."""
+
+    def poll(self, ticket: Any) -> Any:
+        status = super().poll(ticket)
+        self.complete()
+        return status
+
+
+def test_a_read_that_takes_its_time_is_waited_for() -> None:
+    ranks = [Rank(rank) for rank in range(RANKS)]
+    made = connect(ranks, [Late() for _ in range(RANKS)])
+
+    def move(rank: int) -> None:
+        made[rank].set_transfer_context(OLD, 0)
+        made[rank].add_recv([tensor[0] for tensor in ranks[rank].buffer], 1, 3)
+        made[rank].execute()
+
+    together(move)
+    assert torch.equal(ranks[0].buffer[0][0], expected(0, 3))
+
+
 def test_a_read_that_does_not_end_is_given_up_on_by_name() -> None:
     ranks = [Rank(rank) for rank in range(RANKS)]
     made = connect(ranks, [DeferredCopy() for _ in range(RANKS)], deadline=0.0)
@@ -120,9 +143,9 @@ def test_tensors_that_do_not_fit_raise() -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[Any]:
+def alone(tmp_path: Path) -> Iterator[Any]:
     """A group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
