@@ -155,6 +155,19 @@ def test_lists_and_tables_are_built_from_one_layout(monkeypatch: pytest.MonkeyPa
     assert sglang.build_static_table(refuse, whole, 2, 6, 0).tolist() == eplb.even_dispatch_table(layout)[0].tolist()
 
 
+def test_a_table_at_start_is_drawn_from_narrowed_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the draws of narrowed and of whole lists differ on every rank."""
+    row = [1, 2, 0, 1, 0, 3, 2, 0]
+    rows = torch.tensor([row, row[::-1]])
+    layout = eplb.ExpertLayout(rows, 4, topology=eplb.Topology(4))
+    monkeypatch.setattr(sglang, "_context", context())
+    for rank in range(4):
+        lists = sglang.build_candidates(refuse, rows, 4, 4, rank)
+        table = sglang.build_static_table(refuse, lists, 4, 8, rank).tolist()
+        assert table == eplb.static_dispatch_table(layout, candidates="narrowed")[rank].tolist()
+        assert table != eplb.static_dispatch_table(layout)[rank].tolist()
+
+
 def test_maps_that_are_no_layout_are_the_engine_s(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -53,6 +53,16 @@ def test_lists_are_narrowed_as_sglang_does(
     assert sglang_maps.layout_of_candidates(whole, slots, layout.topology) == layout
 
 
+def test_the_own_rank_goes_before_the_node_and_a_node_with_all_slots_narrows_nothing() -> None:
+    topology = eplb.Topology(4, 2)
+    row = [0, 1, 0, 2, 0, 3, 1, 2]  # expert 0 on the ranks 0, 1 and 2
+    layout = eplb.ExpertLayout([row], 4, topology=topology)
+    assert sglang_maps.candidates(layout, 1, prefer_same_node=True)[0, 0].tolist() == [2]
+    assert sglang_maps.candidates(layout, 3, prefer_same_node=True)[0, 0].tolist() == [4]
+    one_node = eplb.ExpertLayout([[0, 0, 1, 2, 3, 1, 2, 3]], 4, topology=topology)
+    assert sglang_maps.candidates(one_node, 1, prefer_same_node=True)[0, 0].tolist() == [0, 1]
+
+
 def test_narrowed_lists_are_no_layout() -> None:
     layout = eplb.ExpertLayout([[0, 1, 2, 0]], 3, topology=eplb.Topology(2))
     narrowed = sglang_maps.candidates(layout, 0, prefer_same_node=True)
@@ -81,6 +91,9 @@ def test_the_placement_starts_from_the_live_map() -> None:
     counts[:, 2] = 0
     first = sglang_maps.rebalance(counts, 24, 6, num_nodes=1, live=live)
     p2l, l2p, count = first
+    current = eplb.ExpertLayout(live, 16, topology=eplb.Topology(4))
+    expected = eplb.place(counts, eplb.Topology(4), num_slots=24, current=current).layout
+    assert np.array_equal(p2l.numpy(), expected.physical_to_logical_map)
     assert torch.equal(p2l[2], live[2])  # dense, or idle
     again = sglang_maps.rebalance(counts, 24, 6, num_nodes=1, live=p2l)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

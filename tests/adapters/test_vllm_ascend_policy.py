@@ -56,6 +56,10 @@ def test_a_layer_that_would_break_a_rule_keeps_its_table() -> None:
     old = np.array([[0, 1, 2, 3]] * 4)
     new = np.array([[0, 1, 2, 3], [1, 0, 2, 3], [0, 0, 2, 3], [0, 2, 1, 3]])
     assert breaks_rules(old, new, 2, 4).tolist() == [False, True, True, False]
+    more = np.array([[0, 1, 2, 3, 4, 0, 1, 2]])
+    assert breaks_rules(more, np.array([[0, 1, 2, 3, 4, 0, 3, 3]]), 2, 5).tolist() == [True]  # 3 twice, no more
+    assert breaks_rules(more, np.array([[0, 1, 2, 3, 4, 0, 3, 2]]), 2, 5).tolist() == [False]
+    assert breaks_rules(more, np.array([[0, 1, 2, 3, 3, 0, 1, 2]]), 2, 5).tolist() == [True]  # no 4
     forced = torch.tensor([[[0, 0], [1, 2]]])
     load = torch.tensor([[[500, 1], [1, 1]]])
     _, _, answer = EplbCorePolicy(min_gain=0.0, transfer_price=0.0).rebalance_experts(forced, load)
