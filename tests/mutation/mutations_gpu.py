@@ -12,12 +12,12 @@ ORDER = "tests/loading/test_install.py::test_groups_of_copies_may_be_made_in_any
 
 MUTATIONS: list[tuple[str, str, str, str]] = [
     (COPIES, "written = copies[j, 1] >= 0 and (", "written = (", GROUPS),
-    (COPIES, "                        group[i] = low\n", "                        pass\n", ORDER),
+    (COPIES, "                    if group[i] == high:\n", "                    if i == k:\n", ORDER),
 ]
 if importlib.util.find_spec("triton") is not None:
     MUTATIONS += [
         (KERNEL, "if start + TILE <= words:", "if start <= words:", SAME),
         (KERNEL, "odd_kept = odd_data", "odd_kept = odd_kept", SAME),
         (COPIES, "addresses[place, tensor] if place >= 0 else 0", "addresses[place, tensor]", SAME),
-        (KERNEL, "table[aligned : aligned + odd] = self", "table[:odd] = self", SAME),
+        (KERNEL, "table[aligned : aligned + odd] = self._tiles[1, :odd]", "table[:odd] = self._tiles[1, :odd]", SAME),
     ]
