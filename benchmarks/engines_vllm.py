@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             [[row["policy"], f"{row['transfers']:,}", f"{row['balance']:.4f}"] for row in replays],
         )
     )
-    plans = _plans(5 if options.quick else 100)
+    plans = _plans(5 if options.quick else 400)
     print(
         measure.table(
             ["a plan", "library, ms", "adapter, ms", "ratio of minima"],

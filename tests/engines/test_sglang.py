@@ -108,5 +108,5 @@ def test_a_function_of_another_signature_leaves_its_part_to_the_engine() -> None
     assert "maps" in found["other"]["parts"]
     assert (
         "update is left to SGLang, written for 0.5.23: expected eplb.expert_location.ExpertLocationMetadata.update("
-        "self, other, update_layer_ids), found eplb.expert_location.ExpertLocationMetadata.update(self, layers"
+        "self, other, update_layer_ids), found eplb.expert_location.ExpertLocationMetadata.update(self: 'Any', layers"
     ) in found["said"]
