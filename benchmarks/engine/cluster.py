@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -38,6 +39,7 @@ def serve(pipe: Connection, setup: Setup, worker: int) -> None:
         if setup.threads:
             torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
     eplb.warm_up()  # kernels are loaded now, and not in a pass that somebody waits for
+    sys.setswitchinterval(1e-4)  # decisions run beside passes: Python's 5 ms is how long a pass may wait for each
     rank = Rank(setup, worker)
     calls: dict[str, Callable[..., Any]] = {
         "form": rank.form,

@@ -29,14 +29,14 @@ def expected(layer: int, expert: int, size: int) -> torch.Tensor:
 SIZES = {"w13": 1 << 18, "w2": 100_003, "scale": 64}
 
 
-def on_gpu(layout: ExpertLayout, rank: int) -> list[ExpertStore]:
+def on_gpu(layout: ExpertLayout, rank: int, device: int = 0) -> list[ExpertStore]:
     stores = []
     for layer, row in enumerate(layout.physical_to_logical_map.tolist()):
         own = row[rank * PER_RANK :][:PER_RANK]
         stores.append(
             ExpertStore(
                 {
-                    name: torch.stack([expected(layer, expert, size) for expert in own]).cuda()
+                    name: torch.stack([expected(layer, expert, size) for expert in own]).cuda(device)
                     for name, size in SIZES.items()
                 }
             )
@@ -57,11 +57,13 @@ def wrong(stores: list[ExpertStore], layout: ExpertLayout, rank: int) -> list[tu
 
 
 class Fleet(World):
-    """Ranks with weights on the GPU."""
+    """Ranks with weights on one GPU, or on one each."""
 
-    def __init__(self, layout: ExpertLayout) -> None:
+    def __init__(self, layout: ExpertLayout, *, apart: bool = False) -> None:
         super().__init__(layout, make=CudaIpc)
-        self.stores = {rank: on_gpu(layout, rank) for rank in self.ranks}
+        self.devices = {rank: rank if apart else 0 for rank in self.ranks}
+        self.transports = {rank: CudaIpc(device=device) for rank, device in self.devices.items()}
+        self.stores = {rank: on_gpu(layout, rank, device) for rank, device in self.devices.items()}
 
 
 def layouts(count: int, seed: int) -> list[ExpertLayout]:
@@ -136,7 +138,8 @@ def test_every_pass_finds_in_each_slot_the_expert_of_the_live_layout() -> None:
     assert on_threads([lambda rank=rank: run(rank) for rank in fleet.ranks]) == [[], []]  # type: ignore[misc]
 
 
-def test_reads_end_while_a_kernel_holds_every_place_of_the_device() -> None:
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: copies within one are kernels")
+def test_reads_between_devices_end_while_a_kernel_holds_every_place_of_the_reader_s() -> None:
     """E12: what a cooperative MoE kernel does. All blocks are resident and wait; a copy by a kernel would never begin.
 
     The kernel gives up after some seconds, so that a copy which waits for a core fails the test and not the machine.
@@ -144,7 +147,7 @@ def test_reads_end_while_a_kernel_holds_every_place_of_the_device() -> None:
     from tests.loading.full_grid import FullGrid  # needs Triton
 
     old, new = layouts(2, 2)
-    fleet = Fleet(old)
+    fleet = Fleet(old, apart=True)
     migrators: list[Any] = fleet.each(
         lambda rank: Migrator(
             fleet.stores[rank],
