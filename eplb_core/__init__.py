@@ -89,7 +89,6 @@ if TYPE_CHECKING:
     from eplb_core.metrics import transfers as transfers
     from eplb_core.placement.budget import SlotPlan as SlotPlan
     from eplb_core.placement.budget import plan_slots as plan_slots
-    from eplb_core.placement.budget import spend_budget as spend_budget
     from eplb_core.placement.costs import CostModel as CostModel
     from eplb_core.placement.decide import Verdict as Verdict
     from eplb_core.placement.decide import should_rebalance as should_rebalance
@@ -102,6 +101,7 @@ if TYPE_CHECKING:
     from eplb_core.placement.place import place as place
     from eplb_core.placement.report import GainReport as GainReport
     from eplb_core.placement.report import gain_report as gain_report
+    from eplb_core.placement.spend import spend_budget as spend_budget
     from eplb_core.simulation import simulate as simulate
     from eplb_core.topology import Topology as Topology
     from eplb_core.trace import Trace as Trace
@@ -150,7 +150,7 @@ _HOMES = {
     "backtesting": "backtest",
     "simulation": "simulate",
     "trace": "Trace load_trace save_trace",
-    "placement.budget": "SlotPlan plan_slots spend_budget",
+    "placement.budget": "SlotPlan plan_slots",
     "placement.costs": "CostModel",
     "placement.decide": "Verdict should_rebalance",
     "placement.deepseek": "rebalance_experts",
@@ -158,6 +158,7 @@ _HOMES = {
     "placement.forecast": "forecast",
     "placement.place": "Placement place",
     "placement.report": "GainReport gain_report",
+    "placement.spend": "spend_budget",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError "
     "AgreementError HostAbsent HostBusy HostRefused LayoutAgreementError MigrationError RecordLostError "
     "SocketInUseError SocketOwnerError",
