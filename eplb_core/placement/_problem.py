@@ -152,6 +152,8 @@ def check_links(
         return new_links(cost, topology.rank_to_node, none, none)
     between_ranks = _check_limit(max_rank_transfers, "max_rank_transfers", "rank", ranks)
     between_nodes = _check_limit(max_node_transfers, "max_node_transfers", "node", nodes)
+    if min(between_ranks.min(), between_nodes.min()) >= NO_LIMIT:
+        between_ranks = between_nodes = none
     return new_links(cost, topology.rank_to_node, between_ranks, between_nodes)
 
 

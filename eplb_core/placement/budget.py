@@ -41,6 +41,7 @@ def plan_slots(
     choices: Sequence[int] | None = None,
     cost: CostModel | None = None,
     window_passes: float = 1.0,
+    dispatch: str = "even",
 ) -> SlotPlan:
     """How many slots is each layer worth, when one rank has room for `total_slots` over all layers?
 
@@ -54,6 +55,7 @@ def plan_slots(
         choices: Slots per rank that a layer may have. Default: as many as the experts need, and up to four more.
         cost: Seconds of a pass. Default: time is counted in tokens.
         window_passes: Passes that a window covers.
+        dispatch: How replicas share their expert's tokens, as for `place`: "even" or "weighted".
 
     Returns:
         Slots of each layer, and a layout that has them.
@@ -88,9 +90,12 @@ def plan_slots(
         )
     model = CostModel() if cost is None else cost
     active = check_active(None, ranks)
-    placements = [place(load, topology, num_slots=size * ranks) for size in sizes]
+    placements = [place(load, topology, num_slots=size * ranks, dispatch=dispatch) for size in sizes]
     times = np.stack(
-        [time_layers(each.layout, load, active, None, "shares", model, window_passes)[0] for each in placements]
+        [
+            time_layers(each.layout, load, active, None, "shares", model, window_passes, dispatch == "weighted")[0]
+            for each in placements
+        ]
     )
     extra = np.array(sizes, dtype=np.int64)[1:, None] - sizes[0] + np.zeros((1, layers), dtype=np.int64)
     chosen = spend_budget(times[:1] - times[1:], extra, total - layers * sizes[0]) + 1

@@ -164,7 +164,7 @@ def cases(draw: st.DrawFn, most_ranks: int = 4) -> Case:
 @given(cases())
 def test_a_step_is_the_best_of_the_fullest_rank(case: Case) -> None:
     """Gain and cost of each step by a full evaluation of the row after it."""
-    row, spent = case.run(steps=1)
+    row, _ = case.run(steps=1)
     power = np.mean(case.times(case.row) ** 8, axis=0)
     unit = case.balance(case.row) / (8 * power.sum())
 
