@@ -49,7 +49,7 @@ MUTATIONS = [
     ),
     # weighted dispatch: tokens counted twice, or a window whose load is not divided by what balance it reaches
     (TIMES, "0.0 if solved else model.token_s", "model.token_s", WEIGHTED),
-    (TIMES, "np.divide(even[window], balance,", "np.divide(even[window], 1.0,", WEIGHTED),
+    (TIMES, "np.divide(even[window], balance[window],", "np.divide(even[window], 1.0,", WEIGHTED),
     # an expert that the rank holds crosses the wire, or one counted twice
     (
         TIMES,
