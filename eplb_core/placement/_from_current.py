@@ -23,6 +23,7 @@ def start_from(
     was: IntArray,
     problem: Problem,
     windows: FloatArray,
+    searched: FloatArray,
     weights: FloatArray,
     load: FloatArray,
     p2l: IntArray,
@@ -30,7 +31,8 @@ def start_from(
 ) -> tuple[FloatArray, IntArray, IntArray]:
     """Choose each layer's row: the present one, a few transfers from it, or the new solution.
 
-    The new solution stands in `p2l`, where the rows chosen replace it.
+    The new solution stands in `p2l`, where the rows chosen replace it. Rows are judged on `windows`; the search looks at
+    those that are `searched`.
 
     Returns:
         Balancedness of the rows chosen, NaN without load; their transfers; where these come from, if links have limits.
@@ -50,7 +52,7 @@ def start_from(
     near = np.where(anew[:, None], p2l, present)
     senders = np.full(near.shape, -1)
     skip = anew | (load.max(axis=1, initial=0.0) <= 0.0)
-    _search_from(was, near, skip, home, problem, windows, weights, load, terms, senders)
+    _search_from(was, near, skip, home, problem, searched, weights, load, terms, senders)
     before = np.where(stays, score(problem, windows, weights, present), np.nan)
     changed = (near != present).any(axis=1)
     balance = before.copy()

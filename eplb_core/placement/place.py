@@ -34,6 +34,7 @@ from eplb_core.placement._problem import (
 from eplb_core.placement._score import bound_layers
 from eplb_core.placement._search import improve_layers
 from eplb_core.placement._solve import solve_layers
+from eplb_core.placement._widen import widen
 from eplb_core.placement.spend import spend_budget
 from eplb_core.topology import Topology
 
@@ -191,7 +192,8 @@ def place(
         part = windows if len(rows) == layers else read_only(np.take(windows, rows, axis=1))
         was = None if current is None else current.physical_to_logical_map[rows]
         load = add_windows(part, weights)
-        solution = _solve_rows(problem, part, weights, load, was is None, effort)
+        searched = _widen(part, weights) if problem.weighted else part
+        solution = _solve_rows(problem, searched, weights, load, was is None, effort)
         bound[rows] = _bound(problem, part, weights, solution)
         for c, offer in enumerate(offers):
             row = solution.p2l.copy()
@@ -199,7 +201,7 @@ def place(
                 reached[c, rows] = score(problem, part, weights, row)
             else:
                 reached[c, rows], transfers[c, rows], senders[c, rows] = start_from(
-                    was, problem, part, weights, load, row, offer
+                    was, problem, part, searched, weights, load, row, offer
                 )
             p2l[c, rows] = row
     chosen = np.zeros(layers, dtype=np.int64)
@@ -247,6 +249,15 @@ class _Solution(NamedTuple):
     scratch: Scratch
 
 
+def _widen(windows: FloatArray, weights: FloatArray) -> FloatArray:
+    """For the search with solved shares: windows that differ more."""
+    if len(windows) == 1:
+        return windows
+    out = np.zeros(windows.shape)
+    widen(windows, weights, out)
+    return read_only(out)
+
+
 def _solve(problem: Problem, load: FloatArray, skip: BoolArray, effort: float) -> _Solution:
     """Place every layer with load from nothing; the others get the trivial spread."""
     layers, experts = load.shape
@@ -289,24 +300,28 @@ def _balance_windows(
 ) -> None:
     """Go on from a placement of the sum until each window is balanced; nothing is in place, so all is free."""
     ranks, none = problem.topology.num_ranks, np.zeros((0, 0), dtype=np.int64)
-    improve_layers(
-        windows,
-        weights,
-        solution.p2l.copy(),
-        skip,
-        problem.capacity,
-        1.0 / problem.topology.rank_speed,
-        new_links(np.zeros((ranks, ranks)), problem.topology.rank_to_node, none, none),
-        none,
-        False,
-        0.0,
-        np.full(windows.shape[1], NO_LIMIT),
-        max(1, int(_FREE_STEPS * effort)),
-        1,
-        problem.weighted,
-        solution.p2l,
-        np.full(solution.p2l.shape, -1),
-    )
+    steps = max(1, int(_FREE_STEPS * effort))
+    # Steps for even shares see more ways than those for solved ones, which go on from where they have ended. Effort is
+    # for the last of them, so that more of it goes on where less has ended.
+    for weighted, most in ((False, _FREE_STEPS), (True, steps)) if problem.weighted else ((False, steps),):
+        improve_layers(
+            windows,
+            weights,
+            solution.p2l.copy(),
+            skip,
+            problem.capacity,
+            1.0 / problem.topology.rank_speed,
+            new_links(np.zeros((ranks, ranks)), problem.topology.rank_to_node, none, none),
+            none,
+            False,
+            0.0,
+            np.full(windows.shape[1], NO_LIMIT),
+            most,
+            1,
+            weighted,
+            solution.p2l,
+            np.full(solution.p2l.shape, -1),
+        )
 
 
 def _bound(problem: Problem, windows: FloatArray, weights: FloatArray, solution: _Solution) -> FloatArray:
