@@ -27,7 +27,9 @@ def list_gifts(
     n = 0
     for p in range(row.size):
         f, r = row[p], p // stride
-        if (f < 0 and work.filled[r] < capacity[r]) or (f >= 0 and count[f] > 1 and keeps_home(f, r, -1, work, links)):
+        if (f < 0 and work.filled[r] < capacity[r]) or (
+            f >= 0 and count[f] > 1 and (work.home[f] < 0 or keeps_home(f, r, -1, work, links))
+        ):
             slot[n] = p
             slot_pace[n] = pace[r]
             other[n] = -1
