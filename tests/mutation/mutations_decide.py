@@ -27,6 +27,8 @@ WORTH = f"{TEST_DECIDE}::test_a_layer_moves_exactly_if_it_gains_and_pays_back"
 WEIGHTED = f"{TEST_DECIDE}::test_weighted_dispatch_is_judged_by_the_best_shares_of_each_window"
 DIED = f"{TEST_DECIDE}::test_an_expert_that_died_with_its_rank_moves_its_layer_whatever_that_costs"
 OPTIMAL = f"{TEST_SPEND}::test_no_other_choice_within_the_budget_gains_more"
+NOISE = f"{TEST_DECIDE}::test_noise_of_one_percent_moves_nothing"
+PAYBACK = f"{TEST_DECIDE}::test_a_move_must_pay_back_what_it_costs_within_the_passes_that_the_layout_lived"
 RETIRE = f"{TEST_ELASTIC}::test_retiring_moves_exactly_what_only_the_leaving_ranks_hold"
 
 # (file, text before, text after, test that must fail)
@@ -71,8 +73,8 @@ MUTATIONS = [
         f"{TEST_DECIDE}::test_holders_share_the_sending",
     ),
     # verdicts: any gain, no pay-back, the wrong way round
-    (DECIDE, "elif not (saved > 0.0 and saved > least * time):", "elif not saved > 0.0:", WORTH),
-    (DECIDE, "elif horizon is not None and not saved * horizon", "elif horizon is None and not saved * 10", WORTH),
+    (DECIDE, "elif not (saved > 0.0 and saved > least * time):", "elif not saved > 0.0:", NOISE),
+    (DECIDE, "elif horizon is not None and not saved * horizon", "elif horizon is None and not saved * 10", PAYBACK),
     (DECIDE, "gain, price = before - after,", "gain, price = after - before,", GAIN),
     (
         DECIDE,

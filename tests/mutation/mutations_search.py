@@ -9,10 +9,12 @@ EXCHANGE = "eplb_core/placement/_exchange.py"
 GIFT = "eplb_core/placement/_gift.py"
 WORK = "eplb_core/placement/_work.py"
 LINKS = "eplb_core/placement/_links.py"
+WIDEN = "eplb_core/placement/_widen.py"
 MEND = "eplb_core/placement/_mend.py"
 PLACE = "eplb_core/placement/place.py"
 FROM = "eplb_core/placement/_from_current.py"
 TESTS = "tests/placement/test_search.py"
+TEST_WIDEN = "tests/placement/test_widen.py"
 TEST_LINKS = "tests/placement/test_links.py"
 STEP = f"{TESTS}::test_a_step_is_the_best_of_the_fullest_rank"
 END = f"{TESTS}::test_the_end_is_a_layout_within_the_budget_and_no_worse"
@@ -37,7 +39,7 @@ MUTATIONS = [
         EXCHANGE,
         "other_pay[s * n + j] = fetch[f, full] - fetch[f, r] if f >= 0 and holds[f, full] == 0 else NEVER",
         "other_pay[s * n + j] = 0.0 if f >= 0 and holds[f, full] == 0 else NEVER",
-        END,
+        STEP,
     ),
     # exchange: the other rank's pace is this one's
     (EXCHANGE, "y = other_time[t, j] + change * other_pace[j]", "y = other_time[t, j] + change * my_pace", STEP),
@@ -89,8 +91,13 @@ MUTATIONS = [
     # links: a full one is used, a booked one stays free, a step that was only tried stays booked
     (LINKS, "            and links.rank_room[r, to] > 0\n", "", LIMITS),
     (LINKS, "            and links.node_room[links.node[r], links.node[to]] > 0\n", "", LIMITS),
-    (LINKS, "        links.rank_room[sender, to] -= number\n", "", LIMITS),
-    (LINKS, "    book(to_there, r, -1, links)\n", "", f"{TEST_LINKS}::test_wider_links_reach_more_on_the_whole"),
+    (
+        LINKS,
+        "        links.rank_room[sender, to] -= number\n",
+        "",
+        f"{TEST_LINKS}::test_a_link_that_is_used_up_ends_the_search",
+    ),
+    (LINKS, "    book(to_there, r, -1, links)\n", "", LIMITS),
     # links: not the cheapest with room
     (
         LINKS,
@@ -118,5 +125,20 @@ MUTATIONS = [
         "max(total - int(transfers[0].sum()), 0)",
         "total",
         "tests/placement/test_spend.py::test_what_must_move_does_whatever_the_budget_of_all_layers_is",
+    ),
+    # windows: drawn below zero, or the wider for being near it
+    (
+        WIDEN,
+        "max(mean * (1.0 - _LEAST) / (mean - least), 1.0)",
+        "_FACTOR",
+        f"{TEST_WIDEN}::test_no_part_falls_below_a_third",
+    ),
+    (WIDEN, "if total[t] > 0.0 and weights[t] > 0.0:", "if True:", f"{TEST_WIDEN}::test_windows_without_say_have_none"),
+    # solved shares: from the placement of the sum, without the even search
+    (
+        PLACE,
+        "((False, _FREE_STEPS), (True, steps)) if problem.weighted",
+        "((True, steps),) if problem.weighted",
+        f"{TEST_WIDEN}::test_solved_shares_from_nothing_are_near_what_is_possible",
     ),
 ]

@@ -185,6 +185,19 @@ def test_a_lost_expert_goes_where_a_link_with_room_leads() -> None:
     assert (nowhere.senders == -1).all()
 
 
+def test_a_link_that_is_used_up_ends_the_search() -> None:
+    """Two exchanges would even the ranks; each link carries one."""
+    live = ExpertLayout([[0, 1, 2, 3, 4, 5, 6, 7]], num_experts=8, topology=Topology(2))
+    call: dict[str, Any] = {"num_slots": 8, "current": live, "transfer_price": 0}
+    load = [[20] * 4 + [1] * 4]
+    assert eplb.place(load, live.topology, **call).transfers.tolist() == [4]
+    for limit in ({"max_rank_transfers": [[-1, 1], [-1, -1]]}, {"max_rank_transfers": [[-1, -1], [1, -1]]}):
+        answer = eplb.place(load, live.topology, **call, **limit)
+        assert answer.transfers.tolist() == [2]
+        assert answer.senders is not None
+        assert sorted(answer.senders[0].tolist()) == [-1] * 6 + [0, 1]
+
+
 def test_an_expert_comes_over_the_link_that_has_room_not_only_the_cheapest() -> None:
     """Rank 2 wants expert 0, which ranks 0 and 1 hold."""
     live = ExpertLayout([[0, 1, 0, 2, 3, -1]], num_experts=4, topology=Topology(3))
