@@ -28,7 +28,7 @@ WEIGHTED = f"{TEST_DECIDE}::test_weighted_dispatch_is_judged_by_the_best_shares_
 DIED = f"{TEST_DECIDE}::test_an_expert_that_died_with_its_rank_moves_its_layer_whatever_that_costs"
 OPTIMAL = f"{TEST_SPEND}::test_no_other_choice_within_the_budget_gains_more"
 NOISE = f"{TEST_DECIDE}::test_noise_of_one_percent_moves_nothing"
-PAYBACK = f"{TEST_DECIDE}::test_a_move_must_pay_back_what_it_costs_within_the_passes_that_the_layout_lived"
+PAYBACK = f"{TEST_DECIDE}::test_a_layer_that_does_not_pay_for_itself_is_not_paid_for_by_others"
 RETIRE = f"{TEST_ELASTIC}::test_retiring_moves_exactly_what_only_the_leaving_ranks_hold"
 
 # (file, text before, text after, test that must fail)
