@@ -37,12 +37,12 @@ mutants: $(READY)
 
 # 100,000 messages of Hypothesis to the server of layout records, and 10,000 schedules of engines and crashes.
 fuzz: $(READY)
-	EPLB_FUZZ_MESSAGES=100000 $(BIN)/python -m pytest tests/loading/test_layout_server.py -k no_message_raises
+	$(BIN)/python -m benchmarks.fuzz_record
 	$(BIN)/python -m benchmarks.schedules
 
-# 1,000 migrations of real processes over every transport that is installed; a rank killed and stopped in each pass.
+# 1,000 migrations of 8 real processes over every transport that is installed; a rank killed and stopped in each phase.
 soak-moves: $(READY)
-	$(BIN)/python -m benchmarks.soak_moves --migrations 1000 --every-pass
+	$(BIN)/python -m benchmarks.soak_moves --json benchmark_results/soak_moves.json
 
 coverage: $(READY)
 	NUMBA_DISABLE_JIT=1 FAST=1 $(BIN)/coverage run -m pytest

@@ -5,16 +5,21 @@ python -m benchmarks.moving --json moving.json
 Plans: one rank's, at 58 x 288 slots on 32 ranks of 4 nodes, from a random layout to another (every slot changes) and to
 one in which a few slots a layer do. Polls: a Migrator that has nothing to do, with an agreement inside the process (the
 library's own cost) and with gloo between two ranks of one thread, which waits for nobody. Installs: all slots of a
-layer from staging, and a circle of all of them in place, against a plain copy of as many bytes by torch. Wake-ups: how
-late a thread is that sleeps a tenth of a millisecond at a time, without the interpreter, and then wants it, beside two
-ranks' workers that migrate all layers, and beside nothing: what workers hold the interpreter for comes on top.
+layer from staging, and a circle of all of them in place, against a plain copy of as many bytes by torch.
+
+Gaps: a thread runs Python code without a pause, polls every millisecond, and notes whenever it stood still for more
+than 30 us, beside its rank's workers that migrate 58 layers and beside idle ones; the other rank is a process of its
+own. "Held" is the time on a core that other threads of the process had in a gap: what workers held the interpreter
+for, and at most that; the rest of a gap is the machine's.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -42,8 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.moving", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few layers, small experts")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank-1", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     measure.one_thread()
+    if options.rank_1:
+        rank_of_two(json.loads(options.rank_1), 1)
+        return 0
     calls = 5 if options.quick else 100
     plans = plan_times(4 if options.quick else LAYERS, calls)
     rows = [[name, f"{entry['reads']}", *entry["columns"]] for name, entry in plans.items()]
@@ -64,12 +73,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             [[name, f"{m:.2f}", f"{b:.2f}"] for name, (m, b) in installs.items()],
         )
     )
-    late = wake_ups(4 if options.quick else LAYERS, 1 if options.quick else 10)
+    stood = gaps(4 if options.quick else LAYERS, 1 if options.quick else 20)
     print()
     print(
         measure.table(
-            ["a thread's wake-up", "median us", "p99 us", "p99.9 us", "worst us", "wake-ups"],
-            [[name, *(f"{us:.0f}" for us in entry[:4]), f"{entry[4]}"] for name, entry in late.items()],
+            [
+                "a busy thread's gaps",
+                "a second",
+                "median us",
+                "p99",
+                "worst",
+                "held a second",
+                "median us",
+                "p99",
+                "worst",
+            ],
+            [
+                [
+                    name,
+                    *(
+                        f"{us:.0f}"
+                        for us in (entry["a_second"], *entry["us"], entry["held_a_second"], *entry["held_us"])
+                    ),
+                ]
+                for name, entry in stood.items()
+            ],
         )
     )
     every, few = (plans[name]["median_ms"] for name in ("every slot changes", "few slots change"))
@@ -79,11 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"installs: {installs['from staging'][0] / installs['torch copy_'][0]:.2f} of a plain copy's bandwidth, "
         f"a circle in place {installs['circle in place'][0] / installs['torch copy_'][0]:.2f}",
     ]
+    idle, busy = stood["beside idle workers"]["held_us"], stood["beside a migration"]["held_us"]
     summary.append(
-        f"a thread wakes {late['beside a migration'][1] - late['beside nothing'][1]:.0f} us later beside a migration "
-        f"in the 99th percentile, {late['beside a migration'][0] - late['beside nothing'][0]:.0f} us in the median"
+        f"workers that migrate hold the interpreter for {busy[0]:.0f} us at a time in the median, {busy[1]:.0f} us in "
+        f"the 99th percentile; idle ones {idle[0]:.0f} and {idle[1]:.0f} us"
     )
-    record = {"plans": plans, "poll_us": polls, "install_gb_s": installs, "wake_up_us": late, "summary": summary}
+    record = {"plans": plans, "poll_us": polls, "install_gb_s": installs, "gaps": stood, "summary": summary}
+    print("\n" + "\n".join(summary))
     measure.write_json(options.json, record)
     return 0
 
@@ -152,19 +182,27 @@ def poll_times(calls: int) -> dict[str, tuple[float, float]]:
 
 
 def gloo(folder: Path) -> list[GroupAgreement]:
-    dist: Any = torch.distributed
     members: dict[int, GroupAgreement] = {}
 
     def join(rank: int) -> None:
-        store = dist.FileStore(str(folder / "store"), 2)
-        members[rank] = GroupAgreement(dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60)))
+        members[rank] = GroupAgreement(gloo_group(folder, rank))
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    in_turn([lambda rank=rank: join(rank) for rank in range(2)])  # type: ignore[misc]
+    return [members[0], members[1]]
+
+
+def gloo_group(folder: Path, rank: int) -> Any:
+    dist: Any = torch.distributed
+    return dist.ProcessGroupGloo(dist.FileStore(str(folder / "store"), 2), rank, 2, timedelta(seconds=60))
+
+
+def in_turn(calls: Sequence[Callable[[], object]]) -> None:
+    """Calls that wait for each other."""
+    threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [members[0], members[1]]
 
 
 def each(call: Callable[[], object], calls: int) -> tuple[float, float]:
@@ -221,75 +259,111 @@ def install_rates(slot_bytes: int, calls: int) -> dict[str, tuple[float, float]]
 # ---- the interpreter's lock ------------------------------------------------------------------------------------------
 
 
-def wake_ups(layers: int, migrations: int) -> dict[str, tuple[float, float, float, float, int]]:
-    """Microseconds that a thread is late: median, 99th and 99.9th percentile, worst; and how many times it slept."""
-    rng, topology = np.random.default_rng(SEED), Topology(2)
+def gaps(layers: int, migrations: int) -> dict[str, dict[str, Any]]:
+    """What a busy thread of rank 0 sees; rank 1 is another process."""
+    with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
+        job = {"folder": folder, "layers": layers, "migrations": migrations}
+        command = [sys.executable, "-m", "benchmarks.moving", "--rank-1", json.dumps(job)]
+        peer = subprocess.Popen(command, cwd=Path(__file__).parent.parent)
+        try:
+            found = rank_of_two(job, 0)
+            if peer.wait(60):
+                raise SystemExit("rank 1 did not end as it should")
+        finally:
+            peer.kill()
+            peer.wait()
+    return found
+
+
+def rank_of_two(job: dict[str, Any], rank: int) -> dict[str, dict[str, Any]]:
+    """All migrations of one rank; rank 1 sleeps where rank 0 looks for gaps."""
+    rng, topology, layers = np.random.default_rng(SEED), Topology(2), job["layers"]
     slots = 2 * SLOTS // RANKS
     start = ExpertLayout.trivial(layers, slots - 2, num_slots=slots, topology=topology)
-    members = LocalAgreement.group(2)
-    made: dict[int, Migrator] = {}
-
-    def join(rank: int) -> None:
-        stores = [ExpertStore({name: torch.zeros(slots // 2, 16) for name in ("w13", "w2", "scale")}) for _ in rows]
-        made[rank] = Migrator(stores, start, rank=rank, transport=SharedMemory(), agreement=members[rank])
-
-    rows = range(layers)
-    in_turn([lambda rank=rank: join(rank) for rank in range(2)])  # type: ignore[misc]
-    probe = Probe()
-    idle = probe.beside(lambda: time.sleep(0.05 * migrations))
-
-    shuffled = [rng.permuted(start.physical_to_logical_map, axis=1) for _ in range(migrations)]
-    targets = [ExpertLayout(p2l, slots - 2, topology=topology) for p2l in shuffled]
-
-    def migrate() -> None:
-        for target in targets:
-            for migrator in made.values():
-                migrator.start(target)
-            while not made[0].idle:
-                for migrator in made.values():
-                    migrator.poll()
-                time.sleep(0.001)
-            if made[0].layout != target:
-                raise SystemExit(f"a migration failed: {made[0].status}")
-
-    busy = probe.beside(migrate)
-    in_turn([lambda rank=rank: made[rank].stop(10.0) for rank in range(2)])  # type: ignore[misc]
-    return {"beside nothing": idle, "beside a migration": busy}
+    shuffled = [rng.permuted(start.physical_to_logical_map, axis=1) for _ in range(job["migrations"])]
+    stores = [
+        ExpertStore({name: torch.zeros(slots // 2, 4096) for name in ("w13", "w2", "scale")}) for _ in range(layers)
+    ]
+    agreement = GroupAgreement(gloo_group(Path(job["folder"]), rank))
+    migrator = Migrator(
+        stores, start, rank=rank, transport=SharedMemory(), agreement=agreement, staging=slots * stores[0].slot_bytes
+    )
+    forward = Forward(migrator) if rank == 0 else Sleeper(migrator)
+    forward.passes(lambda: forward.count == 1000)
+    found = {"beside idle workers": forward.seen()}
+    for p2l in shuffled:
+        target = ExpertLayout(p2l, slots - 2, topology=topology)
+        migrator.start(target)
+        forward.passes(lambda: migrator.idle)
+        if migrator.layout != target:
+            raise SystemExit(f"a migration failed: {migrator.status}")
+    found["beside a migration"] = forward.seen()
+    if not migrator.stop(10.0):
+        raise SystemExit("the Migrator does not stop")
+    return found
 
 
-def in_turn(calls: Sequence[Callable[[], object]]) -> None:
-    """Calls that wait for each other."""
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+class Sleeper:
+    """Passes that do nothing."""
+
+    def __init__(self, migrator: Migrator) -> None:
+        self.migrator, self.count = migrator, 0
+
+    def passes(self, until: Callable[[], bool]) -> None:
+        """Poll and compute, until it is so; at least once."""
+        while True:
+            self.migrator.poll()
+            self.count += 1
+            if until():
+                return
+            self.compute()
+
+    def compute(self) -> None:
+        """The pass."""
+        time.sleep(0.001)
+
+    def seen(self) -> dict[str, Any]:
+        """What there was to see since it was asked last."""
+        return {}
 
 
-class Probe:
-    """A thread that wants the interpreter ten thousand times a second."""
+class Forward(Sleeper):
+    """Passes of a millisecond of Python code, as a busy engine's at its worst."""
 
-    nap_us = 100
+    least_us, least_held_us = 30, 5
 
-    def beside(self, work: Callable[[], object]) -> tuple[float, float, float, float, int]:
-        """How late it was while `work` went on."""
-        late: list[float] = []
-        on = [True]
+    def __init__(self, migrator: Migrator) -> None:
+        super().__init__(migrator)
+        self.us: list[float] = []
+        self.held_us: list[float] = []
+        self.seconds = 0.0
 
-        def run() -> None:
-            sleep = ctypes.CDLL(None).usleep
-            while on:
-                before = time.perf_counter()
-                sleep(self.nap_us)
-                late.append((time.perf_counter() - before) * 1e6 - self.nap_us)
+    def compute(self) -> None:
+        """Look at the clocks, over and over."""
+        clock, process, own = time.perf_counter, time.process_time, time.thread_time
+        begin = last = clock()
+        others = process() - own()
+        while last < begin + 0.001:
+            now, others_now = clock(), process() - own()
+            if (now - last) * 1e6 > self.least_us:
+                self.us.append((now - last) * 1e6)
+                self.held_us.append(max(others_now - others, 0.0) * 1e6)
+            last, others = clock(), others_now
+        self.seconds += last - begin
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        work()
-        on.clear()
-        thread.join()
-        middle, high, higher = np.percentile(late, [50, 99, 99.9]).tolist()
-        return middle, high, higher, max(late), len(late)
+    def seen(self) -> dict[str, Any]:
+        """Gaps since it was asked last: median, 99th percentile, worst; of those for which a thread held something."""
+        held = [us for us in self.held_us if us >= self.least_held_us]
+        both = [[*np.percentile(some or [0.0], [50, 99]).tolist(), max(some, default=0.0)] for some in (self.us, held)]
+        entry = {
+            "a_second": len(self.us) / self.seconds,
+            "us": both[0],
+            "held_a_second": len(held) / self.seconds,
+            "held_us": both[1],
+            "gaps": len(self.us),
+        }
+        self.us, self.held_us, self.seconds = [], [], 0.0
+        return entry
 
 
 if __name__ == "__main__":

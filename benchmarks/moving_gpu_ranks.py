@@ -188,7 +188,8 @@ class Rank:
         self.say("weights")
         self.stores = [ExpertStore(tensors) for tensors in self.weights]
         slot_bytes = self.stores[0].slot_bytes
-        self.staging = torch.empty(self.shape.per_rank * slot_bytes, dtype=torch.uint8, device=self.shape.device)
+        # Two layers': the next one is read while ranks agree on the one before.
+        self.staging = torch.empty(2 * self.shape.per_rank * slot_bytes, dtype=torch.uint8, device=self.shape.device)
         self.tables = DispatchTables(self.layout, rank=self.rank, mode="row", device=self.shape.device)
         report = verify_weights(self.prints(), self.layout)
         if not report.ok:

@@ -1,12 +1,14 @@
 """Moves over the links between GPUs of one host: one process a GPU, decoding by NCCL while experts move.
 
     COMMIT=$(git rev-parse HEAD) python -m benchmarks.multi_gpu --json multi_gpu.json
+    COMMIT=$(git rev-parse HEAD) python -m benchmarks.multi_gpu --transport nccl --json multi_gpu_nccl.json
 
 58 layers x 16 slots x 44 MB a GPU (41 GB). Migrations by CUDA IPC alone, with the copies that prefer to leave the cores
 alone and with others, beside a plain copy between two GPUs; then while each rank replays the graph of its layers and
 the ranks sum their results by NCCL: worst and median pass against the same with no migration, tokens compared with
-those of ranks that never move experts. The ranks are those of `benchmarks.moving_gpu`; without GPUs the same steps run
-small in host memory, to show that they do.
+those of ranks that never move experts. With `--transport nccl` the bytes go by `TorchDistributed`, two-sided, instead.
+The ranks are those of `benchmarks.moving_gpu`; without GPUs the same steps run small in host memory, to show that they
+do: by shared memory, or by groups of gloo in place of NCCL's.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import torch.distributed as dist
 from benchmarks import measure
 from benchmarks.moving_gpu import ROOT, SMALL, tables_of, wait_for
 from benchmarks.moving_gpu_ranks import Rank
+from eplb_core.loading.transports import TorchDistributed
 
 FULL = {"layers": 58, "per_rank": 16, "experts": 24, "hidden": 7168, "inner": 1024, "tokens": 64}
 
@@ -36,6 +39,7 @@ FULL = {"layers": 58, "per_rank": 16, "experts": 24, "hidden": 7168, "inner": 10
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.multi_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few small layers")
+    parser.add_argument("--transport", choices=["ipc", "nccl"], default="ipc")
     parser.add_argument("--passes", type=int, default=0)
     parser.add_argument("--migrations", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for the ranks")
@@ -47,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = torch.cuda.device_count()
     on_gpus = gpus > 1
     sizes: dict[str, Any] = {**(FULL if on_gpus and not options.quick else SMALL), "ranks": gpus if on_gpus else 2}
+    sizes["transport"] = options.transport
     sizes["experts"] = sizes["ranks"] * sizes["per_rank"] * 3 // 4
     sizes["passes"] = options.passes or (200 if on_gpus else 24)
     sizes["migrations"] = options.migrations or (3 if on_gpus else 1)
@@ -87,7 +92,8 @@ def run_ranks(sizes: dict[str, Any], on_gpus: bool, limit: float) -> dict[str, A
             device = f"cuda:{rank}" if on_gpus else "cpu"
             options = {**sizes, "rank": rank, "folder": folder, "parts": ["ipc", "decode"], "device": device}
             command = [sys.executable, "-m", "benchmarks.multi_gpu", "--rank", json.dumps(options)]
-            environment = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
+            # Torch would end a process whose peer is gone.
+            environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
             processes.append(subprocess.Popen(command, cwd=ROOT, text=True, env=environment))
         end = time.monotonic() + limit
         codes = [wait_for(process, end - time.monotonic()) for process in processes]
@@ -109,6 +115,11 @@ class GpuRank(Rank):
         self.nccl: Any = None
         if self.on_gpu:
             self.nccl = dist.new_group(backend="nccl", timeout=timedelta(seconds=120))
+        if options["transport"] == "nccl":
+            kind = "nccl" if self.on_gpu else "gloo"
+            group, up, down = (dist.new_group(backend=backend) for backend in ("gloo", kind, kind))
+            device = self.shape.device.index if self.on_gpu else None
+            self.transports = {"nccl": TorchDistributed(group, device=device, payload=(up, down))}
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """A pass of all ranks."""

@@ -1,12 +1,14 @@
-"""Migrations of real processes by the hundred, with ranks that are late, killed and stopped, and reads that go wrong.
+"""Migrations of real processes by the thousand, with ranks that are late, killed and stopped, and reads that go wrong.
 
-python -m benchmarks.soak_moves --migrations 1000 --every-pass --json soak_moves.json
+python -m benchmarks.soak_moves --json soak_moves.json
 
 Each rank is a process: gloo agrees, the transport reads. In every pass each rank says over a group of its own where it
 would send a token of each expert and in which layout it is; who is named checks the bytes of the slot. A thread of each
-rank does the same with its own tables between the passes, all the time. Random migrations over every transport that is
-installed, on 4 and 8 ranks; some end early (other targets, functions that raise, pauses), a quarter meet reads that are
-late, torn, lost or refused. Then a rank is killed or stopped some passes into a migration, and the others go on.
+rank does the same with its own tables between the passes, all the time, and one of rank 0 runs Python code all the
+time. 1,000 random migrations over every transport that is installed, on 8 ranks: some end early (other targets,
+functions that raise, pauses), in some a rank is slow, comes passes later or is stopped by SIGSTOP for longer than
+deadlines are, a quarter meet reads that are late, torn, lost or refused. Then a rank is killed, or stopped and
+continued later, in each phase of a migration, and the others go on.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -31,12 +34,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import eplb_core
 from benchmarks import measure
 from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology, fingerprints, topk_to_slots, verify_weights
 from eplb_core.errors import AgreementError, MigrationError
+from eplb_core.loading import _words
 from eplb_core.loading.agreement import GroupAgreement
 from eplb_core.loading.migrator import Migrator
-from eplb_core.loading.transport import Transport
+from eplb_core.loading.transport import ReadBatch, Status, Transport
 from eplb_core.loading.transports import Faulty, Mooncake, Nixl, SharedMemory, TorchDistributed
 
 LAYERS, EXPERTS, PER_RANK = 3, 10, 4
@@ -48,37 +53,42 @@ FAULTS = {"delay": 0.1, "tear": 0.02, "fail": 0.01, "lose": 0.01, "late": 0.01, 
 ENDS = {"paused", "disagree", "plan", "read", "peer", "deadline"}
 """Causes that this makes itself."""
 LAST_PASS = 12
-"""Of a migration; a rank is killed in each up to it."""
+"""Of a migration, or a little later."""
+PHASES = ("planning", "reading", "polling", "staged", "installing", "forward", "pausing", "stopping")
+"""Where a rank is lost: in the function that plans; on the reading thread, when a read has begun and while it runs;
+when a step is staged; when it is installed and no word is out; between two polls; in a pause; in a stop."""
+KINDS = ("plain", "plain", "late", "slow", "hiccup", "none", "disagree", "raises", "pause", "finish")
+"""What a migration meets."""
+CHUNK = 50
+"""Migrations of one set of processes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak_moves", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few migrations, one pass, shared memory alone")
+    parser.add_argument("--quick", action="store_true", help="few migrations on 4 ranks, shared memory alone")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--transport", nargs="+", choices=TRANSPORTS)
-    parser.add_argument("--ranks", nargs="+", type=int)
-    parser.add_argument("--migrations", type=int, default=200, help="in all, over transports and numbers of ranks")
-    parser.add_argument("--every-pass", action="store_true", help="a rank is lost in each pass of a migration")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--migrations", type=int, default=1000, help="over each transport")
+    parser.add_argument("--minutes", type=float, default=1e9, help="over all transports; what is left out is said")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.rank:
-        one_rank(json.loads(options.rank))
-        return 0
+    torch.set_num_threads(1)
+    eplb_core.warm_up()  # before the ranks are forked: none of them compiles
     names = options.transport or (["shared_memory"] if options.quick else installed())
-    sizes = options.ranks or ([4] if options.quick else [4, 8])
-    each = -(-(6 if options.quick else options.migrations) // (len(names) * len(sizes)))
-    passes = [4] if options.quick else range(1, LAST_PASS + 1) if options.every_pass else [2, 5, 8]
-    record: dict[str, Any] = {"runs": []}
-    for name in names:
-        for size in sizes:
-            # With more processes than cores the same passes show little more.
-            for job in jobs(name, size, each, options.seed, passes if size <= 4 else passes[1::3]):
-                record["runs"].append(run(job))
-                print(json.dumps(record["runs"][-1]), flush=True)
-    record["summary"] = summary(record["runs"])
+    size, count = (4, 6) if options.quick else (options.ranks, options.migrations)
+    record: dict[str, Any] = {"asked": {"ranks": size, "migrations": count, "transports": names}, "runs": []}
+    start = time.monotonic()
+    for index, name in enumerate(names):
+        until = start + 60 * options.minutes * (index + 1) / len(names)
+        for job in jobs(name, size, count, options.seed, PHASES[3:5] if options.quick else PHASES):
+            if time.monotonic() > until:
+                break
+            record["runs"].append(run(job))
+            print(json.dumps(record["runs"][-1]), flush=True)
+            record["summary"] = summary(record["runs"])
+            measure.write_json(options.json, record)
     print("\n".join(record["summary"]))
-    measure.write_json(options.json, record)
     return 0
 
 
@@ -91,16 +101,21 @@ def installed() -> list[str]:
     ]
 
 
-def jobs(transport: str, size: int, migrations: int, seed: int, passes: Sequence[int]) -> list[dict[str, Any]]:
+def jobs(transport: str, size: int, migrations: int, seed: int, phases: Sequence[str]) -> list[dict[str, Any]]:
     """What is run over one transport with so many ranks."""
-    base = {"transport": transport, "size": size, "seed": seed, "scenario": "random", "migrations": migrations}
-    faulty = {**base, "faults": FAULTS, "migrations": max(2, migrations // 4)}
+    base = {"transport": transport, "size": size, "scenario": "random"}
     losses = [
-        {**base, "scenario": scenario, "at": at, "migrations": 3, "seed": seed + at}
-        for at in passes
+        {**base, "scenario": scenario, "at": at, "migrations": 2, "seed": seed + number}
+        for number, at in enumerate(phases)
         for scenario in ("killed", "stopped")
     ]
-    return [{**base, "migrations": migrations - max(2, migrations // 4)}, faulty, *losses]
+    chunks = []
+    for first in range(0, migrations, CHUNK):
+        here = min(CHUNK, migrations - first)
+        faulty = max(1, here // 4)
+        job = {**base, "seed": seed + 1000 + first}
+        chunks += [{**job, "migrations": here - faulty}, {**job, "faults": FAULTS, "migrations": faulty}]
+    return [*chunks[:2], *losses, *chunks[2:]]
 
 
 def summary(runs: list[dict[str, Any]]) -> list[str]:
@@ -112,8 +127,8 @@ def summary(runs: list[dict[str, Any]]) -> list[str]:
         lost = Counter(entry["scenario"] for entry in here if entry["scenario"] != "random")
         lines.append(
             f"{name}: {total['migrations']:,} migrations of {total['installed']:,} steps in {total['passes']:,} "
-            f"passes, {lost['killed']} ranks killed, {lost['stopped']} stopped; {total['looks']:,} looks through the "
-            "tables saw no slot without its expert"
+            f"passes on {max(entry['size'] for entry in here)} ranks, {lost['killed']} ranks killed, {lost['stopped']} "
+            f"stopped; {total['looks']:,} looks through the tables saw no slot without its expert"
         )
     return lines
 
@@ -127,15 +142,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         dies = victim(job) if job["scenario"] == "killed" else -1
         try:
             # Whoever fails first says why; the others only that it did not answer.
-            while any(each.poll() is None for each in processes) and time.monotonic() < limit:
-                if any(each.poll() for rank, each in enumerate(processes) if rank != dies):
+            while any(each.exitcode is None for each in processes) and time.monotonic() < limit:
+                if any(each.exitcode for rank, each in enumerate(processes) if rank != dies):
                     break
                 time.sleep(0.05)
-            failed = [rank for rank, each in enumerate(processes) if each.poll() != 0 and rank != dies]
+            failed = [rank for rank, each in enumerate(processes) if each.exitcode != 0 and rank != dies]
         finally:
             for each in processes:
                 each.kill()
-                each.wait()
+                each.join()
         told = [Path(folder, f"out{rank}").read_text() for rank in range(job["size"])]
         if failed:
             said = "\n".join(f"rank {rank}: {told[rank][-3000:]}" for rank in failed if told[rank])
@@ -155,13 +170,31 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def process(job: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """One rank."""
-    command = [sys.executable, "-m", "benchmarks.soak_moves", "--rank", json.dumps(job)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "ERROR", "UCX_TLS": "tcp,sm,self"}
-    root = Path(__file__).parent.parent
-    with Path(job["folder"], f"out{job['rank']}").open("w") as out:
-        return subprocess.Popen(command, cwd=root, env=environment, stdout=out, stderr=subprocess.STDOUT)
+def process(job: dict[str, Any]) -> Any:
+    """One rank: a fork, since eight times the imports take longer than the migrations."""
+    made = multiprocessing.get_context("fork").Process(target=begin_rank, args=(job,), daemon=True)
+    made.start()
+    return made
+
+
+def begin_rank(job: dict[str, Any]) -> None:
+    """In the new process."""
+    out = os.open(Path(job["folder"], f"out{job['rank']}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  for good
+    os.environ |= {
+        "NIXL_LOG_LEVEL": "ERROR",
+        "UCX_TLS": "tcp,sm,self",
+        "MC_LOG_LEVEL": "FATAL",
+        "UCX_NET_DEVICES": "lo",
+    }
+    try:
+        one_rank(job)
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def victim(job: dict[str, Any]) -> int:
@@ -173,11 +206,9 @@ def victim(job: dict[str, Any]) -> int:
 
 
 def one_rank(job: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
     rank = Rank(job)
     (rank.random_migrations if job["scenario"] == "random" else rank.loss)()
-    stopped = "out" if rank.out else rank.migrator.stop(10.0)
-    if stopped is False:
+    if not rank.out and rank.migrator.stop(10.0) is False:
         raise SystemExit(f"rank {rank.rank} does not stop: {rank.migrator.status}")
     rank.end()
     print(json.dumps(rank.answer()), flush=True)
@@ -206,6 +237,28 @@ class Shelf:
             row.copy_(torch.from_numpy(LABELS[layer, expert, start:end]))
 
 
+class Hooked:
+    """A transport, and a rank that may be lost in its calls."""
+
+    def __init__(self, inner: Transport, rank: Rank) -> None:
+        self.inner, self.rank, self.caps = inner, rank, inner.caps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def read(self, rank: int, batch: ReadBatch, *, stream: Any = None) -> Any:
+        """As `inner`."""
+        ticket = self.inner.read(rank, batch, stream=stream)
+        self.rank.may_be_lost("reading")
+        return ticket
+
+    def poll(self, ticket: Any) -> Status:
+        """As `inner`."""
+        status = self.inner.poll(ticket)
+        self.rank.may_be_lost("polling")
+        return status
+
+
 class Rank:
     """Weights, a Migrator, passes, and a thread that looks."""
 
@@ -232,15 +285,23 @@ class Rank:
         self.passes = self.installed = self.looks = 0
         self.causes: Counter[str] = Counter()
         self.doubt = self.out = False
+        self.doom, self.woken = "", False
         self.between = threading.Lock()
         """Held in a pass: installs are between two."""
         self.wrong = ""
         self.join(layout)
         if job["scenario"] != "random":  # from now on: processes start at very different times
-            self.patience = self.agreement.deadline = 3.0
+            self.patience = self.agreement.deadline = 5.0
         self.watching = True
         self.watch = threading.Thread(target=self.watch_all_the_time, daemon=True)
         self.watch.start()
+        if self.rank == 0:
+            threading.Thread(target=self.burn, daemon=True).start()
+
+    def burn(self) -> None:
+        """Python code without a pause."""
+        while self.watching:
+            sum(range(1000))
 
     def tensors(self, layout: ExpertLayout, layer: int) -> dict[str, torch.Tensor]:
         """This rank's weights of a layer; empty slots hold 255s."""
@@ -267,7 +328,15 @@ class Rank:
         made: Transport = kinds[self.job["transport"]]()
         if self.job.get("faults"):
             made = Faulty(made, self.job["faults"], seed=self.job["seed"] * 100 + self.rank)
+        if self.job["scenario"] != "random" and self.rank == victim(self.job):
+            made = Hooked(made, self)
         return made
+
+    def may_be_lost(self, phase: str) -> None:
+        """Here, if the job says so; once."""
+        if phase == self.doom and self.rank == victim(self.job):
+            self.doom = ""
+            os.kill(os.getpid(), signal.SIGKILL if self.job["scenario"] == "killed" else signal.SIGSTOP)
 
     def join(self, layout: ExpertLayout) -> None:
         """A Migrator; the next one after another stopped uses the same transport."""
@@ -280,9 +349,10 @@ class Rank:
             agreement=self.agreement,
             tables=self.tables,
             staging=slots * sum(SIZES.values()),
+            on_install=lambda layer, layout: self.may_be_lost("installing"),
             backup=self.shelf,
             reference=self.reference,
-            deadline=1.0 if self.job.get("faults") else 30.0,
+            deadline=1.0 if self.job.get("faults") else 30.0 if self.job["scenario"] == "random" else 10.0,
         )
 
     def random_layout(self) -> ExpertLayout:
@@ -298,6 +368,8 @@ class Rank:
 
     def one_pass(self) -> None:
         """Poll, then a forward pass."""
+        if _words.word(self.migrator.status.migration, _words.MOVING, 1) == self.migrator.progress:
+            self.may_be_lost("staged")
         with self.between:
             rows = self.migrator.poll()
         self.passes += 1
@@ -309,6 +381,8 @@ class Rank:
 
     def forward(self) -> None:
         """Where each rank sends tokens, and whether they meet their expert there; the same layout in the same pass."""
+        if self.migrator.status.phase == "moving":
+            self.may_be_lost("forward")
         layer = self.passes % LAYERS
         digest = int(self.migrator.layout.digest[:15], 16)
         own = torch.tensor([digest, self.passes, *self.targets(layer).tolist()])
@@ -390,7 +464,11 @@ class Rank:
     def one_migration(self) -> None:
         """With something that goes wrong or not, the same on all ranks."""
         target, other = self.random_layout(), self.random_layout()
-        kind = str(self.rng.choice(["plain", "plain", "late", "slow", "none", "disagree", "raises", "pause", "finish"]))
+        kind = str(
+            self.rng.choice(
+                ["plain", "plain", "late", "slow", "hiccup", "none", "disagree", "raises", "pause", "finish"]
+            )
+        )
         culprit, after = int(self.rng.choice(self.live)), int(self.rng.integers(0, LAST_PASS))
         mine = self.rank == culprit
         before = self.migrator.layout
@@ -414,6 +492,10 @@ class Rank:
                 self.migrator.start(work_out)
         else:
             self.migrator.start(work_out if after % 2 or kind != "plain" else target)
+        if kind == "hiccup":
+            self.until_idle(after)
+            if mine:  # others' deadlines pass where reads go wrong anyway
+                self.stop_for(1.5 if self.job.get("faults") else 0.2)
         if kind in ("pause", "finish"):
             self.until_idle(after)
             with self.between:
@@ -432,23 +514,34 @@ class Rank:
         if kind in ("none", "disagree", "raises") and self.migrator.layout != before:
             raise SystemExit(f"rank {self.rank}: {kind} moved experts")
 
+    def stop_for(self, seconds: float) -> None:
+        """As if the machine had no time for this process."""
+        os.posix_spawn("/bin/sh", ["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], os.environ)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     def loss(self) -> None:
         """A rank is killed or stopped some passes into a migration; the others go on without it."""
-        how = signal.SIGKILL if self.job["scenario"] == "killed" else signal.SIGSTOP
         Path(self.folder, f"pid{self.rank}").write_text(str(os.getpid()))
-        gone = victim(self.job)
-        self.migrator.start(self.random_layout())
+        gone, at = victim(self.job), self.job["at"]
+        for _ in range(2):
+            self.start_random()
+            self.until_idle()
+        self.doom = at
+        self.start_random()
+        if at in ("pausing", "stopping"):
+            self.until_idle(int(self.rng.integers(0, LAST_PASS)))
+            self.lose_in_pause(at)
+        if self.migrator.status.phase == "stopped":
+            self.out = self.rank == gone
+            self.wake(gone)
+            return
         while self.migrator.status.phase != "lost":
-            if self.rank == gone and self.passes == self.job["at"]:
-                # Not at the end of a pass but somewhere in the workers' doings after it.
-                threading.Timer(float(self.rng.random()) * 0.004, os.kill, [os.getpid(), how]).start()
-                self.job["at"] = -1  # only once
             try:
                 self.one_pass()
             except MigrationError:
                 self.doubt = True
             if self.migrator.idle:
-                self.migrator.start(self.random_layout())
+                self.start_random()
         self.out = self.rank == gone
         if self.out:
             return
@@ -460,15 +553,47 @@ class Rank:
             target = self.random_layout()
             self.migrator.start(target)
             self.until_idle()
+            if self.migrator.status.cause == "deadline" and not self.transport.caps.stops_late_writes:
+                self.wake(gone)  # as long as it is stopped, what was read from it keeps its staging
+                self.migrator.start(target)
+                self.until_idle()
             if self.migrator.layout != target:
                 raise SystemExit(f"rank {self.rank}: {self.migrator.status}")
             self.look()
         if held & set(self.shelf.given):
             raise SystemExit(f"rank {self.rank}: from the backup though a rank held it: {held & set(self.shelf.given)}")
-        if how == signal.SIGSTOP and self.rank == 0:
+        self.wake(gone)
+        self.look()
+
+    def wake(self, gone: int) -> None:
+        """Let a stopped rank go on: what it was asked for arrives now, if nothing has stopped it."""
+        if self.job["scenario"] == "stopped" and self.rank == 0 and not self.woken:
+            self.woken = True
             os.kill(int(Path(self.folder, f"pid{gone}").read_text()), signal.SIGCONT)
             time.sleep(0.5)
-        self.look()
+
+    def start_random(self) -> None:
+        """A migration, worked out on the worker."""
+        target = self.random_layout()
+
+        def work_out(live: ExpertLayout) -> ExpertLayout:
+            self.may_be_lost("planning")
+            return target
+
+        self.migrator.start(work_out)
+
+    def lose_in_pause(self, at: str) -> None:
+        """One rank does not come to a pause, or to the one in a stop; the others hear of it."""
+        self.may_be_lost(at)
+        with self.between:
+            if at == "stopping":
+                self.migrator.stop(10.0)
+                return
+            try:
+                self.migrator.pause()
+            except AgreementError:
+                return
+            raise SystemExit(f"rank {self.rank}: a pause without all ranks")
 
     def held(self) -> set[tuple[int, int]]:
         """(layer, expert) that ranks which live hold."""

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from eplb_core.loading.checkpoint import CheckpointError as CheckpointError
     from eplb_core.loading.checkpoint import load_checkpoint as load_checkpoint
     from eplb_core.loading.fingerprint import fingerprints as fingerprints
+    from eplb_core.loading.follow import LayoutFollower as LayoutFollower
     from eplb_core.loading.host import WeightHost as WeightHost
     from eplb_core.loading.layout_client import LayoutClient as LayoutClient
     from eplb_core.loading.layout_server import LayoutServer as LayoutServer
@@ -123,6 +124,7 @@ _HOMES = {
     "loading.backup": "HostBackup",
     "loading.checkpoint": "CheckpointError load_checkpoint",
     "loading.fingerprint": "fingerprints",
+    "loading.follow": "LayoutFollower",
     "loading.host": "WeightHost",
     "loading.layout_client": "LayoutClient",
     "loading.layout_server": "LayoutServer",

@@ -17,8 +17,8 @@ from typing import Any
 
 from eplb_core._inputs import note, topology_of
 from eplb_core._terminal import to_json
-from eplb_core.layout import ExpertLayout
-from eplb_core.layout_file import read_layout_file
+from eplb_core.layout_file import LayoutFile, read_layout_file
+from eplb_core.loading._socket_path import SocketPlace
 from eplb_core.loading.layout_client import LayoutClient
 from eplb_core.loading.layout_server import LayoutServer
 from eplb_core.loading.record import LayoutRecord
@@ -49,11 +49,28 @@ def add_to(
 
     share = command(commands, "host", host, "keep one rank's weights in memory for engines that come and go")
     share.add_argument("socket", metavar="SOCKET", help="where to listen")
+    source = share.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--load", metavar="MODULE:FUNCTION", help="the engine's function(layout, rank) -> tensors by name, or a module"
+    )
+    source.add_argument(
+        "--checkpoint", metavar="PATH", help="safetensors file or folder: its experts, as they are stored"
+    )
     share.add_argument(
-        "--load",
-        metavar="MODULE:FUNCTION",
-        required=True,
-        help="function(layout, rank) -> tensors by name, or a module",
+        "--template", metavar="NAME", help="with --checkpoint: how it names tensors; a family, or MODULE:TEMPLATE"
+    )
+    share.add_argument(
+        "--layers", metavar="ID", type=int, nargs="+", help="with --checkpoint: the model's layer of each row"
+    )
+    share.add_argument(
+        "--ignore",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="with --checkpoint: expert tensors to leave out",
+    )
+    share.add_argument(
+        "--device", default="cpu", help="with --checkpoint: where to load, cpu or cuda (default: %(default)s)"
     )
     share.add_argument("--rank", metavar="R", type=int, required=True, help="EP rank to load")
     share.add_argument("--layout", metavar="FILE", help="what the slots hold after loading (default: no record)")
@@ -81,6 +98,8 @@ def status(arguments: argparse.Namespace) -> int:
             "slots": state.layout.num_slots,
             "ranks": state.layout.topology.num_ranks,
             "engines": list(state.engines),
+            "followers": list(state.followers),
+            "awaited": list(state.awaited),
             "pending": None if state.pending is None else str(state.pending),
             "non_followers": state.num_non_followers,
             "non_follower_names": list(state.non_followers),
@@ -102,9 +121,14 @@ def _text(facts: dict[str, Any]) -> str:
         ("record", "nobody knows what the slots hold" if facts["dirty"] else f"version {facts['version']}"),
         ("digest", facts["digest"][:16]),
         ("layout", "{layers} layers, {experts} experts, {slots} slots on {ranks} ranks".format(**facts)),
-        ("engines", ", ".join(facts["engines"]) or "none"),
+        (
+            "engines",
+            ", ".join(name + " (follows)" * (name in facts["followers"]) for name in facts["engines"]) or "none",
+        ),
         ("moving", facts["pending"] or "nothing"),
     ]
+    if facts["awaited"]:
+        rows.append(("waiting for", f"{', '.join(facts['awaited'])} to stop reading"))
     if facts["non_followers"]:
         rows.append(("not following", f"{facts['non_followers']}, so nothing may move: {', '.join(names)}"))
     if facts["dirty"]:
@@ -119,11 +143,17 @@ def _table(rows: list[tuple[str, str]]) -> str:
 
 def serve(arguments: argparse.Namespace) -> int:
     """`eplb record serve`: until SIGINT or SIGTERM."""
-    layout = _layout(arguments)
-    record = open_record(arguments.state, layout, memory=arguments.memory) if arguments.state else LayoutRecord(layout)
+    layout = _read_layout(arguments).layout
+    memory, state = arguments.memory, arguments.state
+    place = SocketPlace(arguments.socket)  # first: nobody else writes the file from now on
+    try:
+        record = open_record(state, layout, memory=memory) if state else LayoutRecord(layout)
+    except BaseException:
+        place.release()
+        raise
     if record.state.dirty:
         note(f"nobody knows what the slots hold: {record.state.dirty}")
-    with LayoutServer(arguments.socket, record, state_file=arguments.state, memory=arguments.memory) as server:
+    with LayoutServer(arguments.socket, record, state_file=state, memory=memory, place=place) as server:
         facts = {"ready": server.path, "version": record.version, "digest": record.digest}
         _run(facts, arguments.json)
     return 0
@@ -134,8 +164,10 @@ def host(arguments: argparse.Namespace) -> int:
     from eplb_core.loading.host import WeightHost
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    layout = None if arguments.layout is None else _layout(arguments)
-    load, config = _function(arguments.load), _config(arguments.config)
+    read = None if arguments.layout is None else _read_layout(arguments)
+    layout = None if read is None else read.layout
+    config = _config(arguments.config)
+    load = _function(arguments.load) if arguments.load is not None else _loader(arguments, read)
     with WeightHost(
         arguments.socket, load, config=config, layout=layout, rank=arguments.rank, state_file=arguments.state
     ) as served:
@@ -156,21 +188,44 @@ def _run(facts: dict[str, Any], as_json: bool) -> None:
     stopped.wait()
 
 
-def _layout(arguments: argparse.Namespace) -> ExpertLayout:
+def _read_layout(arguments: argparse.Namespace) -> LayoutFile:
     read = read_layout_file(arguments.layout, topology=topology_of(arguments), num_experts=arguments.experts)
     note(*read.notes)
-    return read.layout
+    return read
+
+
+def _loader(arguments: argparse.Namespace, read: LayoutFile | None) -> Callable[..., Any]:
+    """The library's own loader."""
+    from eplb_core.loading.rank_loader import load_rank
+
+    if read is None:
+        raise ValueError("--checkpoint needs --layout: it says which expert each slot holds")
+    if arguments.template is None:
+        raise ValueError("--checkpoint needs --template: how the checkpoint names its tensors")
+    named = arguments.template
+    template = _attribute(named, "--template", "MODULE:TEMPLATE") if ":" in named else named
+    options = {"template": template, "ignore": arguments.ignore, "device": arguments.device}
+    ids = tuple(arguments.layers or read.layer_ids)
+    return lambda layout, rank: load_rank(arguments.checkpoint, layout, rank, layer_ids=ids, **options)
 
 
 def _function(name: str) -> Callable[..., Any]:
-    module_name, colon, function = name.partition(":")
-    if not colon or not module_name or not function:
-        raise ValueError(f"--load (={name}) must be MODULE:FUNCTION")
-    sys.path.insert(0, os.getcwd())  # as `python -m` has it
-    found = getattr(importlib.import_module(module_name), function, None)
+    found = _attribute(name, "--load", "MODULE:FUNCTION")
     if not callable(found):
-        raise ValueError(f"--load: module {module_name} has no function {function!r}")
+        raise ValueError(f"--load (={name}) must be a function")
     return found  # type: ignore[no-any-return]
+
+
+def _attribute(name: str, option: str, form: str) -> Any:
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ValueError(f"{option} (={name}) must be {form}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    module = importlib.import_module(module_name)
+    if not hasattr(module, attribute):
+        raise ValueError(f"{option}: module {module_name} has no {attribute!r}")
+    return getattr(module, attribute)
 
 
 def _config(text: str) -> dict[str, Any]:

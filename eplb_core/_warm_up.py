@@ -71,11 +71,15 @@ def _warm_dispatch() -> None:
 
 
 def _warm_tables() -> None:
+    import torch
+
     from eplb_core.dispatch.tables import DispatchTables
 
     layout = _layout()
-    for mode in ("static", "even", "weighted", "quota"):
-        DispatchTables(layout, mode=mode)
+    for mode in ("static", "even", "quota", "weighted"):
+        tables = DispatchTables(layout, mode=mode)
+    for dtype in (torch.int32, torch.int64):
+        tables.map(0, torch.zeros((1, 1), dtype=dtype))
     DispatchTables(layout, mode="weighted", shares=[[0.5, 1.0, 1.0, 1.0, 0.5, 0.0]] * 2)
 
 

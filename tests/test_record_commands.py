@@ -15,7 +15,7 @@ import pytest
 
 from eplb_core import ExpertLayout, LayoutClient, LayoutRecord, LayoutServer, Topology, save_layout
 from eplb_core.cli import main
-from eplb_core.loading.record import RecordState
+from eplb_core.loading._record_state import RecordState
 
 LAYOUT = ExpertLayout([[0, 1, 1, 0], [1, 0, 0, 1]], 2, topology=Topology(num_ranks=2))
 LOADER = """
@@ -63,6 +63,20 @@ def test_status_shows_engines_the_move_and_who_does_not_follow(
     assert "not following 1, so nothing may move: old\n" in text
     assert server.state is not None
     assert server.state.engines == ("kestrel",)
+
+
+def test_status_shows_who_follows_and_whom_a_move_waits_for(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    record = LayoutRecord(LAYOUT)
+    for engine in ("mover", "standby"):
+        record.attach(engine)
+    record.follow("standby", LAYOUT.digest)
+    record.begin("mover", [1], 0)
+    with LayoutServer(path, record):
+        assert main(["record", "status", path]) == 0
+    text = capsys.readouterr().out
+    assert "engines     mover, standby (follows)\n" in text
+    assert "moving      the move of layer 1 by engine 'mover' from version 0\n" in text
+    assert "waiting for standby to stop reading\n" in text
 
 
 def test_status_of_a_dirty_record_is_1_and_says_why(path: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,11 +138,68 @@ def test_a_host_loads_by_the_engines_function_and_says_when_it_is_ready(
     assert process.wait(30) == 0
 
 
+@pytest.mark.slow
+def test_a_host_loads_a_checkpoint_by_itself(path: str, tmp_path: Path, stack: ExitStack) -> None:
+    """Nothing but flags: what an engine maps is what `load_checkpoint` would have put into its slots."""
+    save_file = pytest.importorskip("safetensors.torch", reason="checkpoints are safetensors").save_file
+    import torch
+
+    from eplb_core import attach_weights
+
+    names = {"w1": "w13", "w3": "w13", "w2": "w2"}
+    tensors = {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight": torch.full(
+            (4, 2), 100.0 * layer + 10 * expert + number
+        )
+        for layer in (5, 7)
+        for expert in (0, 1)
+        for number, part in enumerate(names)
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    arguments = [path, "--checkpoint", "model.safetensors", "--template", "mixtral", "--layout", "layout.json"]
+    process, ready = start(stack, tmp_path, "host", *arguments, "--rank", "1", "--config", '{"model": "tiny"}')
+    assert ready == f"ready {path} tensors 4 bytes 384\n"
+    with LayoutClient(path, "a") as client:
+        found: dict[str, torch.Tensor] = {}
+        stack.callback(attach_weights(client, found, config={"model": "tiny"}, layout=LAYOUT, rank=1).close)
+    assert sorted(found) == ["layers.5.w13", "layers.5.w2", "layers.7.w13", "layers.7.w2"]
+    for row, layer in enumerate((5, 7)):
+        for slot, expert in enumerate(LAYOUT.physical_to_logical_map[row, 2:].tolist()):
+            w13, w2 = found[f"layers.{layer}.w13"][slot], found[f"layers.{layer}.w2"][slot]
+            base = 100.0 * layer + 10 * expert
+            assert w13.tolist() == [[base] * 2] * 4 + [[base + 1] * 2] * 4
+            assert w2.tolist() == [[base + 2] * 2] * 4
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+def test_a_checkpoint_needs_a_layout_and_a_template(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="a host keeps tensors")
+    folder = Path(path).parent
+    layout = ["--layout", str(folder / "layout.json")]
+    for arguments, said in [
+        ([], "--checkpoint needs --layout"),
+        (layout, "--checkpoint needs --template"),
+        (
+            [*layout, "--template", "nobody"],
+            "`template` (='nobody') must be a CheckpointTemplate or one of",
+        ),
+        ([*layout, "--template", "json:nothing"], "--template: module json has no 'nothing'"),
+        ([*layout, "--template", "mixtral"], f"{folder / 'none'}"),
+    ]:
+        assert main(["host", path, "--rank", "0", "--checkpoint", str(folder / "none"), *arguments]) == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["host", path, "--rank", "0"])
+    assert "one of the arguments --load --checkpoint is required" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--load", "json:__doc__"], "--load (=json:__doc__) must be a function"),
         (["--load", "kestrel"], r"--load (=kestrel) must be MODULE:FUNCTION"),
-        (["--load", "json:nothing"], "--load: module json has no function 'nothing'"),
+        (["--load", "json:nothing"], "--load: module json has no 'nothing'"),
         (["--load", "no_such_module_here:f"], "No module named 'no_such_module_here'"),
         (["--load", "json:loads", "--config", "{"], "--config is no JSON"),
         (["--load", "json:loads", "--config", "[1]"], "--config (=[1]) must be a JSON object"),

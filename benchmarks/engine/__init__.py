@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine                    # figures: off, synchronous, asynchronous; skewed load; overhead
     python -m benchmarks.engine --soak 600 --ranks 8
-    python -m benchmarks.engine --device cuda --preset h200
+    python -m benchmarks.engine --device cuda:0 --preset h200
 
 docs/guide.md walks through it. The files by role: model, weights, exchange, forward, engine (the library's calls),
 requests, oracle, cluster (processes), drive, shared (weight hosts), soak.

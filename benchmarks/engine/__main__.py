@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
+import eplb_core as eplb
 from benchmarks.engine.cluster import Cluster
 from benchmarks.engine.drive import Record, drive
 from benchmarks.engine.engine import MODES, Setup
 from benchmarks.engine.model import ModelConfig
 from benchmarks.engine.oracle import Oracle
 from benchmarks.engine.requests import Scheduler, Traffic
+from benchmarks.engine.shared import soak_shared
 from benchmarks.engine.soak import soak
 from benchmarks.engine.weights import save_experts
 from benchmarks.measure import table, write_json
@@ -47,8 +49,8 @@ PRESETS = {
         num_rows=64,
         slots_per_rank=40,
         synthetic=True,
-        window=16,
-        interval=128,
+        window=8,
+        interval=64,
         deadline=60.0,
     ),
 }
@@ -58,19 +60,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, few passes: does it run?")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda: all ranks on one GPU")
+    parser.add_argument("--device", default="cpu", help="cpu; cuda:0: all ranks on one GPU; cuda: one a rank")
+    parser.add_argument("--threads", action="store_true", help="ranks are threads, on a GPU each with its own stream")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--passes", type=int, default=400, help="of each mode")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--check", action="store_true", help="compare every token with the oracle; times mean less")
+    parser.add_argument("--trace", type=Path, help="a trace file whose loads the requests' topics follow")
+    parser.add_argument(
+        "--shared", action="store_true", help="with --soak: engines that die on weights that outlive them"
+    )
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="traffic and faults instead of figures")
     options = parser.parse_args(argv)
+    eplb.warm_up()  # once, and not in every rank
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if options.soak is not None:
-        report = soak(options.ranks, options.soak, seed=options.seed)
+        report = (soak_shared if options.shared else soak)(options.ranks, options.soak, seed=options.seed)
         print(report)
         write_json(options.json, {"soak": dataclasses.asdict(report), "ok": report.ok})
         return 0 if report.ok else 1
@@ -83,56 +91,66 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A quarter more slots than experts, or what the preset says.
         enough = -(-5 * setup.config.num_experts // (4 * options.ranks))
         setup = dataclasses.replace(setup, slots_per_rank=max(setup.slots_per_rank, enough))
-        setup = dataclasses.replace(setup, device="cuda:0" if options.device == "cuda" else options.device)
+        setup = dataclasses.replace(setup, device=options.device, threads=options.threads)
         if not setup.synthetic:
             save_experts(Path(folder) / "experts-0", setup.config, setup.seed, setup.dtype)
         record = figures(setup, options)
     for line in record["summary"]:
         print(line)
-    write_json(options.json, record)
     return 0
 
 
 def figures(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
-    """All of them."""
-    modes = {mode: by_mode(dataclasses.replace(setup, mode=mode), options) for mode in options.modes}
-    head = ["mode", "tokens/s", "p50 ms", "p99 ms", "worst ms", "balancedness", "layers installed"]
-    rows = [
-        [
-            mode,
-            f"{one['tokens_s']:.0f}",
-            *(f"{one[key]:.1f}" for key in ("p50_ms", "p99_ms", "worst_ms")),
-            f"{one['balancedness']:.3f}",
-            str(one["installed"]),
-        ]
-        for mode, one in modes.items()
-    ]
-    print(table(head, rows))
-    skewed = on_skewed_load(setup, options)
-    idle = with_nothing_to_do(setup, options)
-    summary = [
-        f"{options.ranks} ranks, {setup.config.num_layers} layers, {setup.config.num_experts} experts, {setup.device}",
-        f"skewed load, same topics throughout: balancedness {skewed['before']['balancedness']:.3f} -> "
-        f"{skewed['after']['balancedness']:.3f}, median pass {skewed['before']['p50_ms']:.1f} -> "
-        f"{skewed['after']['p50_ms']:.1f} ms",
-        f"nothing to do: poll, roll and {setup.config.num_layers} maps take {1e3 * idle['library_s']:.3f} ms of "
-        f"{idle['p50_ms']:.1f} ms, {100 * idle['share']:.2f}%",
-    ]
-    if {"off", "async"} <= modes.keys():
-        off, moving = modes["off"], modes["async"]
-        summary.append(
-            f"drifting load, asynchronous beside off: balancedness {off['balancedness']:.3f} -> "
-            f"{moving['balancedness']:.3f}, p99 {moving['p99_ms'] / off['p99_ms']:.2f} times, worst pass "
-            f"{moving['worst_ms'] / off['worst_ms']:.2f} times"
-        )
+    """All of them; what is there is printed and written as soon as it is."""
     gpu = torch.cuda.get_device_name(0) if setup.device != "cpu" else None
     shape = dataclasses.asdict(setup.config) | {
         "ranks": options.ranks,
         "rows": setup.num_rows,
         "device": setup.device,
         "gpu": gpu,
+        "ranks_are": "threads" if setup.threads else "processes",
     }
-    return {"shape": shape, "modes": modes, "skewed": skewed, "idle": idle, "summary": summary}
+    modes: dict[str, dict[str, Any]] = {}
+    record: dict[str, Any] = {"shape": shape, "modes": modes, "summary": []}
+    head = ["mode", "tokens/s", "p50 ms", "p99 ms", "worst ms", "balancedness", "layers installed"]
+    for mode in options.modes:
+        modes[mode] = one = by_mode(dataclasses.replace(setup, mode=mode), options)
+        times = (f"{one[key]:.1f}" for key in ("p50_ms", "p99_ms", "worst_ms"))
+        row = [mode, f"{one['tokens_s']:.0f}", *times, f"{one['balancedness']:.3f}", str(one["installed"])]
+        print(table(head, [row]), flush=True)
+        write_json(options.json, record)
+    record["skewed"] = on_skewed_load(setup, options)
+    record["summary"] = summary_of(record)
+    write_json(options.json, record)
+    return record
+
+
+def summary_of(record: dict[str, Any]) -> list[str]:
+    """In words."""
+    shape, modes, skewed = record["shape"], record["modes"], record["skewed"]
+    layers = shape["num_layers"]
+    summary = [
+        f"{shape['ranks']} ranks ({shape['ranks_are']}), {layers} layers, {shape['num_experts']} experts, "
+        f"{shape['gpu'] or shape['device']}",
+        f"skewed load, same topics throughout: balancedness {skewed['before']['balancedness']:.3f} -> "
+        f"{skewed['after']['balancedness']:.3f}, median pass {skewed['before']['p50_ms']:.1f} -> "
+        f"{skewed['after']['p50_ms']:.1f} ms",
+    ]
+    if "async" in modes:
+        idle = modes["async"]["idle"]
+        summary.append(
+            f"nothing to do: poll, roll and {layers} maps take {1e3 * idle['library_s']:.3f} ms of "
+            f"{idle['p50_ms']:.1f} ms, {100 * idle['share']:.2f}%"
+        )
+    if "off" in modes:
+        for mode in modes.keys() - {"off"}:
+            off, moving = modes["off"], modes[mode]
+            summary.append(
+                f"drifting load, {mode} beside off: balancedness {off['balancedness']:.3f} -> "
+                f"{moving['balancedness']:.3f}, p99 {moving['p99_ms'] / off['p99_ms']:.2f} times, worst pass "
+                f"{moving['worst_ms'] / off['worst_ms']:.2f} times"
+            )
+    return summary
 
 
 def by_mode(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
@@ -143,9 +161,12 @@ def by_mode(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
         oracle.load(setup.checkpoint(0))
     with Cluster(setup) as cluster:
         cluster.start(options.ranks)
-        scheduler = Scheduler(Traffic(setup.config, setup.seed, drift=0.02), setup.num_rows)
+        trace = None if options.trace is None else eplb.load_trace(options.trace).load
+        scheduler = Scheduler(Traffic(setup.config, setup.seed, drift=0.02, trace=trace), setup.num_rows)
         warm = setup.interval // 2
-        drive(cluster, scheduler, warm, oracle=oracle)
+        drive(cluster, scheduler, 4, oracle=oracle)  # the first passes load what is loaded late
+        still = drive(cluster, scheduler, warm - 4, first=5, oracle=oracle)
+        idle = with_nothing_to_do(cluster, setup, still)
         record = drive(cluster, scheduler, options.passes, first=warm + 1, oracle=oracle, window=setup.window)
         status = cluster.call("status")[0][1]
         cluster.call("close")
@@ -159,6 +180,7 @@ def by_mode(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
         **balance_of(record),
         "installed": record.installed,
         "tokens_compared": record.compared,
+        "idle": idle,
         **moves,
     }
 
@@ -186,15 +208,9 @@ def on_skewed_load(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def with_nothing_to_do(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
-    """What the library costs where it is idle: the calls of each pass beside the pass."""
-    setup = dataclasses.replace(setup, mode="async", interval=10**9)
-    with Cluster(setup) as cluster:
-        cluster.start(options.ranks)
-        scheduler = Scheduler(Traffic(setup.config, setup.seed), setup.num_rows)
-        record = drive(cluster, scheduler, max(20, options.passes // 2), window=setup.window)
-        map_s = float(np.median(cluster.call("map_cost", 1000)))
-        cluster.call("close")
+def with_nothing_to_do(cluster: Cluster, setup: Setup, record: Record) -> dict[str, Any]:
+    """What the library costs where it is idle: the calls of each pass beside passes in which no expert moved."""
+    map_s = float(np.median(cluster.call("map_cost", 1000)))
     in_pass = float(np.median(record.library_s)) + setup.config.num_layers * map_s
     return {
         **record.times(),

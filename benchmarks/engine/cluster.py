@@ -6,24 +6,38 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+import eplb_core as eplb
 from benchmarks.engine.engine import Lost, Membership, Rank, Setup
-from eplb_core import AgreementError, MigrationError
 
 
-def serve(pipe: Connection, setup: Setup, worker: int) -> None:
-    """A rank's process: answer commands until the pipe ends."""
+def serve_process(pipe: Connection, setup: Setup, worker: int) -> None:
+    """A rank's process."""
     torch.set_num_threads(1)
     # Sums must be exact, whatever the size of the batch makes the library choose.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(pipe, setup, worker)
+    os._exit(0)  # what is left of a broken group may wait for its peers
+
+
+def serve(pipe: Connection, setup: Setup, worker: int) -> None:
+    """Answer commands until the pipe ends."""
+    device = setup.device_of(worker)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if setup.threads:
+            torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    eplb.warm_up()  # kernels are loaded now, and not in a pass that somebody waits for
     rank = Rank(setup, worker)
     calls: dict[str, Callable[..., Any]] = {
         "form": rank.form,
@@ -43,30 +57,19 @@ def serve(pipe: Connection, setup: Setup, worker: int) -> None:
             name, arguments, options = pipe.recv()
             try:
                 answer = ("ok", calls[name](*arguments, **options))
-            except (Lost, AgreementError, MigrationError, RuntimeError) as error:
+            except (Lost, eplb.AgreementError, eplb.MigrationError, RuntimeError) as error:
                 answer = ("lost", f"{type(error).__name__}: {error}")
             except Exception:
                 answer = ("failed", traceback.format_exc())
             pipe.send(answer)
             if name == "close":
                 break
-    os._exit(0)  # what is left of a broken group may wait for its peers
 
 
-class Worker:
-    """One process, as its parent sees it."""
+class Worker(ABC):
+    """One rank, as its parent sees it."""
 
-    def __init__(self, setup: Setup, number: int) -> None:
-        context: Any = multiprocessing.get_context("spawn")  # what has seen a GPU must not be forked
-        if setup.device == "cpu":
-            context = multiprocessing.get_context("forkserver")
-            # Imports once, not in every process: a restarted rank is there at once.
-            context.set_forkserver_preload(["benchmarks.engine.preload"])
-        self.number = number
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, setup, number), daemon=True)
-        self.process.start()
-        theirs.close()
+    pipe: Connection
 
     def ask(self, name: str, *arguments: Any, **options: Any) -> None:
         """Send a command; one that is gone is noticed when it does not answer."""
@@ -83,15 +86,56 @@ class Worker:
         except (EOFError, ConnectionResetError):
             return "dead", ""
 
+    @abstractmethod
     def signal(self, number: int) -> None:
         """Stop, continue or kill it."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Make sure that it is gone."""
+
+
+class ProcessWorker(Worker):
+    """A process of its own."""
+
+    def __init__(self, setup: Setup, number: int) -> None:
+        context: Any = multiprocessing.get_context("spawn")  # what has seen a GPU must not be forked
+        if setup.device == "cpu":
+            context = multiprocessing.get_context("forkserver")
+            # Imports once, not in every process: a restarted rank is there at once.
+            context.set_forkserver_preload(["benchmarks.engine.preload"])
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve_process, args=(theirs, setup, number), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def signal(self, number: int) -> None:
+        """As the system does."""
         os.kill(int(self.process.pid), number)
 
     def end(self) -> None:
-        """Make sure that it is gone."""
+        """Kill it."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
+
+
+class ThreadWorker(Worker):
+    """A thread of this process. It takes no signals and ends when its pipe does."""
+
+    def __init__(self, setup: Setup, number: int) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.thread = threading.Thread(target=serve, args=(theirs, setup, number), daemon=True)
+        self.thread.start()
+
+    def signal(self, number: int) -> None:
+        """Refused."""
+        raise EngineFailure(f"signal {number} is for a process; this rank is a thread")
+
+    def end(self) -> None:
+        """Let it run out of commands."""
+        self.pipe.close()
+        self.thread.join(60.0)
 
 
 class EngineFailure(Exception):
@@ -111,7 +155,8 @@ class Cluster:
         """One more process, which belongs to no group yet."""
         number = self._next
         self._next += 1
-        self.workers[number] = Worker(self.setup, number)
+        kind = ThreadWorker if self.setup.threads else ProcessWorker
+        self.workers[number] = kind(self.setup, number)
         return number
 
     def form(self, kept: Iterable[tuple[int, int]]) -> None:

@@ -14,10 +14,11 @@ import torch
 
 import eplb_core as eplb
 from benchmarks.engine.exchange import Group, add_up, form_group, gather
-from benchmarks.engine.forward import Forward
+from benchmarks.engine.forward import Forward, captured
 from benchmarks.engine.model import Dense, ModelConfig
 from benchmarks.engine.requests import Feed
 from benchmarks.engine.weights import empty_experts, load_experts, make_dense
+from eplb_core.loading.transports import LocalCopy
 
 MODES = ("off", "sync", "async")
 WINDOWS = 8
@@ -37,6 +38,9 @@ class Setup:
     slots_per_rank: int = 6
     seed: int = 1
     device: str = "cpu"
+    """`cuda:0`: all ranks on one GPU; `cuda`: one a rank, as far as there are any."""
+    threads: bool = False
+    """Ranks are threads of one process, each on its own stream, and not processes."""
     synthetic: bool = False
     """Weights come straight from the seed, where a checkpoint would be too large."""
     window: int = 8
@@ -55,6 +59,19 @@ class Setup:
     def checkpoint(self, version: int) -> Path | int:
         """The experts of a version of the weights."""
         return self.seed + version if self.synthetic else self.folder / f"experts-{version}"
+
+    def device_of(self, worker: int) -> torch.device:
+        """Where a worker computes."""
+        device = torch.device(self.device)
+        if device.type == "cuda" and device.index is None:
+            return torch.device("cuda", worker % torch.cuda.device_count())
+        return device
+
+    def make_transport(self) -> eplb.Transport:
+        """How ranks read each other's slots."""
+        if self.device != "cpu":
+            return eplb.CudaIpc()
+        return LocalCopy() if self.threads else eplb.SharedMemory()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,7 +118,7 @@ class Rank:
     """A rank's weights, tables and Migrator, and its passes."""
 
     def __init__(self, setup: Setup, worker: int) -> None:
-        self.setup, self.worker, self.device = setup, worker, torch.device(setup.device)
+        self.setup, self.worker, self.device = setup, worker, setup.device_of(worker)
         config = setup.config
         weights = make_dense(config, setup.seed, dtype=setup.dtype, device=self.device)
         self.dense = Dense(config, weights, setup.num_rows)
@@ -120,7 +137,7 @@ class Rank:
         self._last_load: Any = None
         # A transport outlives Migrators, and tensors of staging outlive both: nothing is registered twice.
         self._staging: torch.Tensor | None = None
-        transport: eplb.Transport = eplb.SharedMemory() if setup.device == "cpu" else eplb.CudaIpc()
+        transport = setup.make_transport()
         self.transport = eplb.Faulty(transport, setup.faults, seed=worker) if setup.faults else transport
 
     @property
@@ -329,15 +346,22 @@ class Rank:
         return counts
 
     def map_cost(self, calls: int) -> float:
-        """Seconds of one `topk_to_slots` call, the host's part: the least of some batches of calls."""
+        """Seconds of one `topk_to_slots`, on a GPU as part of a graph: the least of some batches of calls."""
         shape = (self.setup.num_rows, self.setup.config.top_k)
         ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
         tables, best = self.tables.layer(0), float("inf")
-        self.load.recording(False)
-        for _ in range(calls // 50):
-            start = time.perf_counter()
+
+        def batch() -> None:
             for _ in range(50):
                 eplb.topk_to_slots(ids, tables)
+
+        self.load.recording(False)
+        run = batch if self.device.type == "cpu" else captured(batch, self.device)
+        for _ in range(calls // 50):
+            start = time.perf_counter()
+            run()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
             best = min(best, (time.perf_counter() - start) / 50)
         self.load.recording(True)
         return best

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -104,6 +105,72 @@ class GlooExchange:
         self._group.alltoall_base(self.receive[which], self.send[which], [], [], self._options).wait()
 
 
+class NcclExchange:
+    """Between GPUs, on the current stream: the host goes on, and a member that does not come shows where it waits."""
+
+    def __init__(self, group: Group, nbytes: tuple[int, int], device: torch.device) -> None:
+        torch_names: Any = dist
+        options = torch_names.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=group.deadline)
+        store = torch_names.PrefixStore("nccl", group.store)
+        self._group = torch_names.ProcessGroupNCCL(store, group.me, group.size, options)
+        self.send = [torch.zeros(group.size, each, dtype=torch.uint8, device=device) for each in nbytes]
+        self.receive = [torch.zeros_like(each) for each in self.send]
+        self._options = dist.distributed_c10d.AllToAllOptions()
+
+    def swap(self, which: int) -> None:
+        """One all-to-all of NCCL, in equal parts."""
+        self._group.alltoall_base(self.receive[which], self.send[which], [], [], self._options).wait()
+
+
+class _Frame:
+    """What the threads of one group share."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.send: list[list[torch.Tensor]] = [[]] * size
+        self.filled: list[list[Any]] = [[]] * size
+
+
+class ThreadExchange:
+    """Between threads of one process, each on a stream of its own: streams wait for streams, and nobody for the device.
+
+    As with processes, the wait for all members in one exchange makes the other's buffers free again.
+    """
+
+    _frames: ClassVar[dict[Path, _Frame]] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, group: Group, nbytes: tuple[int, int], device: torch.device) -> None:
+        self._me, self._device, self._deadline = group.me, device, group.deadline
+        self.send = [torch.zeros(group.size, each, dtype=torch.uint8, device=device) for each in nbytes]
+        self.receive = [torch.zeros_like(each) for each in self.send]
+        with self._lock:
+            self._frame = self._frames.setdefault(group.folder, _Frame(group.size))
+        self._frame.send[group.me] = self.send
+        make_event: Any = torch.cuda.Event
+        self._frame.filled[group.me] = [make_event() for _ in nbytes] if device.type == "cuda" else []
+        self._meet()
+
+    def swap(self, which: int) -> None:
+        """Say that the own buffer is filled; then take from each member, once its own is."""
+        frame = self._frame
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        if stream is not None:
+            frame.filled[self._me][which].record(stream)
+        self._meet()
+        for index, peer in enumerate(frame.send):
+            if stream is not None:
+                stream.wait_event(frame.filled[index][which])
+            self.receive[which][index].copy_(peer[which][self._me], non_blocking=True)
+
+    def _meet(self) -> None:
+        try:
+            self._frame.barrier.wait(self._deadline)
+        except threading.BrokenBarrierError as error:
+            raise RuntimeError("a member did not come to the exchange") from error
+
+
 class IpcExchange:
     """Between processes on one GPU, which NCCL does not serve: each maps the others' send buffers and copies.
 
@@ -152,8 +219,16 @@ class IpcExchange:
 
 
 def make_exchange(group: Group, nbytes: tuple[int, int], device: torch.device) -> Exchange:
-    """Fit for the device."""
-    return GlooExchange(group, nbytes) if device.type == "cpu" else IpcExchange(group, nbytes, device)
+    """Fit for where the members are. Collective."""
+    own = torch.tensor([os.getpid(), device.index or 0])
+    processes, gpus = (len(set(column)) for column in torch.stack(gather(group, own)).t().tolist())
+    if processes < group.size:
+        return ThreadExchange(group, nbytes, device)
+    if device.type == "cpu":
+        return GlooExchange(group, nbytes)
+    if gpus == group.size:
+        return NcclExchange(group, nbytes, device)
+    return IpcExchange(group, nbytes, device)
 
 
 class Parcel:

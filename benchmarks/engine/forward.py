@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from benchmarks.engine.model import Dense, feed_forward, gated, settle
 from benchmarks.engine.requests import Feed
 
 Experts = Sequence[dict[str, torch.Tensor]]
+CAPTURE = threading.Lock()
+"""Ranks that are threads of one process capture one after the other."""
 
 
 def run_experts(x: torch.Tensor, local_slot: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -154,19 +157,27 @@ class Forward:
 
     def _captured(self, piece: Callable[[], None]) -> Callable[[], None]:
         """The piece as a CUDA graph. Pieces are replayed in the order of their capture, so they may share memory."""
-        stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
         before = self._flow
-        with torch.no_grad(), torch.cuda.stream(stream):
-            piece()  # compiles what has to be compiled
-        torch.cuda.synchronize(self.device)
-        self._flow = before
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.no_grad(),
-            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
-        ):
+
+        def again() -> None:
+            self._flow = before
             piece()
-        graph.replay()  # the next piece is tried on what this one leaves
-        torch.cuda.synchronize(self.device)
-        return graph.replay
+
+        replay = captured(again, self.device, self._pool)
+        replay()  # the next piece is tried on what this one leaves
+        torch.cuda.current_stream(self.device).synchronize()
+        return replay
+
+
+def captured(piece: Callable[[], None], device: torch.device, pool: Any = None) -> Callable[[], None]:
+    """A function that replays what `piece` launches."""
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
+    with CAPTURE, torch.no_grad(), torch.cuda.stream(stream):
+        torch.cuda.synchronize(device)
+        piece()  # compiles what has to be compiled
+        torch.cuda.synchronize(device)
+        graph.capture_begin(pool or torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        piece()
+        graph.capture_end()
+    return graph.replay

@@ -284,6 +284,22 @@ class Soak:
             shutil.rmtree(self.setup.folder / old, ignore_errors=True)
         self._count("weights updated")
 
+    def kill_in_update(self) -> None:
+        """SIGKILL while new weights are loaded: some ranks have them, some not. All start anew from the files."""
+        victim = self._someone()
+        version = self.cluster.who.version + 1
+        self._save(version)
+        self.cluster.ask("update", version)
+        self._signal(victim, signal.SIGKILL, delay=True)
+        answers = self.cluster.answers(patience=15 * self.setup.deadline)
+        for worker in list(self.cluster.workers):
+            self._drop(worker)
+        self._count("rank killed in an update" if any(s != "ok" for s, _ in answers.values()) else "killed after it")
+        self.cluster.who = self.cluster.who._replace(version=version)
+        self.oracle.load(self.setup.checkpoint(version))
+        self._seen.clear()
+        self.start()
+
     def _later(self) -> None:
         """Serve for a while with the ranks that are there, then fill up."""
         self.passes(10 + int(self.random.integers(30)))
@@ -329,7 +345,7 @@ class Soak:
         self.start()
         self._verify()
         kinds: list[Callable[[], None]] = [
-            self.kill, self.leave_and_join, self.stop_short, self.update, self.stop_long,
+            self.kill, self.leave_and_join, self.stop_short, self.update, self.stop_long, self.kill_in_update,
         ]  # fmt: skip
         start, turn = time.monotonic(), 0
         try:

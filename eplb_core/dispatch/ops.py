@@ -9,23 +9,16 @@ from typing import NamedTuple
 import torch
 
 from eplb_core.dispatch import quota
+from eplb_core.dispatch._host import BASE_PHASE, DRAWS, GOLDEN, KEY, MASK, RANK_PHASE, TAG, map_rows
 from eplb_core.dispatch._rows import FIRST_BITS, MOST_REPLICAS, MOST_SLOTS
 from eplb_core.dispatch.counter import RECORDING, WINDOW
 
-GOLDEN = 0x9E3779B9
-MASK = 0xFFFFFFFF
-TAG = 1 << 30
-"""Set in every slot that a debugging table gives."""
 SOLVED_MODES = ("quota", "fewest")
 """Modes that solve each batch: they count first, and choose by a token's place among its expert's."""
 
 NUM_BLOCKS = 256
 """Blocks of a batch whose counts are kept apart, so that places within an expert's tokens can be counted through."""
 
-DRAWS, ARRIVED = range(2)
-"""Places in `LayerTables.draws`."""
-BASE_PHASE, RANK_PHASE, KEY = range(3)
-"""Places in `LayerTables.settings`."""
 OUT_OF_RANGE, MAPPED_TWICE = range(2)
 """Places in `LayerTables.errors`."""
 
@@ -357,6 +350,33 @@ def _solve_torch(
     batch.zero_()
 
 
+def _map_on_host(
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    table: torch.Tensor,
+    settings: torch.Tensor,
+    draws: torch.Tensor,
+    count: torch.Tensor,
+    state: torch.Tensor,
+    errors: torch.Tensor,
+    bounds: torch.Tensor,
+    blocks: torch.Tensor,
+    num_tokens: torch.Tensor | None,
+    num_shared: int,
+    num_experts: int,
+    num_entries: int,
+    mode: str,
+    debug: bool,
+) -> None:
+    """`_map_torch`, in one loop where the mode needs no more; an id that is no expert raises before anything counts."""
+    rest = (num_shared, num_experts, num_entries, mode, debug)
+    if mode not in SOLVED_MODES:
+        given, into = _as_2d(ids), _as_2d(out)
+        if map_rows(given, into, table, settings, draws, count, state, num_tokens, *rest):
+            return
+    _map_torch(ids, out, table, settings, draws, count, state, errors, bounds, blocks, num_tokens, *rest)
+
+
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 # "mode" is a name that torch passes by itself, hence "how".
@@ -404,11 +424,11 @@ def _nothing(*args: object) -> None:
 
 
 for _name, _plain in (("map", _map_torch), ("count_batch", _count_torch), ("solve_batch", _solve_torch)):
-    _cuda = _on_cuda(_name, _plain)
-    _impl(_name, _plain, "CPU")
+    _cuda, _host = _on_cuda(_name, _plain), _map_on_host if _name == "map" else _plain
+    _impl(_name, _host, "CPU")
     _impl(_name, _cuda, "CUDA")
     _impl(_name, _nothing, "Meta")
     if _name == "map":
-        _impl("map_", _in_place(_plain), "CPU")
+        _impl("map_", _in_place(_host), "CPU")
         _impl("map_", _in_place(_cuda), "CUDA")
         _impl("map_", _nothing, "Meta")

@@ -10,15 +10,13 @@ import torch
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, read_only, to_ids, to_numpy
 from eplb_core.dispatch import _rows, even, static
+from eplb_core.dispatch._host import GOLDEN, MASK, TAG
 from eplb_core.dispatch.counter import LoadCounter
 from eplb_core.dispatch.ops import (
-    GOLDEN,
     MAPPED_TWICE,
-    MASK,
     NUM_BLOCKS,
     OUT_OF_RANGE,
     SOLVED_MODES,
-    TAG,
     LayerTables,
     topk_to_slots,
 )

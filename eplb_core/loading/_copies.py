@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from eplb_core._arrays import IntArray
 from eplb_core._numba import kernel, memmove
 
@@ -65,28 +63,70 @@ def _add(copies: IntArray, count: int, source: int, to: int) -> int:
     return count + 1
 
 
-def groups_of(copies: IntArray) -> list[IntArray]:
-    """Split copies into groups that have no written place in common, each in the order given.
+@kernel
+def label_groups(copies: IntArray, group: IntArray) -> None:
+    """Split copies into groups that have no written place in common.
+
+    Args:
+        copies: As `order_copies` gives them, int64 `[m, 2]`.
+        group: Filled with the group of each, int64 `[m]`: the number of its first copy.
+    """
+    for k in range(len(copies)):
+        group[k] = k
+        for j in range(k):
+            written = copies[j, 1] >= 0 and (copies[k, 0] == copies[j, 1] or copies[k, 1] == copies[j, 1])
+            if (written or (copies[k, 1] >= 0 and copies[k, 1] == copies[j, 0])) and group[j] != group[k]:
+                low, high = min(group[j], group[k]), max(group[j], group[k])
+                for i in range(k + 1):
+                    if group[i] == high:
+                        group[i] = low
+
+
+@kernel
+def fill_jobs(
+    copies: IntArray,
+    group: IntArray,
+    addresses: IntArray,
+    row_bytes: IntArray,
+    tile: int,
+    at: IntArray,
+    table: IntArray,
+    tiles: IntArray,
+    counts: IntArray,
+) -> None:
+    """Write the copies of one block as jobs, a group of one tensor each, and jobs as tiles.
 
     Args:
         copies: As `order_copies` gives them.
+        group: As `label_groups` gives them.
+        addresses: First byte of each place, int64 `[places, tensors]`.
+        row_bytes: Bytes of a row, int64 `[tensors]`.
+        tile: Words, or bytes of odd rows, of a tile.
+        at: Where jobs and copies begin in `table`, and how many there are; the latter go on.
+        table: Gets (entry, copies, bytes) of each job, and (from, to) of each copy; 0 is the spare place.
+        tiles: Scratch and result `[2, n]`: aligned and odd tiles, each part | job << 32.
+        counts: How many of them, int64 `[2]`; go on.
     """
-    written = {to for _, to in copies.tolist() if to >= 0}
-    group_of: dict[int, int] = {}
-    groups: list[list[list[int]]] = []
-    for copy in copies.tolist():
-        known = sorted({group_of[place] for place in copy if place in group_of})
-        if not known:
-            known = [len(groups)]
-            groups.append([])
-        first = known[0]
-        for other in known[1:]:
-            groups[first] += groups[other]
-            groups[other] = []
-            group_of.update({place: first for place, group in group_of.items() if group == other})
-        groups[first].append(copy)
-        group_of.update({place: first for place in copy if place in written})
-    return [np.array(group, dtype=np.int64) for group in groups if group]
+    for first in range(len(copies)):
+        if group[first] != first:
+            continue
+        for tensor in range(len(row_bytes)):
+            size, job, entry, length, odd = row_bytes[tensor], at[2], at[3], 0, row_bytes[tensor] % 16 != 0
+            for k in range(first, len(copies)):
+                if group[k] == first:
+                    for side in range(2):
+                        place = copies[k, side]
+                        address = addresses[place, tensor] if place >= 0 else 0
+                        table[at[1] + 2 * (entry + length) + side] = address
+                        odd = odd or address % 16 != 0
+                    length += 1
+            table[at[0] + 3 * job], table[at[0] + 3 * job + 1], table[at[0] + 3 * job + 2] = entry, length, size
+            kind = 1 if odd else 0
+            reach = tile if odd else 4 * tile
+            for part in range((size + reach - 1) // reach):
+                tiles[kind, counts[kind]] = part + (job << 32)
+                counts[kind] += 1
+            at[2], at[3] = job + 1, entry + length
 
 
 @kernel

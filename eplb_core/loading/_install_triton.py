@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from eplb_core._arrays import IntArray
-from eplb_core.loading._copies import groups_of
+from eplb_core._arrays import IntArray, read_only
+from eplb_core.loading._copies import fill_jobs, label_groups
 
 TILE_WORDS = 4096
 """What a program copies of a row: 4-byte words of aligned rows, single bytes of others."""
@@ -29,9 +29,9 @@ class Block(NamedTuple):
     copies: IntArray
     """(from, to) as `order_copies` gives them, int64 `[m, 2]`; -1 is the spare place."""
     addresses: IntArray
-    """First byte of each place, int64 `[places, tensors]`."""
+    """First byte of each place, int64 `[places, tensors]`, read-only."""
     row_bytes: IntArray
-    """Bytes of a row, int64 `[tensors]`."""
+    """Bytes of a row, int64 `[tensors]`, read-only."""
 
 
 class Prepared(NamedTuple):
@@ -61,6 +61,7 @@ class DeviceCopies:
         self._jobs_at = _even(tiles + 1)
         self._copies_at = _even(self._jobs_at + 3 * jobs + 3)
         size = self._copies_at + 4 * jobs + 4
+        self._tiles = np.empty((2, tiles), dtype=np.int64)
         self._on_device = device.type == "cuda"
         self._device = device
         self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=self._on_device) for _ in range(_BUFFERS)]
@@ -99,34 +100,24 @@ class DeviceCopies:
 
     def _fill(self, table: IntArray, blocks: list[Block]) -> tuple[int, int]:
         """Jobs are the copies of one group of places for one tensor; tiles are parts of jobs."""
-        job, entry = 0, 0
-        tiles: tuple[list[IntArray], list[IntArray]] = ([], [])
+        at, counts = np.array([self._jobs_at, self._copies_at, 0, 0]), np.zeros(2, dtype=np.int64)
         for copies, addresses, row_bytes in blocks:
-            for group in groups_of(copies):
-                places = addresses[group]  # [m, 2, tensors]
-                places[group < 0] = 0
-                for tensor, size in enumerate(row_bytes.tolist()):
-                    column = places[:, :, tensor]
-                    is_odd = bool(size % 16 or (column % 16).any())
-                    parts = -(-size // (TILE_WORDS * (1 if is_odd else 4)))
-                    tiles[is_odd].append(np.arange(parts) + (job << 32))
-                    start = self._jobs_at + 3 * job
-                    table[start : start + 3] = entry, len(column), size
-                    start = self._copies_at + 2 * entry
-                    table[start : start + column.size] = column.reshape(-1)
-                    job, entry = job + 1, entry + len(column)
-        aligned, odd = (np.concatenate(some) if some else np.empty(0, dtype=np.int64) for some in tiles)
-        table[: len(aligned)] = aligned
-        table[len(aligned) : len(aligned) + len(odd)] = odd
-        return len(aligned), len(odd)
+            group = np.empty(len(copies), dtype=np.int64)
+            label_groups(copies, group)
+            fill_jobs(copies, group, addresses, row_bytes, TILE_WORDS, at, table, self._tiles, counts)
+        aligned, odd = counts.tolist()
+        table[:aligned] = self._tiles[0, :aligned]
+        table[aligned : aligned + odd] = self._tiles[1, :odd]
+        return aligned, odd
 
     def _warm(self) -> None:
         """Compile both kernels, on 16 bytes of a table that is not in use."""
         scratch = torch.zeros(64, dtype=torch.uint8, device=self._device)
         at = scratch.data_ptr()
         copies = np.array([[0, 1]])
-        self.launch(self.prepare([Block(copies, np.array([[at], [at + 16]]), np.array([16]))]))
-        self.launch(self.prepare([Block(copies, np.array([[at + 1], [at + 17]]), np.array([15]))]))
+        for odd in (0, 1):
+            addresses, size = read_only(np.array([[at + odd], [at + odd + 16]])), read_only(np.array([16 - odd]))
+            self.launch(self.prepare([Block(copies, addresses, size)]))
         if self._on_device:
             torch.cuda.current_stream(self._device).synchronize()
 

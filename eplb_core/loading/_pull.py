@@ -1,27 +1,27 @@
-"""One rank's reads: what peers must know of each other, batches for a step, who may write to which staging row."""
+"""One rank's reads: batches for a step, how far they are, who may write to which row of staging."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from eplb_core._arrays import IntArray, check_int
-from eplb_core.errors import EplbError, MigrationError, TransportError
+from eplb_core._arrays import BoolArray, IntArray, read_only
+from eplb_core._numba import kernel
+from eplb_core.errors import EplbError, TransportError
 from eplb_core.layout import ExpertLayout
+from eplb_core.loading._joining import Hello, check_hellos, decode, encode, facts_of, raise_if_any, regions_of
 from eplb_core.loading._steps import Step
+from eplb_core.loading._workers import breathe
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install import Staging
-from eplb_core.loading.pull_plan import READ, RESTORE
-from eplb_core.loading.store import ExpertStore, check_stores
-from eplb_core.loading.transport import ReadBatch, ReadState, Region, Transport
-
-_FORMAT = 1
+from eplb_core.loading.pull_plan import READ, RESTORE, Int8Array
+from eplb_core.loading.store import ExpertStore
+from eplb_core.loading.transport import ReadBatch, ReadState, Transport
 
 
 class Backup(Protocol):
@@ -40,31 +40,23 @@ class Trouble(Exception):
         self.cause, self.reason = cause, reason
 
 
-class _Hello(NamedTuple):
-    """What a rank says of itself when it joins."""
-
-    rank: int
-    facts: dict[str, Any]
-    """What must be equal on all ranks."""
-    capacity: int
-    places: IntArray
-    """(region, offset) of every row that peers may read, int64 `[L, S, tensors, 2]`."""
-    blob: bytes
-    """For the transport."""
-
-
 class Pull:
     """The reads of one step, under way."""
 
-    __slots__ = ("begun", "bytes", "place_of", "tickets")
+    __slots__ = ("begun", "bytes", "has_ended", "place_of", "rows", "tickets", "took")
 
     def __init__(self, place_of: IntArray) -> None:
         self.place_of = place_of
         """Staging row of each local slot that is read or restored, int64 `[S]`, else -1."""
+        self.rows = place_of[place_of >= 0]
+        """All of these; nobody else's until it is released or given up."""
         self.tickets: list[tuple[Any, int, IntArray]] = []
         """(ticket, peer, staging rows)."""
         self.bytes = 0
         self.begun = time.monotonic()
+        self.took = 0.0
+        """Seconds until the last read had ended."""
+        self.has_ended = False
 
 
 class Puller:
@@ -82,6 +74,7 @@ class Puller:
     Raises:
         MigrationError: A rank has other stores, another layout or a transport that fails: on every rank, with the same
             text, and before a byte moves.
+        ValueError: Tensors share memory with each other or with staging.
 
     Threads:
         The constructor on that of the agreement; all else on one worker.
@@ -101,21 +94,24 @@ class Puller:
         self._quarantined: list[tuple[Any, IntArray]] = []
         self._taken = np.zeros(staging.capacity, dtype=np.bool_)
         regions, places = regions_of(stores, staging)
-        facts = {**facts, **_facts(stores, layout)}
+        facts = {**facts, **facts_of(stores, layout)}
         failure, blob = "", b""
         finish_writes(stores[0].device)
         try:
             blob = transport.export(regions)
         except EplbError as error:
             failure = f"rank {rank}: {error}"
-        own = _encode(_Hello(rank, facts, staging.capacity, places, blob), failure)
-        hellos = _check([_decode(other) for other in agreement.gather(own)], layout.topology.num_ranks)
+        own = encode(Hello(rank, facts, staging.capacity, places, blob), failure)
+        ranks = layout.topology.num_ranks
+        hellos = check_hellos([decode(other) for other in agreement.gather(own)], ranks)
         self.capacity = min(hello.capacity for hello in hellos)
         """Slots of staging that every rank has."""
         live = {hello.rank for hello in hellos}
-        self.avoid_ranks = tuple(other for other in range(layout.topology.num_ranks) if other not in live)
+        self.avoid_ranks = tuple(other for other in range(ranks) if other not in live)
         """Ranks that are no members of the agreement: nobody reads from them."""
-        self._places = {hello.rank: hello.places for hello in hellos}
+        self._places = np.zeros((ranks, *places.shape), dtype=np.int64)
+        for hello in hellos:
+            self._places[hello.rank] = hello.places
         self._blobs = {hello.rank: hello.blob for hello in hellos}
         self._lost_peers: set[int] = set()
         failure = ""
@@ -124,7 +120,7 @@ class Puller:
                 transport.connect(hello.rank, hello.blob)
         except EplbError as error:
             failure = f"rank {rank}: {error}"
-        _raise_if_any([other.decode() for other in agreement.gather(failure.encode())])
+        raise_if_any([other.decode() for other in agreement.gather(failure.encode())])
 
     # ---- reads -----------------------------------------------------------------------------------------------------
 
@@ -134,18 +130,44 @@ class Puller:
         Raises:
             Trouble: There was none, or a read was refused, or `is_over` while it waited.
         """
-        arrives = np.flatnonzero((step.kind == READ) | (step.kind == RESTORE))
-        rows = self._free_rows(len(arrives), deadline, is_over)
-        place_of = np.full(len(step.kind), -1, dtype=np.int64)
-        place_of[arrives] = rows
-        pull = Pull(place_of)
-        local = np.flatnonzero(step.kind == READ)
-        source = step.source_slot[local]
-        slots = len(step.kind)
+        until = time.monotonic() + deadline
+        while True:
+            held = self.num_quarantined()
+            pull = self._begin(step)
+            if pull is not None:
+                return pull
+            if is_over() or time.monotonic() > until:
+                raise Trouble(
+                    "deadline", f"{held} of {len(self._taken)} slots of staging are still owned by reads given up on"
+                )
+            time.sleep(POLL_S)
+
+    def begin_early(self, step: Step) -> Pull | None:
+        """Begin all reads of a step, if staging has room beside what it holds; None: `begin` it when it is its turn."""
         try:
-            for peer in np.unique(source // slots).tolist():
-                here = source // slots == peer
-                self._read(pull, peer, step.layer, place_of[local[here]], source[here] % slots)
+            self.num_quarantined()
+            return self._begin(step)
+        except Exception:  # what lasts is met again, and told, in its turn
+            return None
+
+    def _begin(self, step: Step) -> Pull | None:
+        slots, tensors = len(step.kind), len(self.stores[step.layer].row_bytes)
+        place_of, order = np.empty(slots, dtype=np.int64), np.empty(slots, dtype=np.int64)
+        peers, columns = np.empty((slots, 2), dtype=np.int64), np.zeros((5, slots * tensors), dtype=np.int64)
+        found = _fill_batches(
+            step.kind, step.source_slot, step.layer, self._places, self.stores[step.layer].row_bytes,
+            self.staging.offsets, self._taken, place_of, order, peers, columns,
+        )  # fmt: skip
+        if found < 0:
+            return None
+        pull = Pull(place_of)
+        self._taken[pull.rows] = True
+        first = 0
+        try:
+            for peer, end in peers[:found].tolist():
+                breathe()
+                self._read(pull, peer, place_of[order[first:end]], columns[:, first * tensors : end * tensors])
+                first = end
         except BaseException as error:
             self.give_up(pull)
             if isinstance(error, TransportError):
@@ -153,28 +175,15 @@ class Puller:
             raise
         return pull
 
-    def _read(self, pull: Pull, peer: int, layer: int, rows: IntArray, slots: IntArray) -> None:
+    def _read(self, pull: Pull, peer: int, rows: IntArray, columns: IntArray) -> None:
         if peer in self._lost_peers:  # it may have been the connection alone
             self.transport.connect(peer, self._blobs[peer])
             self._lost_peers.discard(peer)
-        time.sleep(0)  # others may have the interpreter
-        places = self._places[peer][layer, slots].reshape(-1, 2)
-        nbytes = np.tile(self.stores[layer].row_bytes, len(rows))
-        target = self.staging.offsets[rows].reshape(-1)
         most = self.transport.caps.max_batch
-        for start in range(0, len(nbytes), most):
-            part = slice(start, start + most)
-            batch = ReadBatch(
-                np.zeros(len(nbytes[part]), dtype=np.int64),
-                target[part],
-                places[part, 0],
-                places[part, 1],
-                nbytes[part],
-            )
-            time.sleep(0)
+        for start in range(0, columns.shape[1], most):
+            batch = ReadBatch(*columns[:, start : start + most])
             pull.tickets.append((self.transport.read(peer, batch), peer, rows))
-            self._taken[rows] = True  # not before: a read that is refused writes nothing
-        pull.bytes += int(nbytes.sum())
+        pull.bytes += int(columns[4].sum())
 
     def is_done(self, pull: Pull) -> bool:
         """Whether all bytes are there; a read that failed raises `Trouble` and gives the others up."""
@@ -190,24 +199,42 @@ class Puller:
                     cause = "peer"
                     self._lost_peers.add(peer)
                 raise Trouble(cause, f"reading from rank {peer} ended as {state.name}: {reason}")
+        if done:
+            self._note_end(pull)
         return done
+
+    def has_ended(self, pull: Pull) -> bool:
+        """Whether all reads have ended, well or not; `is_done` says which. Never raises."""
+        try:
+            if not pull.has_ended and all(self.transport.poll(ticket).state.is_end for ticket, _, _ in pull.tickets):
+                self._note_end(pull)
+        except Exception:  # a transport's own: `is_done` raises it again
+            pull.has_ended = True
+        return pull.has_ended
+
+    def _note_end(self, pull: Pull) -> None:
+        if not pull.has_ended:
+            pull.has_ended, pull.took = True, time.monotonic() - pull.begun
 
     def give_up(self, pull: Pull) -> None:
         """Abandon what has not ended. Staging rows that may still be written stay out of use until it has."""
-        tickets, pull.tickets = pull.tickets, []
-        self._quarantined += [(ticket, rows) for ticket, _, rows in tickets]
-        for ticket, _, _ in tickets:
+        tickets = pull.tickets
+        self.release(pull)
+        for ticket, _, rows in tickets:
+            self._taken[rows] = True
+            self._quarantined.append((ticket, rows))
             with contextlib.suppress(Exception):  # it stays in quarantine until the transport says otherwise
                 self.transport.abandon(ticket)
 
     def release(self, pull: Pull) -> None:
         """The staged bytes are not needed any more."""
-        for _, _, rows in pull.tickets:
-            self._taken[rows] = False
-        pull.tickets = []
+        self._taken[pull.rows] = False
+        pull.rows, pull.tickets = pull.rows[:0], []
 
     def num_quarantined(self) -> int:
         """Staging rows that reads given up on may still write."""
+        if not self._quarantined:
+            return 0
         still = [(ticket, rows) for ticket, rows in self._quarantined if self._may_write(ticket)]
         for _, rows in self._quarantined:
             self._taken[rows] = False
@@ -230,18 +257,64 @@ class Puller:
             time.sleep(POLL_S)
         return True
 
-    def _free_rows(self, count: int, deadline: float, is_over: Callable[[], bool]) -> IntArray:
-        until = time.monotonic() + deadline
-        while True:
-            held = self.num_quarantined()
-            free = np.flatnonzero(~self._taken)
-            if len(free) >= count:
-                return free[:count]
-            if is_over() or time.monotonic() > until:
-                raise Trouble(
-                    "deadline", f"{held} of {len(self._taken)} slots of staging are still owned by reads given up on"
-                )
-            time.sleep(POLL_S)
+
+def warm_pulls() -> None:
+    """Compile, or load, what a pull needs."""
+    kind, source, row_bytes, offsets, places = np.array([READ], np.int8), *np.zeros((4, 1), dtype=np.int64)
+    filled = [np.empty(1, np.int64), np.empty(1, np.int64), np.empty((1, 2), np.int64), np.empty((5, 1), np.int64)]
+    _fill_batches(
+        read_only(kind), read_only(source), 0, places.repeat(2).reshape(1, 1, 1, 1, 2), read_only(row_bytes),
+        offsets.reshape(1, 1), np.zeros(1, np.bool_), *filled,
+    )  # fmt: skip
+
+
+@kernel
+def _fill_batches(
+    kind: Int8Array,
+    source: IntArray,
+    layer: int,
+    places: IntArray,
+    row_bytes: IntArray,
+    offsets: IntArray,
+    taken: BoolArray,
+    place_of: IntArray,
+    order: IntArray,
+    peers: IntArray,
+    columns: IntArray,
+) -> int:
+    """Give each arrival the first free row of staging, and list what to read, peer by peer; the number of peers.
+
+    Fills `place_of` `[S]`; `order`, local slots as they are read; `peers`, each with the end of its part of `order`;
+    `columns`, those of a `ReadBatch`, S * tensors long. -1: staging has no room.
+    """
+    slots, tensors = len(kind), len(row_bytes)
+    place_of[:] = -1
+    row = 0
+    for slot in range(slots):
+        if kind[slot] == READ or kind[slot] == RESTORE:
+            while row < len(taken) and taken[row]:
+                row += 1
+            if row == len(taken):
+                return -1
+            place_of[slot] = row
+            row += 1
+    found, count = 0, 0
+    for peer in range(len(places)):
+        before = count
+        for slot in range(slots):
+            if kind[slot] == READ and source[slot] // slots == peer:
+                order[count] = slot
+                for tensor in range(tensors):
+                    k = count * tensors + tensor
+                    columns[1, k] = offsets[place_of[slot], tensor]
+                    columns[2, k] = places[peer, layer, source[slot] % slots, tensor, 0]
+                    columns[3, k] = places[peer, layer, source[slot] % slots, tensor, 1]
+                    columns[4, k] = row_bytes[tensor]
+                count += 1
+        if count > before:
+            peers[found, 0], peers[found, 1] = peer, count
+            found += 1
+    return found
 
 
 def finish_writes(device: torch.device) -> None:
@@ -260,113 +333,3 @@ def keep_while_written(puller: Puller) -> None:
 
 POLL_S = 0.0005
 """How long a worker sleeps between two looks at its reads."""
-
-
-# ---- joining ---------------------------------------------------------------------------------------------------------
-
-
-def regions_of(stores: Sequence[ExpertStore], staging: Staging) -> tuple[list[Region], IntArray]:
-    """Staging as region 0, then the tensors of all layers; and where in them each row is, int64 `[L, S, tensors, 2]`.
-
-    Rows that follow each other in memory are one region.
-    """
-    memory = staging.memory
-    regions = [Region(memory.data_ptr(), memory.numel(), str(memory.device))]
-    first = stores[0]
-    places = np.empty((len(stores), first.num_slots, len(first.names), 2), dtype=np.int64)
-    for layer, store in enumerate(stores):
-        for tensor, size in enumerate(store.row_bytes.tolist()):
-            starts = store.addresses[:, tensor]
-            order = np.argsort(starts, kind="stable")
-            begins = np.diff(starts[order], prepend=starts[order[0]] - size - 1) != size
-            region = np.cumsum(begins) - 1
-            base = starts[order][begins]
-            places[layer, order, tensor, 0] = len(regions) + region
-            places[layer, order, tensor, 1] = starts[order] - base[region]
-            lengths = np.bincount(region) * size
-            regions += [Region(*span, str(store.device)) for span in zip(base.tolist(), lengths.tolist(), strict=True)]
-    return regions, places
-
-
-def _facts(stores: Sequence[ExpertStore], layout: ExpertLayout) -> dict[str, Any]:
-    first = stores[0]
-    return {
-        "format": _FORMAT,
-        "experts": layout.num_experts,
-        "layers, slots": list(layout.physical_to_logical_map.shape),
-        "nodes of the ranks": layout.topology.rank_to_node.tolist(),
-        "tensors": list(first.names),
-        "bytes of a slot": [store.row_bytes.tolist() for store in stores],
-        "whole tensors": list(first.whole_names),
-        "bytes of their rows": [store.whole_row_bytes.tolist() for store in stores],
-        "layout": layout.digest,
-    }
-
-
-def _encode(hello: _Hello, failure: str) -> bytes:
-    head = {
-        "rank": hello.rank,
-        "facts": hello.facts,
-        "capacity": hello.capacity,
-        "places": list(hello.places.shape),
-        "failure": failure,
-    }
-    text = json.dumps(head).encode()
-    return len(text).to_bytes(8, "little") + text + hello.places.astype("<i8").tobytes() + hello.blob
-
-
-def _decode(blob: bytes) -> tuple[_Hello, str]:
-    end = 8 + int.from_bytes(blob[:8], "little")
-    head = json.loads(blob[8:end])
-    shape = head["places"]
-    size = 8 * int(np.prod(shape))
-    places = np.frombuffer(blob[end : end + size], dtype="<i8").astype(np.int64).reshape(shape)
-    return _Hello(head["rank"], head["facts"], head["capacity"], places, blob[end + size :]), head["failure"]
-
-
-def _check(joined: list[tuple[_Hello, str]], num_ranks: int) -> list[_Hello]:
-    """Every rank's own, if they fit; all ranks compare with the first and so raise the same."""
-    _raise_if_any([failure for _, failure in joined])
-    hellos = [hello for hello, _ in joined]
-    ranks = [hello.rank for hello in hellos]
-    if len(set(ranks)) < len(ranks) or max(ranks) >= num_ranks:
-        raise MigrationError(f"`rank` (={ranks} by member) must be another one of {num_ranks} on each", reason="join")
-    first = hellos[0]
-    for hello in hellos[1:]:
-        for what, value in first.facts.items():
-            if hello.facts.get(what) != value:
-                raise MigrationError(
-                    f"{what} of rank {hello.rank} (={_short(hello.facts.get(what))}) must be as on rank {first.rank} "
-                    f"(={_short(value)}); no weight was moved",
-                    reason="join",
-                    rank=hello.rank,
-                )
-    return hellos
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _raise_if_any(failures: Sequence[str]) -> None:
-    told = [failure for failure in failures if failure]
-    if told:
-        more = f" ({len(told) - 1} more ranks)" if len(told) > 1 else ""
-        raise MigrationError(f"no weight was moved: {told[0]}{more}", reason="join")
-
-
-def check_frame(stores: Sequence[ExpertStore], layout: ExpertLayout, rank: int) -> list[ExpertStore]:
-    """Raise ValueError or TypeError unless stores, layout and rank fit each other; the stores as a list."""
-    stores = list(stores)
-    if not isinstance(layout, ExpertLayout):
-        raise TypeError(f"`layout` (={type(layout).__name__}) must be an ExpertLayout")
-    if len(stores) != layout.num_layers or not stores:
-        raise ValueError(f"`stores` has {len(stores)} layers and the layout {layout.num_layers}; give one a layer")
-    check_stores(stores)
-    for store in stores:
-        store.check_fits(layout)
-    check_int(rank, "rank", 0)
-    if rank >= layout.topology.num_ranks:
-        raise ValueError(f"`rank` (={rank}) must be in [0, {layout.topology.num_ranks})")
-    return stores

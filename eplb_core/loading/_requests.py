@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from eplb_core.loading import _wire
+from eplb_core.loading._record_state import RecordState, Reply
 from eplb_core.loading._wire import Message, WireError
-from eplb_core.loading.record import LayoutRecord, RecordState, Reply
+from eplb_core.loading.record import LayoutRecord
 
 log = logging.getLogger("eplb_core")
 
@@ -50,6 +51,10 @@ class Answer(NamedTuple):
     fds: list[int]
 
 
+LATER = Answer({}, [])
+"""No answer yet."""
+
+
 class Keeper:
     """Answers requests from a record, and writes it down before it promises anything.
 
@@ -75,15 +80,29 @@ class Keeper:
             "commit": self._commit,
             "abort": self._abort,
             "fetch": self._fetch,
+            "follow": self._follow,
+            "hold": self._hold,
+            "watch": self._watch,
         }
+        self._changes, self._last = 0, self.state
 
     @property
     def state(self) -> RecordState | None:
         """What the record knows now."""
         return None if self.record is None else self.record.state
 
+    @property
+    def changes(self) -> int:
+        """How often the state has changed, as far as this was asked."""
+        if self.state is not self._last:
+            self._changes, self._last = self._changes + 1, self.state
+        return self._changes
+
     def answer(self, session: Session, body: bytes) -> Answer:
-        """Answer one message; whatever it holds, nothing is raised, and a bad one changes nothing."""
+        """Answer one message; whatever it holds, nothing is raised, and a bad one changes nothing.
+
+        LATER: a `watch`, which has no answer before `changes` changes.
+        """
         try:
             message = _wire.unpack(body)
             request = message.get("do")
@@ -96,12 +115,15 @@ class Keeper:
         except WireError as error:
             return _say("refused", str(error), code=MALFORMED)
 
-    def leave(self, session: Session) -> None:
-        """The connection has ended."""
+    def leave(self, session: Session, *, dropped: bool = False) -> None:
+        """The connection has ended; `dropped`: from this side."""
         if self.record is None or session.engine is None:
             return
         was_dirty = self.record.state.dirty
-        self.record.detach(session.engine)
+        if dropped:
+            self.record.lose(session.engine)
+        else:
+            self.record.detach(session.engine)
         if self.record.state.dirty != was_dirty:
             log.error("nobody knows what the slots hold any more: %s", self.record.state.dirty)
         session.engine = None
@@ -131,7 +153,10 @@ class Keeper:
         record = self._record()
         before = record.state
         reply = record.begin(session.engine or "", message.get("layers"), message.get("version"))  # type: ignore[arg-type]
-        return _of(self._promised(reply, before))
+        reply = self._promised(reply, before)
+        move = record.state.pending
+        asked = record.state.asking and move is not None and move.engine == session.engine
+        return _of(reply, asked=asked)
 
     def _commit(self, session: Session, message: Message) -> Answer:
         record = self._record()
@@ -148,6 +173,20 @@ class Keeper:
         if reply.status == "ok":
             self._write_down()
         return _of(reply)
+
+    def _follow(self, session: Session, message: Message) -> Answer:
+        digest = message.get("digest")
+        return _of(self._record().follow(session.engine or "", digest if isinstance(digest, str) else None))
+
+    def _hold(self, session: Session, message: Message) -> Answer:
+        reply = self._record().hold(session.engine or "", message.get("version"), message.get("move"))  # type: ignore[arg-type]
+        return _of(reply)
+
+    def _watch(self, session: Session, message: Message) -> Answer:
+        if message.get("seen") == self.changes:
+            return LATER
+        state = _wire.encode_state(self._record().state, message.get("known"))
+        return _of(Reply("ok", "", state["version"], state["digest"]), state=state, number=self.changes)
 
     def _fetch(self, session: Session, message: Message) -> Answer:
         config, frame = message.get("config"), message.get("frame", {})

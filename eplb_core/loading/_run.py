@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, to_numpy
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _words
 from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble
+from eplb_core.loading._shares import check_shares
 from eplb_core.loading._staged import check_staged
 from eplb_core.loading._steps import Step, plan_steps
+from eplb_core.loading._workers import breathe
 from eplb_core.loading.install import Copies, Installer
 from eplb_core.loading.move_record import Recorder
 from eplb_core.loading.mover import Tables, restore
@@ -101,6 +104,11 @@ class RunWorker:
         self._unrecorded: Trouble | None = None
         """Why the record does not have what the weights are."""
 
+    def renew(self, reference: IntArray | None, backup: Backup | None) -> None:
+        """Weights are others now; None: what there was before still holds. While nothing runs."""
+        self.reference = self.reference if reference is None else reference
+        self._backup = self._backup if backup is None else backup
+
     # ---- the planning thread ---------------------------------------------------------------------------------------
 
     def plan(self, run: Run, target: Target, shares: ArrayLike | None) -> bool:
@@ -123,7 +131,7 @@ class RunWorker:
             ):
                 self._check_backup(step)
                 steps.append(step)
-                time.sleep(0)  # others may have the interpreter
+                breathe()
             bits = _words.target_bits(goal.digest)
             if self.last_install is not None:  # pragma: no cover
                 # A migration that was given up on may have left one in the stream, and peers will read what it writes.
@@ -162,42 +170,50 @@ class RunWorker:
             run.publish(_words.TARGET, run.bits)
 
     def move(self, run: Run) -> None:
-        """Stage step after step, each when the one before is installed."""
-        before = -1
-        for index, step in enumerate(run.steps):
-            # Peers' slots of this very layer were written by the step before: all ranks must have done so.
-            needed = 2 * index if step.layer == before else 0
-            before = step.layer
-            with run.changed:
-                run.changed.wait_for(
-                    lambda index=index, needed=needed: (  # type: ignore[misc]
-                        run.ended or (run.phase == _words.MOVING and run.settled == index and run.value >= needed)
-                    )
-                )
-            if run.ended or not self._move_one(run, index, step):
-                return
-
-    def _move_one(self, run: Run, index: int, step: Step) -> bool:
-        """One step until it is installed and recorded; False if the run is over for this thread."""
+        """Stage step after step, each when the one before is installed; what it reads may have come before."""
+        early: Pull | None = None
         try:
-            staged = self._stage(run, step)
-        except Trouble as why:
-            run.fail(why)
-            return False
-        except Exception as error:  # a transport's own
-            run.fail(Trouble("read", f"layer {step.layer}: {type(error).__name__}: {error}"))
-            return False
-        if staged is None:
-            return False
-        pull, copies = staged
-        with run.changed:
-            if not run.ended:
-                run.copies, run.staged = copies, index + 1
-                run.publish(_words.MOVING, 2 * index + 1)
-                run.changed.wait_for(lambda: run.ended or run.installed > index)
-            installed = run.installed > index
+            for index, step in enumerate(run.steps):
+                # Peers' slots of this very layer were written by the step before: all ranks must have done so.
+                needed = 2 * index if index and run.steps[index - 1].layer == step.layer else 0
+                with run.changed:
+                    run.changed.wait_for(lambda needed=needed: run.ended or run.value >= needed)  # type: ignore[misc]
+                if run.ended:
+                    return
+                pull, early = early, None
+                staged = self._try_to_stage(run, step, pull)
+                if staged is None:
+                    return
+                with run.changed:
+                    if not run.ended:
+                        run.copies, run.staged = staged.copies, index + 1
+                        run.publish(_words.MOVING, 2 * index + 1)
+                early = self._read_ahead(run, index + 1)
+                if not self._see_installed(run, index, staged.pull, early):
+                    return
+        finally:
+            if early is not None:
+                self.puller.give_up(early)
+            self.num_quarantined = self.puller.num_quarantined()
+
+    def _read_ahead(self, run: Run, index: int) -> Pull | None:
+        """Begin the reads of a step while ranks agree on the one before, if that is of another layer."""
+        if run.ended or run.trouble or index == len(run.steps) or run.steps[index].layer == run.steps[index - 1].layer:
+            return None
+        breathe()
+        return self.puller.begin_early(run.steps[index])
+
+    def _see_installed(self, run: Run, index: int, pull: Pull, early: Pull | None) -> bool:
+        """Wait until a step is installed, and record it; False if the run is over for this thread."""
+        step = run.steps[index]
+        while True:
+            look = POLL_S if early is not None and not self.puller.has_ended(early) else None
+            with run.changed:
+                if run.changed.wait_for(lambda: run.ended or run.installed > index, look):
+                    break
+        breathe()
         self.puller.release(pull)
-        if not installed:
+        if run.installed <= index:
             self.recorder.abort(step)
             return False
         if run.event is not None:  # pragma: no cover
@@ -213,13 +229,25 @@ class RunWorker:
             run.publish(_words.MOVING, 2 * index + 2)
         return True
 
-    def _stage(self, run: Run, step: Step) -> tuple[Pull, Copies] | None:
+    def _try_to_stage(self, run: Run, step: Step, pull: Pull | None) -> _Staged | None:
+        """As `_stage`; what goes wrong ends the run."""
+        try:
+            return self._stage(run, step, pull)
+        except Trouble as why:
+            run.fail(why)
+        except Exception as error:  # a transport's own
+            run.fail(Trouble("read", f"layer {step.layer}: {type(error).__name__}: {error}"))
+        return None
+
+    def _stage(self, run: Run, step: Step, pull: Pull | None) -> _Staged | None:
         """Read and restore a step's slots, and announce it to the record; None if the run ended meanwhile."""
-        pull = self.puller.begin(step, self._deadline, lambda: run.ended)
+        if pull is None:
+            pull = self.puller.begin(step, self._deadline, lambda: run.ended)
         begun = time.monotonic()
         try:
-            time.sleep(0)  # others may have the interpreter
+            breathe()
             copies = self._installer.plan(step, pull.place_of)
+            breathe()
             while not self.puller.is_done(pull):
                 if run.ended:
                     self.puller.give_up(pull)
@@ -229,35 +257,26 @@ class RunWorker:
                     raise Trouble("deadline", f"the reads of layer {step.layer} took longer than {self._deadline:g} s")
                 time.sleep(POLL_S)
             self.read_bytes += pull.bytes
-            with torch.cuda.stream(self._stream):  # nothing where there is none
-                restore(self.puller, self._backup, step, pull)
-                if self._stream is not None:  # pragma: no cover
-                    self._stream.synchronize()
+            breathe()
+            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                try:
+                    restore(self.puller, self._backup, step, pull)
+                finally:
+                    if self._stream is not None:  # pragma: no cover
+                        self._stream.synchronize()
                 check_staged(self.puller, step, pull, self.reference)
             self.recorder.begin(step)
         except BaseException:
             self.puller.give_up(pull)
             raise
         finally:
-            self.read_s += time.monotonic() - begun
+            self.read_s += pull.took or time.monotonic() - pull.begun
             self.num_quarantined = self.puller.num_quarantined()
-        return pull, copies
+        return _Staged(pull, copies)
 
 
-def check_shares(shares: ArrayLike, layout: ExpertLayout) -> FloatArray:
-    """Shares `[L, P]` as the tables would take them, so that no install can fail; else ValueError."""
-    array = np.array(to_numpy(shares), dtype=np.float64)
-    p2l = layout.physical_to_logical_map
-    if array.shape != p2l.shape:
-        raise ValueError(f"shares (shape {list(array.shape)}) must be {list(p2l.shape)}, a fraction a slot")
-    held = p2l >= 0
-    bad = held & ~((array >= 0) & (array <= 1))
-    if bad.any():
-        layer, slot = np.argwhere(bad)[0].tolist()
-        raise ValueError(f"shares (={array[layer, slot]}) must be in [0, 1] at layer {layer}, slot {slot}")
-    for layer in range(len(p2l)):
-        sums = np.bincount(p2l[layer][held[layer]], weights=array[layer][held[layer]], minlength=layout.num_experts)
-        if (np.abs(sums - 1.0) > 5e-7).any():
-            expert = int(np.argmax(np.abs(sums - 1.0) > 5e-7))
-            raise ValueError(f"shares of expert {expert} (sum {sums[expert]}) must sum to 1 at layer {layer}")
-    return array
+class _Staged(NamedTuple):
+    """A step that is ready to be installed."""
+
+    pull: Pull
+    copies: Copies

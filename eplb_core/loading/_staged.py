@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from eplb_core._arrays import ArrayLike, IntArray, read_only, to_numpy
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._pull import Pull, Puller, Trouble
 from eplb_core.loading._steps import Step
+from eplb_core.loading._workers import breathe
 from eplb_core.loading.fingerprint import fingerprints
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.verify import UNKNOWN
@@ -35,10 +37,13 @@ def check_staged(puller: Puller, step: Step, pull: Pull, reference: IntArray | N
     slots = np.flatnonzero(pull.place_of >= 0)
     if reference is None or not len(slots):
         return
-    store = puller.stores[step.layer]
-    rows = [puller.staging.row(place, store) for place in pull.place_of[slots].tolist()]
-    staged = ExpertStore({name: [row[index] for row in rows] for index, name in enumerate(store.names)})
-    prints = fingerprints([staged])[0].cpu().numpy()
+    store, found = puller.stores[step.layer], []
+    for place in pull.place_of[slots].tolist():
+        breathe()
+        rows = puller.staging.row(place, store)
+        found.append(fingerprints([ExpertStore({name: [row] for name, row in zip(store.names, rows, strict=True)})])[0])
+    breathe()
+    prints = torch.cat(found).cpu().numpy()
     first = puller.rank * len(step.kind)
     experts = step.after.physical_to_logical_map[step.layer, first + slots]
     expected = reference[step.layer, experts]

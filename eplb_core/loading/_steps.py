@@ -79,14 +79,30 @@ def plan_steps(
 
 
 def _check_last_copies(old: ExpertLayout, new: ExpertLayout, rows: IntArray, readable: BoolArray) -> None:
-    for layer in rows.tolist():
-        held, left = (lay.physical_to_logical_map[layer, readable] for lay in (old, new))
-        lost = np.setdiff1d(held[held >= 0], left)
-        if len(lost):
-            raise ValueError(
-                f"`new` must keep expert {lost[0]} of layer {layer} on a rank that lives; give ranks that are gone "
-                "no slots (`active_ranks`)"
-            )
+    copies = np.empty((2, old.num_experts), dtype=np.int64)
+    layer, expert = _find_lost(old.physical_to_logical_map, new.physical_to_logical_map, rows, readable, copies)
+    if layer >= 0:
+        raise ValueError(
+            f"`new` must keep expert {expert} of layer {layer} on a rank that lives; give ranks that are gone "
+            "no slots (`active_ranks`)"
+        )
+
+
+@kernel
+def _find_lost(old: IntArray, new: IntArray, rows: IntArray, readable: BoolArray, copies: IntArray) -> tuple[int, int]:
+    """First (layer, expert) of which readable slots have a copy in `old` and none in `new`, or (-1, -1)."""
+    for layer in rows:
+        copies[:] = 0
+        for slot in range(len(readable)):
+            if readable[slot]:
+                if old[layer, slot] >= 0:
+                    copies[0, old[layer, slot]] += 1
+                if new[layer, slot] >= 0:
+                    copies[1, new[layer, slot]] += 1
+        for expert in range(copies.shape[1]):
+            if copies[0, expert] > 0 and copies[1, expert] == 0:
+                return layer, expert
+    return -1, -1
 
 
 def _part_of_the_way(

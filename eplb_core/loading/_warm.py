@@ -9,6 +9,8 @@ import torch
 
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._copies import copy_spans
+from eplb_core.loading._pull import warm_pulls
+from eplb_core.loading._shares import check_shares
 from eplb_core.loading._steps import plan_steps
 from eplb_core.loading.install import Installer, Staging
 from eplb_core.loading.store import ExpertStore
@@ -27,5 +29,8 @@ def warm_moves() -> None:
     for capacity in (1, 2):  # in parts, which takes a kernel more, and in one go
         for step in plan_steps(old, new, rank=0, capacity=capacity):
             installer.run(0, installer.plan(step, np.arange(2) % capacity))
+    list(plan_steps(old, old, rank=0, capacity=1, avoid_ranks=[1]))
+    check_shares(np.ones((1, 4)), old)
+    warm_pulls()
     nothing = np.empty(0, dtype=np.int64)
     copy_spans(nothing, nothing, nothing)

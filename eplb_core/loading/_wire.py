@@ -16,7 +16,8 @@ import numpy as np
 
 from eplb_core._arrays import IntArray
 from eplb_core.layout import ExpertLayout
-from eplb_core.loading.record import LayoutRecord, Move, RecordState
+from eplb_core.loading._record_state import Move, RecordState
+from eplb_core.loading.record import LayoutRecord
 from eplb_core.topology import Topology
 
 Message: TypeAlias = dict[str, Any]
@@ -131,6 +132,10 @@ def encode_state(state: RecordState, known: object = None) -> Message:
         if state.pending is None
         else [state.pending.engine, list(state.pending.layers), state.pending.version],
         "dirty": state.dirty,
+        "followers": list(state.followers),
+        "asking": state.asking,
+        "holding": list(state.holding),
+        "begun": state.begun,
         "non_followers": list(state.non_followers),
         "num_non_followers": state.num_non_followers,
         "num_layers": layout.num_layers,
@@ -161,6 +166,10 @@ def decode_state(message: Message, known: ExpertLayout | None = None) -> RecordS
             str(message["dirty"]),
             tuple(str(name) for name in message["non_followers"]),
             int(message["num_non_followers"]),
+            tuple(str(name) for name in message.get("followers", ())),  # a keeper of before has none
+            bool(message.get("asking", False)),
+            tuple(str(name) for name in message.get("holding", ())),
+            int(message.get("begun", 0)),
         )
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise WireError(f"no whole record: {type(error).__name__}: {error}") from error

@@ -15,6 +15,18 @@ import torch
 _log = logging.getLogger("eplb_core")
 
 
+BREATH_S = 5e-5
+
+
+def breathe() -> None:
+    """Let go of the interpreter, for long enough that a thread which waits for it wakes up and takes it.
+
+    Between any two parts of a worker's doings that take some ten microseconds each. `sleep(0)` will not do: it comes
+    back before the other thread runs, and takes the interpreter again.
+    """
+    time.sleep(BREATH_S)
+
+
 class Worker:
     """One thread that runs jobs in turn; made at once, so that none is made while serving.
 

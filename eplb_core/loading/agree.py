@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from eplb_core._arrays import check_real
 from eplb_core.errors import EplbError, LayoutAgreementError
 from eplb_core.layout import ExpertLayout
+from eplb_core.loading._record_state import Move, RecordState
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.layout_client import LayoutClient
-from eplb_core.loading.record import Move, RecordState
 
 log = logging.getLogger("eplb_core")
 

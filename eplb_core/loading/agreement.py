@@ -55,7 +55,7 @@ class GroupAgreement:
 
     Raises:
         ValueError: `deadline` is not positive.
-        TypeError: `cpu_group` is no process group.
+        TypeError: `cpu_group` is no process group, or one of NCCL.
 
     Cost:
         `post` starts an all-reduce of 8 bytes; `take` waits for the one of the pass before, which is there already if
@@ -72,6 +72,11 @@ class GroupAgreement:
         if not callable(getattr(cpu_group, "allreduce", None)):
             raise TypeError(
                 f"`cpu_group` (={type(cpu_group).__name__}) must be a process group; give it what `new_group` returned"
+            )
+        kind = str(cpu_group.name()) if callable(getattr(cpu_group, "name", None)) else ""
+        if "nccl" in kind.lower():
+            raise TypeError(
+                f"`cpu_group` (={kind!r}) must be of the CPU, and nobody else's; give it new_group(backend='gloo')"
             )
         self.deadline = check_real(deadline, "deadline", above=0.0)
         self.rank: int = cpu_group.rank()

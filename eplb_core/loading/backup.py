@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from eplb_core._arrays import IntArray
+from eplb_core._arrays import IntArray, read_only
 from eplb_core.errors import MigrationError
 from eplb_core.layout import ExpertLayout
-from eplb_core.loading._pull import POLL_S, Puller, Trouble, check_frame, keep_while_written
+from eplb_core.loading._joining import check_frame
+from eplb_core.loading._pull import POLL_S, Puller, Trouble, keep_while_written
 from eplb_core.loading._steps import Step
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install import Staging
@@ -198,7 +199,8 @@ def _read(puller: Puller, layout: ExpertLayout, layer: int, source: IntArray, de
     slots[: len(source)] = source
     until = time.monotonic() + deadline
     try:
-        pull = puller.begin(Step(layer, layout, layout, kind, slots, True), deadline)
+        step = Step(layer, layout, layout, read_only(kind), read_only(slots), True)
+        pull = puller.begin(step, deadline)
         while not puller.is_done(pull):
             if time.monotonic() > until:
                 puller.give_up(pull)

@@ -91,7 +91,7 @@ def load_checkpoint(
         tuple(ignore),
         shared_stores,
     )
-    headers = _read_headers(files)
+    headers = read_headers(files)
     for name, header in headers.items():
         plan.add(name, header)
     plan.check_complete()
@@ -165,7 +165,8 @@ def _shards(files: str | Path | Iterable[str | Path]) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read_headers(files: str | Path | Iterable[str | Path]) -> dict[str, Header]:
+def read_headers(files: str | Path | Iterable[str | Path]) -> dict[str, Header]:
+    """What the shards say of each tensor; the arguments are those of `load_checkpoint`."""
     headers: dict[str, Header] = {}
     for path in _shards(files):
         with _opened(path) as file:

@@ -21,10 +21,11 @@ from eplb_core._arrays import check_int
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._memory import NamedTensor, SharedMemory, total_bytes
 from eplb_core.loading._modules import module_tensors
+from eplb_core.loading._record_state import RecordState
 from eplb_core.loading._socket_path import SocketPlace
 from eplb_core.loading._wire import Message
 from eplb_core.loading.layout_server import LayoutServer
-from eplb_core.loading.record import LayoutRecord, RecordState
+from eplb_core.loading.record import LayoutRecord
 from eplb_core.loading.record_file import load_record
 
 log = logging.getLogger("eplb_core")

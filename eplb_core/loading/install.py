@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from eplb_core._arrays import IntArray, check_int
+from eplb_core._arrays import IntArray, check_int, read_only
 from eplb_core.loading._copies import CHUNK_BYTES, copy_rows, order_copies
 from eplb_core.loading._steps import Step
 from eplb_core.loading.pull_plan import COPY_NEW, COPY_OLD, READ, RESTORE
@@ -57,8 +57,8 @@ class Staging:
             size = check_int(memory, "staging", 0)
         if size < nbytes:
             raise ValueError(f"`staging` (={size} bytes) must hold at least one slot (={nbytes} bytes)")
-        # No rank reads more than S slots of a layer.
-        self.capacity = min(size // nbytes, store.num_slots)
+        # No rank reads more than S slots of a layer, and none more than two layers at a time.
+        self.capacity = min(size // nbytes, 2 * store.num_slots)
         self.memory = (
             memory if isinstance(memory, torch.Tensor) else torch.empty(size, dtype=torch.uint8, device=store.device)
         )
@@ -109,7 +109,7 @@ class Installer:
         self.on_device = stores[0].device.type != "cpu"
         slots, rows = stores[0].num_slots, len(stores[0].whole_addresses)
         self._places = slots + staging.capacity
-        self._addresses = [np.concatenate([store.addresses, staging.addresses]) for store in stores]
+        self._addresses = [read_only(np.concatenate([store.addresses, staging.addresses])) for store in stores]
         sizes = [size for store in stores for size in (*store.row_bytes.tolist(), *store.whole_row_bytes.tolist())]
         spare_bytes = max(sizes) if self.on_device else min(CHUNK_BYTES, max(sizes))
         self._spare = torch.empty(spare_bytes, dtype=torch.uint8, device=stores[0].device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import socket
 import threading
@@ -16,13 +18,15 @@ from eplb_core._arrays import ArrayLike, check_real, to_ids
 from eplb_core.errors import EplbError, RecordLostError, SocketOwnerError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _wire
+from eplb_core.loading._record_state import MAX_ENGINE_ID, RecordState, Reply, is_engine_id
 from eplb_core.loading._requests import NO_RECORD, UNKNOWN_REQUEST
 from eplb_core.loading._socket_path import check_owner, check_path, check_peer
 from eplb_core.loading._wire import Message, WireError
-from eplb_core.loading.record import MAX_ENGINE_ID, RecordState, Reply, is_engine_id
 
 MAX_FDS = 253
 """Most file descriptors that one message can carry."""
+ASK_S = 0.001
+"""Seconds between two questions whether engines that follow have stopped."""
 _WITHOUT_RECORD = (NO_RECORD, UNKNOWN_REQUEST)
 
 
@@ -39,6 +43,8 @@ class LayoutClient:
             that wait for this one give up before they hear why.
         wait: Seconds to wait for a server that is not there yet, for instance a host that still loads.
         attach: False only looks: it is no presence, and may not begin a move.
+        follow_deadline: Seconds that `begin` waits for engines that follow (`LayoutFollower`) to stop reading. One that
+            has stalled costs so much of a worker's time, and the move does not happen.
 
     Raises:
         ValueError: The path is too long for a socket, or `engine_id` is empty or too long.
@@ -58,11 +64,13 @@ class LayoutClient:
         deadline: float = 10.0,
         wait: float = 0.0,
         attach: bool = True,
+        follow_deadline: float = 2.0,
     ) -> None:
         self.path = check_path(path)
         if not is_engine_id(engine_id):
             raise ValueError(f"`engine_id` (={engine_id!r}) must be printable, of 1 to {MAX_ENGINE_ID} characters")
         self._deadline = check_real(deadline, "deadline", above=0.0)
+        self._follow_deadline = check_real(follow_deadline, "follow_deadline", at_least=0.0)
         check_real(wait, "wait", at_least=0.0)
         self.engine_id = engine_id
         """Name of this engine; after attaching, the one that the keeper uses."""
@@ -80,6 +88,8 @@ class LayoutClient:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._socket: socket.socket | None = None
+        self._silent: socket.socket | None = None
+        """A connection that answers no more: kept open, since its end would say that this engine has gone."""
         self._connect(wait)
         if self._socket is not None:
             self._attach({"do": "attach", "engine": self.engine_id} if attach else {"do": "query"})
@@ -112,11 +122,23 @@ class LayoutClient:
     def begin(self, layers: Iterable[int], version: int) -> Reply:
         """Ask to move experts of `layers`, from `version` of the layout; see `LayoutRecord.begin`.
 
+        Waits up to `follow_deadline` for engines that follow; then the move is taken back, and the reply is `busy`.
         Raises nothing: a lost keeper and moves that are off are `refused`, with the reason.
         """
         if self._moves_off:
             return Reply("refused", self._moves_off)
-        return self._request({"do": "begin", "layers": _ints(layers), "version": int(version)})
+        rows = _ints(layers)
+        message = {"do": "begin", "layers": rows, "version": int(version)}
+        until = time.monotonic() + self._follow_deadline
+        while True:
+            answer = self._answer(message, undo={"do": "abort", "layers": rows})
+            asked = bool(answer.get("asked"))
+            if not asked or answer["status"] == "refused" or time.monotonic() >= until:
+                break
+            time.sleep(ASK_S)
+        if asked:
+            self.abort(rows)
+        return _reply(answer)
 
     def commit(self, layers: Iterable[int], rows: ArrayLike) -> Reply:
         """Say that the move is done and every byte in place; `rows` are ints `[len(layers), P]`."""
@@ -129,6 +151,31 @@ class LayoutClient:
     def abort(self, layers: Iterable[int]) -> Reply:
         """Say that the move will not be and that no byte has changed."""
         return self._request({"do": "abort", "layers": _ints(layers)})
+
+    def follow(self, digest: str) -> Reply:
+        """From now on this engine stops reading when it is asked; `LayoutFollower` calls it."""
+        return self._request({"do": "follow", "digest": digest})
+
+    def hold(self, version: int, move: int) -> Reply:
+        """Say that this rank reads the layers of the pending move no more; `LayoutFollower` calls it."""
+        return self._request({"do": "hold", "version": int(version), "move": int(move)})
+
+    def watch(self, seen: int) -> int:
+        """Wait, without an end, until the record is another one than at `seen`; its number, and `found` is new.
+
+        For a client of its own (`attach=False`): it does nothing else meanwhile, and `close` ends it.
+
+        Raises:
+            RecordLostError: The keeper has gone, or `close` was called.
+        """
+        found = self.found
+        known = None if found is None else found.layout
+        message = {"do": "watch", "seen": seen, "known": known and known.digest}
+        reply, _ = self._ask(message, deadline=None)
+        if reply.get("code") == UNKNOWN_REQUEST:
+            raise RecordLostError(f"the keeper at {self.path} knows no engines that follow", path=self.path)
+        self._take_state(reply, known)
+        return int(reply.get("number", -1))
 
     def refuse_moves(self, reason: str) -> None:
         """From now on `begin` is refused for this reason, without asking."""
@@ -149,12 +196,17 @@ class LayoutClient:
         return self._ask({"do": "fetch", "config": dict(config), "frame": dict(frame), **claim})
 
     def close(self) -> None:
-        """Leave. A move that is pending makes the record dirty. Idempotent."""
+        """Leave. A move that is pending makes the record dirty. Ends a request that waits. Idempotent."""
+        connection = self._socket
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            if self._socket is not None:
-                self._socket.close()
-                self._socket = None
-                self.error = self.error or RecordLostError(f"{self.path}: this side has left", path=self.path)
+            for each in (self._socket, self._silent):
+                if each is not None:
+                    each.close()
+                    self.error = self.error or RecordLostError(f"{self.path}: this side has left", path=self.path)
+            self._socket = self._silent = None
 
     def __enter__(self) -> LayoutClient:
         return self
@@ -203,7 +255,7 @@ class LayoutClient:
             self._take_state(reply)
             self.engine_id = str(reply.get("engine") or self.engine_id)
             if hello["do"] == "attach" and reply["status"] != "ok" and reply.get("code") not in _WITHOUT_RECORD:
-                raise self._lost(f"refused to attach this engine: {reply['reason']}")
+                raise self._lost(f"refused to attach this engine: {reply['reason']}", ended=True)
         except RecordLostError:
             return  # `error` holds it
 
@@ -218,41 +270,67 @@ class LayoutClient:
             raise self._lost(f"answers with {error}") from error
 
     def _request(self, message: Message) -> Reply:
-        try:
-            answer, _ = self._ask(message)
-        except EplbError as error:  # RecordLostError, SocketOwnerError
-            return Reply("refused", str(error))
-        return Reply(answer["status"], answer["reason"], answer["version"], answer["digest"])
+        return _reply(self._answer(message))
 
-    def _ask(self, message: Message) -> tuple[Message, list[int]]:
+    def _answer(self, message: Message, undo: Message | None = None) -> Message:
+        """The reply, or a refusal where none came."""
+        try:
+            return self._ask(message, undo=undo)[0]
+        except EplbError as error:  # RecordLostError, SocketOwnerError
+            return {"status": "refused", "reason": str(error), "version": None, "digest": None}
+
+    def _ask(
+        self, message: Message, *, undo: Message | None = None, deadline: float | None = math.inf
+    ) -> tuple[Message, list[int]]:
+        """Send, and wait for the reply.
+
+        Args:
+            message: What to send.
+            undo: What to send after it if no reply comes, so that it does not stay done.
+            deadline: Seconds to wait; None: for ever; default: the client's.
+        """
+        limit = self._deadline if deadline == math.inf else deadline
         with self._lock:
             if self._process != os.getpid():
                 raise RecordLostError(f"{self.path}: the connection is that of the parent process", path=self.path)
             if self._socket is None:
                 raise self.error or RecordLostError(f"nobody listens at {self.path}", path=self.path)
+            sent = False
             try:
                 self._socket.sendall(_wire.pack(message))
-                return _receive(self._socket, self._deadline)
+                sent = True
+                return _receive(self._socket, limit)
             except TimeoutError as error:
+                if sent and undo is not None:
+                    self._socket.setblocking(False)
+                    with contextlib.suppress(OSError):
+                        self._socket.send(_wire.pack(undo))
                 raise self._lost(f"has not answered for {self._deadline:g} s") from error
             except OSError as error:
-                raise self._lost(f"closed the connection: {error}") from error
+                raise self._lost(f"closed the connection: {error}", ended=True) from error
             except WireError as error:
                 raise self._lost(f"answers with {error}") from error
 
-    def _lost(self, what: str) -> RecordLostError:
-        """What comes next on this connection is no answer to what is asked next: it ends."""
+    def _lost(self, what: str, *, ended: bool = False) -> RecordLostError:
+        """What comes next on this connection is no answer to what is asked next: nothing is asked any more."""
         error = RecordLostError(f"the keeper at {self.path} {what}", path=self.path)
         self.error = error
-        if self._socket is not None:
+        if ended and self._socket is not None:
             self._socket.close()
-            self._socket = None
+        elif self._socket is not None:
+            self._silent = self._socket
+        self._socket = None
         return error
 
 
-def _receive(connection: socket.socket, deadline: float) -> tuple[Message, list[int]]:
+def _reply(answer: Message) -> Reply:
+    return Reply(answer["status"], answer["reason"], answer["version"], answer["digest"])
+
+
+def _receive(connection: socket.socket, deadline: float | None) -> tuple[Message, list[int]]:
     """One message within the deadline, and the descriptors that came with it."""
-    end = time.monotonic() + deadline
+    end = None if deadline is None else time.monotonic() + deadline
+    before = connection.gettimeout()
     inbox, fds = _wire.Inbox(), list[int]()
     try:
         while True:
@@ -261,7 +339,7 @@ def _receive(connection: socket.socket, deadline: float) -> tuple[Message, list[
                 message = _wire.unpack(body)
                 _check_reply(message)
                 return message, fds
-            connection.settimeout(max(end - time.monotonic(), 1e-3))
+            connection.settimeout(None if end is None else max(end - time.monotonic(), 1e-3))
             data, more, _, _ = socket.recv_fds(connection, 1 << 18, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             fds += more
             if not data:
@@ -272,7 +350,7 @@ def _receive(connection: socket.socket, deadline: float) -> tuple[Message, list[
             os.close(fd)
         raise
     finally:
-        connection.settimeout(deadline)
+        connection.settimeout(before)
 
 
 def _check_reply(message: Message) -> None:

@@ -18,10 +18,11 @@ from types import TracebackType
 
 from eplb_core.errors import SocketOwnerError
 from eplb_core.loading import _wire
-from eplb_core.loading._requests import Exports, Keeper, Session
+from eplb_core.loading._record_state import RecordState
+from eplb_core.loading._requests import LATER, Exports, Keeper, Session
 from eplb_core.loading._socket_path import SocketPlace, check_peer
 from eplb_core.loading._wire import Inbox, WireError
-from eplb_core.loading.record import LayoutRecord, RecordState
+from eplb_core.loading.record import LayoutRecord
 from eplb_core.loading.record_file import save_record
 
 log = logging.getLogger("eplb_core")
@@ -110,7 +111,7 @@ class LayoutServer:
 
 
 class _Connection:
-    __slots__ = ("closing", "fds", "inbox", "out", "queued", "session", "socket", "writing")
+    __slots__ = ("closing", "fds", "inbox", "out", "queued", "session", "socket", "watch", "writing")
 
     def __init__(self, accepted: socket.socket, number: int) -> None:
         self.socket = accepted
@@ -122,6 +123,8 @@ class _Connection:
         """Ends when `out` has gone."""
         self.queued = False
         """May have a whole message in the inbox: nothing more is read before that is answered."""
+        self.watch: bytes | None = None
+        """A message that is answered when the record changes; the next message takes its place."""
         self.writing = False
         """Watched for room to write, not for bytes to read."""
 
@@ -138,6 +141,8 @@ class _Loop:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._connections: dict[socket.socket, _Connection] = {}
         self._more: deque[_Connection] = deque()  # with a whole message in the inbox still to be answered
+        self._watching: set[_Connection] = set()
+        self._seen = keeper.changes
         self._number = 0
 
     def run(self) -> None:
@@ -156,6 +161,14 @@ class _Loop:
                 connection.queued = False
                 if connection.socket in self._connections:
                     self._answer_one(connection)
+            if self._keeper.changes != self._seen:
+                self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        self._seen = self._keeper.changes
+        for connection in list(self._watching):
+            if connection.watch is not None:
+                self._answer(connection, connection.watch)
 
     def stop(self) -> None:
         """From any thread."""
@@ -222,13 +235,22 @@ class _Loop:
             connection.closing = True
             self._flush(connection)
             return
-        if body is None:
-            return
+        if body is not None:
+            self._answer(connection, body)
+
+    def _answer(self, connection: _Connection, body: bytes) -> None:
+        connection.watch = None
+        self._watching.discard(connection)
         try:
             answer = self._keeper.answer(connection.session, body)
         except Exception:  # a fault of this library's: it costs the one who met it, not all
             log.exception("%s: a request of engine %r could not be answered", self._path, connection.session.engine)
-            self._drop(connection)
+            self._drop(connection, dropped=True)
+            return
+        if answer is LATER:
+            connection.watch = body
+            self._watching.add(connection)
+            self._look_for_more(connection)
             return
         connection.out, connection.fds = memoryview(_wire.pack(answer.message)), answer.fds
         self._flush(connection)
@@ -249,19 +271,24 @@ class _Loop:
         if connection.out:
             self._watch(connection, writing=True)
         elif connection.closing:
-            self._drop(connection)
+            self._drop(connection, dropped=True)
         else:
             self._watch(connection, writing=False)
-            connection.queued = True
-            self._more.append(connection)
+            self._look_for_more(connection)
+
+    def _look_for_more(self, connection: _Connection) -> None:
+        """Another message may be there already; it gets its turn."""
+        connection.queued = True
+        self._more.append(connection)
 
     def _watch(self, connection: _Connection, *, writing: bool) -> None:
         if connection.writing != writing:
             connection.writing = writing
             self._selector.modify(connection.socket, selectors.EVENT_WRITE if writing else selectors.EVENT_READ)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: _Connection, *, dropped: bool = False) -> None:
+        self._watching.discard(connection)
         del self._connections[connection.socket]
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        self._keeper.leave(connection.session)
+        self._keeper.leave(connection.session, dropped=dropped)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +13,13 @@ from eplb_core._arrays import ArrayLike, check_real
 from eplb_core.errors import AgreementError, EplbError, MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _words
-from eplb_core.loading._pull import POLL_S, Backup, Puller, Trouble, check_frame, finish_writes
-from eplb_core.loading._run import Run, RunWorker, Target
+from eplb_core.loading._joining import check_frame, check_tables
+from eplb_core.loading._passes import Passes, log
+from eplb_core.loading._pull import POLL_S, Backup, Puller, finish_writes
+from eplb_core.loading._run import RunWorker
 from eplb_core.loading._staged import to_reference
+from eplb_core.loading._status import MigratorStatus as MigratorStatus
 from eplb_core.loading._warm import warm_moves
-from eplb_core.loading._workers import Worker
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install import Installer, Staging
 from eplb_core.loading.move_record import MoveRecord, Recorder
@@ -28,52 +27,8 @@ from eplb_core.loading.mover import Tables
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.transport import Transport
 
-_log = logging.getLogger("eplb_core")
 
-FOR_GOOD = ("refused", "record")
-"""Causes after which there are no more moves."""
-
-
-class MigratorStatus(NamedTuple):
-    """What a Migrator is at. `phase`, `migration`, `steps`, `installed` and `cause` are the same on every rank."""
-
-    phase: str
-    """`idle`, `planning`, `moving`, `paused`, `lost` (the agreement failed: `rejoin`) or `stopped`."""
-    migration: int
-    """Number of the migration that runs or ran last."""
-    installed: int
-    """Its steps that are installed."""
-    steps: int
-    """Its steps; 0 as long as they are not known. A step is a layer, or a part of one if staging is smaller."""
-    cause: str
-    """How the last one ended: empty as it should; `plan` (the function given raised, or its layout does not fit),
-    `read` (a read failed), `peer` (a peer died), `deadline`, `backup` (no backup of an expert that no rank holds),
-    `busy`, `refused`, `record` (the record's keeper), `disagree` (ranks wanted different layouts), `agreement` (the
-    agreement failed), `paused`, `failed` (told by an engine's own word, or tables that raised)."""
-    reason: str
-    """The same in words, with more detail on the rank that gave up."""
-    rank: int | None
-    """The rank that gave up."""
-    off: str
-    """Why there are no more moves, or empty."""
-    read_bytes: int
-    """Bytes read from peers, since the beginning."""
-    read_s: float
-    """Seconds in which at least one read was under way."""
-    install_s: float
-    """Seconds of installs on the thread of the passes."""
-    worst_install_s: float
-    """The longest of them."""
-    quarantined: int
-    """Slots of staging that reads given up on may still write, when the reader last looked."""
-
-    @property
-    def read_gb_s(self) -> float:
-        """Bytes read per second of reading, in GB/s."""
-        return self.read_bytes / self.read_s / 1e9 if self.read_s else 0.0
-
-
-class Migrator:
+class Migrator(Passes):
     """Brings the weights of all ranks to new layouts while they serve; the one owner of the live layout.
 
     A worker thread computes targets and plans, another reads peers' slots into staging. `poll`, once a pass on every
@@ -130,271 +85,19 @@ class Migrator:
         reference: ArrayLike | None = None,
         deadline: float = 60.0,
     ) -> None:
-        self._deadline = check_real(deadline, "deadline", above=0.0)
+        seconds = check_real(deadline, "deadline", above=0.0)
         stores = check_frame(stores, layout, rank)
+        check_tables(tables, layout)
         prints = to_reference(reference, layout, len(stores[0].names))
         warm_moves()
-        self.rank = rank
-        self._layout, self._agreement, self._tables, self._on_install = layout, agreement, tables, on_install
-        self._device = stores[0].device
         space = Staging(staging, stores)
-        self._installer = Installer(stores, space)
+        installer, recorder = Installer(stores, space), Recorder(record)
         puller = Puller(stores, layout, rank, transport, agreement, space, {})
-        self._recorder = Recorder(record)
-        self._work = RunWorker(puller, self._installer, self._recorder, backup, tables, prints, self._deadline)
-        self._changed = threading.Condition()
-        self._run: Run | None = None
-        self._number = 0
-        self._word = np.array([_words.word(0, _words.DONE, 0)], dtype=np.int64)
-        self._posted = 0
-        self._paused = self._stopped = False
-        self._lost = ""
-        self._off = ""
-        self._last = _Ending("", "", None, 0, 0)
-        self._install_s = self._worst_install_s = 0.0
+        work = RunWorker(puller, installer, recorder, backup, tables, prints, seconds)
         recorded = [flag == b"1" for flag in agreement.gather(b"1" if record is not None else b"0")]
+        super().__init__(rank, layout, agreement, work, installer, recorder, tables, on_install, seconds)
         if any(recorded) and not all(recorded):
             self._turn_off(f"{sum(recorded)} of {len(recorded)} ranks keep a record of the layout: all or none must")
-        self._planner = Worker(f"eplb-plan-{rank}", self._device)
-        self._mover = Worker(f"eplb-move-{rank}", self._device)
-
-    # ---- state -----------------------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> ExpertLayout:
-        """The live layout: what the weights are in and the tables dispatch by."""
-        return self._layout
-
-    @property
-    def progress(self) -> int:
-        """This rank's word for the agreement, an int64; at `progress_address` for readers without the interpreter."""
-        return int(self._word[0])
-
-    @property
-    def progress_address(self) -> int:
-        """Where `progress` is in memory, for life."""
-        return int(self._word.ctypes.data)
-
-    @property
-    def idle(self) -> bool:
-        """No migration runs and one may start; changes in the same pass on every rank."""
-        return self._run is None and not (self._paused or self._lost or self._stopped)
-
-    @property
-    def status(self) -> MigratorStatus:
-        """What the Migrator is at."""
-        run, last, work = self._run, self._last, self._work
-        installed, steps = (run.installed, run.known_steps) if run else (last.installed, last.steps)
-        if self._stopped or self._lost or self._paused:
-            phase = "stopped" if self._stopped else "lost" if self._lost else "paused"
-        else:
-            phase = "idle" if run is None else "moving" if run.phase == _words.MOVING else "planning"
-        return MigratorStatus(
-            phase=phase,
-            migration=self._number,
-            installed=installed,
-            steps=steps,
-            cause="agreement" if self._lost else last.cause,
-            reason=self._lost or last.reason,
-            rank=last.rank,
-            off=self._off,
-            read_bytes=work.read_bytes,
-            read_s=work.read_s,
-            install_s=self._install_s,
-            worst_install_s=self._worst_install_s,
-            quarantined=work.num_quarantined,
-        )
-
-    # ---- moving ----------------------------------------------------------------------------------------------------
-
-    def start(self, target: Target, *, shares: ArrayLike | None = None) -> bool:
-        """Begin a migration; every rank calls it in the same pass, when `idle`.
-
-        Args:
-            target: A layout, or a function of the live layout that returns one, or one and shares, or None for no move.
-                It runs on a worker thread and must give the same on every rank.
-            shares: Fractions `[L, P]` for the tables, installed with each layer. Default: equal ones.
-
-        Returns:
-            False if there are no more moves: see `status.off`.
-
-        Raises:
-            MigrationError: Another one runs, or the Migrator is paused, stopped or has lost its agreement.
-            ValueError: The target has another shape.
-        """
-        if self._run is not None or not self.idle:
-            raise MigrationError(
-                f"a migration cannot start while the Migrator is {self.status.phase}; ask `idle` first",
-                layout=self._layout,
-                reason=self.status.phase,
-            )
-        if not callable(target) and target is not None:
-            goal = target[0] if isinstance(target, tuple) else target
-            self._layout.check_same_frame(goal)
-        if self._off:
-            return False
-        self._number += 1
-        run = Run(self._number, self.rank, self._layout, self._word, self._changed)
-        self._last = _Ending("", "", None, 0, 0)
-        self._run = run
-        self._planner.submit(lambda: self._plan(run, target, shares))
-        return True
-
-    def _plan(self, run: Run, target: Target, shares: ArrayLike | None) -> None:
-        if self._work.plan(run, target, shares):
-            self._mover.submit(lambda: self._work.announce(run))
-
-    def poll(self) -> tuple[int, ...]:
-        """Once a pass, on every rank, at the same place in the loop: `install(agreement.take())`, then post `progress`.
-
-        Returns:
-            Rows of the layout that were installed now: none or one.
-
-        Raises:
-            MigrationError: The agreement failed while other ranks may have installed a layer that this one has only
-                staged: do not run a pass with it, `rejoin` first. If the agreement fails at another time, `poll`
-                returns and `status.phase` is `lost`.
-        """
-        if self._lost or self._stopped:
-            return ()
-        try:
-            agreed = self._agreement.take()
-        except AgreementError as error:
-            self._lose(error)
-            return ()
-        try:
-            return self.install(agreed)
-        finally:  # also if `on_install` raised: this rank would be a pass behind the others ever after
-            self._post()
-
-    def _post(self) -> None:
-        self._posted = int(self._word[0])
-        try:
-            self._agreement.post(self._posted)
-        except AgreementError as error:
-            self._lose(error)
-
-    def install(self, agreed: int | None) -> tuple[int, ...]:
-        """What a pass does with the minimum of all ranks' `progress` of the pass before.
-
-        For an engine with a collective of its own; otherwise `poll` calls it. Runs on the current stream, waits for
-        nothing.
-
-        Args:
-            agreed: The minimum; None if there is none yet.
-
-        Returns:
-            Rows of the layout that were installed now.
-        """
-        run = self._run
-        if agreed is None:
-            return ()
-        if agreed < 0:
-            self._hear_failure(_words.take_apart(agreed))
-            return ()
-        if run is None:
-            return ()
-        migration, phase, value = agreed >> 34, agreed >> 32 & 3, agreed & _words.BITS
-        rows: tuple[int, ...] = ()
-        if migration == run.number:
-            if (phase, value) != run.last_heard:
-                run.last_heard, run.since = (phase, value), time.monotonic()
-            if phase == _words.MOVING:
-                rows = self._advance(run, value)
-            elif phase == _words.CHECK:
-                self._compare(run, value)
-            elif phase == _words.TARGET and run.phase == _words.TARGET:
-                with self._changed:
-                    run.lowest, run.phase = value, _words.CHECK
-                    run.publish(_words.CHECK, _words.BITS - run.bits)
-        if run.trouble is None and not run.ended and time.monotonic() - run.since > self._deadline:
-            run.fail(Trouble("deadline", f"no progress of all ranks for {self._deadline:g} s"))
-        return rows
-
-    def _compare(self, run: Run, value: int) -> None:
-        """All targets are known: equal if the smallest is the largest."""
-        if run.phase != _words.CHECK:
-            return
-        if run.lowest + value != _words.BITS:
-            self._end(run, "disagree", "ranks computed different targets; their inputs must be equal", None)
-        elif not run.steps:
-            self._end(run, "", "", None)
-        else:
-            with self._changed:
-                run.phase = _words.MOVING
-                run.publish(_words.MOVING, 0)
-                self._changed.notify_all()
-            self._mover.submit(lambda: self._work.move(run))
-
-    def _advance(self, run: Run, value: int) -> tuple[int, ...]:
-        """Install the step that all ranks have staged; end after the last."""
-        rows: tuple[int, ...] = ()
-        if run.installed < len(run.steps) and value >= 2 * run.installed + 1:
-            rows = (self._install_step(run),)
-        with self._changed:
-            run.value = value
-            self._changed.notify_all()
-        if value >= 2 * len(run.steps):
-            self._end(run, "", "", None)
-        return rows
-
-    def _install_step(self, run: Run) -> int:
-        start = time.perf_counter()
-        step, copies = run.steps[run.installed], run.copies
-        if copies is None or run.staged <= run.installed:
-            raise MigrationError("ranks agreed on a layer that is not staged here; use one agreement a Migrator")
-        self._installer.run(step.layer, copies)
-        try:
-            if self._tables is not None:
-                self._tables.install(step.after, layers=[step.layer], shares=run.shares if step.last else None)
-        except Exception as error:
-            run.fail(Trouble("failed", f"layer {step.layer}: the tables were not installed: {error}"))
-            raise
-        finally:  # whatever the tables did: the weights are new, and to install them again would spoil them
-            if self._device.type == "cuda":  # pragma: no cover
-                run.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                run.event.record()
-                self._work.last_install = run.event
-            self._layout = step.after
-            with self._changed:
-                run.installed += 1
-                self._changed.notify_all()
-        took = time.perf_counter() - start
-        self._install_s += took
-        self._worst_install_s = max(self._worst_install_s, took)
-        if self._on_install is not None:
-            self._on_install(step.layer, step.after)
-        return step.layer
-
-    def _hear_failure(self, failure: Any) -> None:
-        run = self._run
-        if run is None:
-            # A migration that this rank was never in: none of that number can start here any more.
-            self._number = max(self._number, failure.migration)
-            self._word[0] = _words.word(self._number, _words.DONE, 0)
-        elif failure.migration in (0, run.number):
-            own = run.trouble is not None and failure.rank == self.rank
-            reason = run.trouble.reason if run.trouble and own else f"rank {failure.rank} gave up: {failure.cause}"
-            self._end(run, failure.cause, reason, failure.rank)
-
-    def _end(self, run: Run, cause: str, reason: str, rank: int | None) -> None:
-        """The migration is over, on every rank in this pass."""
-        with self._changed:
-            run.end()
-            self._word[0] = _words.word(self._number, _words.DONE, 0)
-        self._last = _Ending(cause, reason, rank, run.installed, run.known_steps)
-        self._run = None
-        if cause:
-            _log.warning(
-                "migration %d ended after %d of %d steps: %s", run.number, run.installed, run.known_steps, reason
-            )
-        if cause in FOR_GOOD:
-            self._turn_off(reason)
-
-    def _turn_off(self, reason: str) -> None:
-        self._off = reason
-        self._recorder.off(reason)
-        _log.warning("experts will not be moved any more: %s", reason)
 
     # ---- interruptions ---------------------------------------------------------------------------------------------
 
@@ -452,14 +155,20 @@ class Migrator:
                 return
             time.sleep(POLL_S)
 
-    def resume(self, *, reference: ArrayLike | None = None) -> None:
+    def resume(self, *, reference: ArrayLike | None = None, backup: Backup | None = None) -> None:
         """After `pause`: migrations may start again. Every rank calls it in the same pass.
 
         Args:
             reference: As in the constructor, where weights were changed in the pause. Default: as before.
+            backup: Of the weights as they are now. Default: as before, which after a change of weights is wrong: where
+                there is no new one, give a backup that has nothing (whose `fetch` raises KeyError).
+
+        Raises:
+            ValueError: `reference` has another shape; the Migrator stays paused.
         """
         if reference is not None:
-            self._work.reference = to_reference(reference, self._layout, len(self._installer.stores[0].names))
+            reference = to_reference(reference, self._layout, len(self._installer.stores[0].names))
+        self._work.renew(reference, backup)
         finish_writes(self._device)
         self._paused = False
 
@@ -477,7 +186,7 @@ class Migrator:
             try:
                 self.pause()
             except EplbError as error:
-                _log.warning("stopping without the other ranks: %s", error)
+                log.warning("stopping without the other ranks: %s", error)
         if self._run is not None:
             self._end(self._run, "paused", "the engine stopped it", None)
         until = time.monotonic() + check_real(deadline, "deadline", at_least=0.0)
@@ -487,22 +196,6 @@ class Migrator:
         if not clean:
             _WRITTEN.append(self)
         return all(ended) and clean
-
-    def _lose(self, error: AgreementError) -> None:
-        """The agreement has failed: end here, unless others may have installed a step that this rank has staged."""
-        self._lost = str(error)
-        run = self._run
-        _log.warning("moves are off until ranks rejoin: %s", error)
-        if run is None:
-            return
-        if self._posted >= 0 and self._posted == _words.word(run.number, _words.MOVING, 2 * run.installed + 1):
-            raise MigrationError(
-                f"{error}. Other ranks may have installed layer {run.steps[run.installed].layer}, which this one has "
-                "staged; call `rejoin` with an agreement of the ranks that live before the next pass",
-                layout=self._layout,
-                reason="agreement",
-            ) from error
-        self._end(run, "agreement", str(error), None)
 
     def rejoin(self, agreement: Agreement) -> ExpertLayout:
         """After the agreement has failed: go on with the ranks that live. Each of them calls it. Blocks.
@@ -538,16 +231,6 @@ class Migrator:
         self._check_digests([blob.decode() for blob in agreement.gather(self._layout.digest.encode())])
         self._agreement, self._lost = agreement, ""
         return self._layout
-
-
-class _Ending(NamedTuple):
-    """How a migration ended; see `MigratorStatus`."""
-
-    cause: str
-    reason: str
-    rank: int | None
-    installed: int
-    steps: int
 
 
 _WRITTEN: list[Migrator] = []

@@ -12,7 +12,8 @@ import torch
 from eplb_core._arrays import ArrayLike, IntArray, check_real
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.layout import ExpertLayout
-from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble, check_frame, keep_while_written
+from eplb_core.loading._joining import check_frame
+from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble, keep_while_written
 from eplb_core.loading._staged import check_staged, to_reference
 from eplb_core.loading._steps import Step, plan_steps
 from eplb_core.loading.agreement import Agreement

@@ -8,77 +8,33 @@ machine: no socket, no clock, no device. `LayoutServer` puts it behind a Unix so
                         |------abort---> clean, same version
                         '-----detach---> dirty: for good, since nobody knows how far the move came
 
-An engine may begin only while it is alone, so nobody else's layout goes stale; and nobody reads weights while a move is
-pending, while the record is dirty, or under another layout than the record's.
+An engine may begin only while every other one has stopped reading what it moves, so nobody else's layout goes stale;
+and nobody reads weights while a move is pending, while the record is dirty, or under another layout than the record's.
+Only engines that follow stop when they are asked. As long as one has not, a move is asked for and not yet begun:
+
+    clean --begin--> asking --begin, when all followers hold--> pending
+                        '-------abort or detach---------------> clean, same version
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, TypeAlias
-
-import numpy as np
 
 from eplb_core._arrays import ArrayLike, check_int, to_ids
 from eplb_core.layout import ExpertLayout
-
-Status: TypeAlias = Literal["ok", "busy", "refused"]
-
-MAX_ENGINE_ID = 200
-"""Most characters of an engine's name."""
-NAMES_KEPT = 8
-"""Of engines that do not follow the layout so many are remembered by name; beyond that they are counted."""
-
-
-class Reply(NamedTuple):
-    """Answer to one request."""
-
-    status: Status
-    """`ok`; `busy`: the same request may do later; `refused`: it will not, as long as the weights live."""
-    reason: str = ""
-    """For `busy` and `refused`: who and what is in the way, with engine, layers and version."""
-    version: int | None = None
-    """Version of the record after the request; None without a record."""
-    digest: str | None = None
-    """Digest of the recorded layout after the request; None without a record."""
-
-
-class Move(NamedTuple):
-    """A move that was begun and not yet committed."""
-
-    engine: str
-    """Who moves."""
-    layers: tuple[int, ...]
-    """Rows of the layout that it touches."""
-    version: int
-    """Version before it."""
-
-    def __str__(self) -> str:
-        return f"the move of {name_layers(self.layers)} by engine {self.engine!r} from version {self.version}"
-
-
-class RecordState(NamedTuple):
-    """All that a record knows; immutable."""
-
-    layout: ExpertLayout
-    """What the slots hold, as of `version`; during a pending move its layers are in doubt."""
-    version: int = 0
-    """Number of committed moves."""
-    engines: tuple[str, ...] = ()
-    """Who is attached, in order of arrival."""
-    pending: Move | None = None
-    """The move that is under way."""
-    dirty: str = ""
-    """Why nobody knows what the slots hold; empty as long as somebody does."""
-    non_followers: tuple[str, ...] = ()
-    """First engines that read the weights and cannot be seen to leave."""
-    num_non_followers: int = 0
-    """How many there are."""
-
-    @property
-    def digest(self) -> str:
-        """`layout.digest`."""
-        return self.layout.digest
+from eplb_core.loading._record_state import (
+    MAX_ENGINE_ID,
+    NAMES_KEPT,
+    Move,
+    RecordState,
+    Reply,
+    cut,
+    is_engine_id,
+    is_int,
+    name_layers,
+    names_of,
+    to_layers,
+)
 
 
 class LayoutRecord:
@@ -129,10 +85,11 @@ class LayoutRecord:
         A move that was pending is in doubt for ever. Engines that were attached may still use the memory and can no
         longer be seen to leave: they count as engines that do not follow the layout.
         """
-        record = cls.of_state(state._replace(engines=(), pending=None))
+        record = cls.of_state(RecordState(state.layout, state.version, dirty=state.dirty))
+        record._set(non_followers=state.non_followers, num_non_followers=state.num_non_followers)
         for engine in state.engines:
             record._add_non_follower(f"{engine} (attached before the keeper of the record restarted)")
-        if state.pending is not None and not state.dirty:
+        if state.pending is not None and not state.asking and not state.dirty:
             record._set(dirty=f"{state.pending} was pending when the keeper of the record died")
         return record
 
@@ -172,23 +129,88 @@ class LayoutRecord:
         return self._ok()
 
     def detach(self, engine: str) -> Reply:
-        """An engine is gone, however it went. If its move was pending the record is dirty from now on."""
-        if engine not in self._state.engines:
+        """An engine is gone, however it went. If its move had begun the record is dirty from now on."""
+        state = self._state
+        if engine not in state.engines:
             return self._refused(f"engine {engine!r} is not attached")
-        self._set(engines=tuple(name for name in self._state.engines if name != engine))
-        move = self._state.pending
+        engines, followers, holding = (
+            tuple(name for name in names if name != engine) for names in (state.engines, state.followers, state.holding)
+        )
+        self._set(engines=engines, followers=followers, holding=holding)
+        move = state.pending
         if move is not None and move.engine == engine:
-            self._set(pending=None, dirty=f"{move} was pending when the engine left")
+            self._end_move()
+            if not state.asking:
+                self._set(dirty=f"{move} was pending when the engine left")
         return self._ok()
+
+    def lose(self, engine: str) -> Reply:
+        """The connection to an engine was ended from this side: it may live, and is not seen to leave any more."""
+        reply = self.detach(engine)
+        if reply.status == "ok":
+            self._add_non_follower(f"{engine} (its connection was ended)")
+        return reply
 
     def query(self) -> Reply:
         """Version and digest; `busy` during a move, `refused` if the record is dirty."""
         return self._unreadable() or self._ok()
 
+    # ---- following -----------------------------------------------------------------------------------------------
+
+    def follow(self, engine: str, digest: str | None) -> Reply:
+        """From now on this engine stops reading layers when it is asked to, and moves need not wait until it leaves.
+
+        Args:
+            engine: Who follows; attached.
+            digest: Of the layout that it routes by, which must be the recorded one.
+        """
+        state = self._state
+        if state.dirty:
+            return self._refused(self._dirty_reason())
+        if engine not in state.engines:
+            return self._refused(f"engine {engine!r} is not attached; attach before it follows")
+        if digest != state.digest:
+            return self._refused(
+                f"engine {engine!r} routes by layout {cut(digest, 12)}, the weights hold {state.digest[:12]} "
+                f"(version {state.version}); it must adopt that one before it follows"
+            )
+        if state.pending is not None:
+            return self._busy(f"{state.pending} is pending")
+        if engine not in state.followers:
+            self._set(followers=(*state.followers, engine))
+        return self._ok()
+
+    def hold(self, engine: str, version: int, move: int) -> Reply:
+        """A follower reads the layers of the pending move no more, until the move has ended.
+
+        Args:
+            engine: Who holds, on all its streams and devices of this rank.
+            version: Version of the layout that it routes by.
+            move: `state.begun` of the state in which it saw the move: one that was begun later is not held for.
+        """
+        state = self._state
+        if state.dirty:
+            return self._refused(self._dirty_reason())
+        if engine not in state.followers:
+            return self._refused(f"engine {engine!r} does not follow")
+        asked = state.pending
+        if asked is None or asked.engine == engine:
+            return self._refused(f"nobody asks engine {engine!r} to hold; {asked or 'no move'} is pending")
+        if not is_int(version) or version != asked.version:
+            return self._refused(f"{asked} is pending, and engine {engine!r} is at version {cut(version)}")
+        if not is_int(move) or move != state.begun:
+            return self._refused(f"{asked} is number {state.begun}, and engine {engine!r} holds for {cut(move)}")
+        if engine not in state.holding:
+            self._set(holding=(*state.holding, engine))
+        return self._ok()
+
     # ---- moves ---------------------------------------------------------------------------------------------------
 
     def begin(self, engine: str, layers: Iterable[int], version: int) -> Reply:
         """Ask to move experts of `layers`; only after `ok` may a byte of their slots change.
+
+        `busy` while engines that follow have not stopped reading: the move is then asked for (`state.asking`), and the
+        same call again says `ok` once they have. `abort` takes it back.
 
         Args:
             engine: Who asks.
@@ -196,38 +218,49 @@ class LayoutRecord:
             version: Version of the layout that the move starts from.
         """
         state = self._state
-        rows = _to_layers(layers, state.layout.num_layers)
+        rows = to_layers(layers, state.layout.num_layers)
         reason = ""
         if state.dirty:
             reason = self._dirty_reason()
         elif engine not in state.engines:
             reason = f"engine {engine!r} is not attached; attach before the weights are read"
-        elif state.pending is not None and state.pending.engine == engine:
+        elif self._is_other_move(engine, rows, version):
             reason = f"{state.pending} is pending; commit or abort it first"
-        elif not _is_int(version) or version != state.version:
-            reason = f"the layout is at version {state.version}, not {_cut(version)}; engine {engine!r} is not on it"
+        elif not is_int(version) or version != state.version:
+            reason = f"the layout is at version {state.version}, not {cut(version)}; engine {engine!r} is not on it"
         elif rows is None:
-            reason = (
-                f"`layers` (={_cut(layers)}) must be rows in [0, {state.layout.num_layers}), one or more, each once"
-            )
+            reason = f"`layers` (={cut(layers)}) must be rows in [0, {state.layout.num_layers}), one or more, each once"
         elif state.num_non_followers:
             reason = (
                 f"{state.num_non_followers} engine{'s' * (state.num_non_followers > 1)} that do not follow the layout "
-                f"use the weights ({_names(state.non_followers)}); restart the keeper of the weights to move experts"
+                f"use the weights ({names_of(state.non_followers)}); restart the keeper of the weights to move experts"
             )
         if reason or rows is None:
             return self._refused(reason)
-        if state.pending is not None:
+        if state.pending is not None and state.pending.engine != engine:
             return self._busy(f"{state.pending} is pending")
-        others = [name for name in state.engines if name != engine]
+        others = [name for name in state.engines if name != engine and name not in state.followers]
         if others:
             verb = "is" if len(others) == 1 else "are"
             return self._busy(
-                f"engine{'s' * (len(others) > 1)} {_names(others)} {verb} attached too; "
+                f"engine{'s' * (len(others) > 1)} {names_of(others)} {verb} attached too; "
                 "experts may move only under an engine that is alone"
             )
-        self._set(pending=Move(engine, rows, state.version))
+        if state.pending is None:
+            self._set(pending=Move(engine, rows, state.version), asking=True, begun=state.begun + 1)
+        awaited = self._state.awaited
+        if awaited:
+            who = f"engine{'s' * (len(awaited) > 1)} {names_of(awaited)}"
+            return self._busy(f"{who} must stop reading {name_layers(rows)} first, and has not")
+        self._set(asking=False)
         return self._ok()
+
+    def _is_other_move(self, engine: str, rows: tuple[int, ...] | None, version: object) -> bool:
+        """Whether the engine has a move that is not the one it asks for here once more."""
+        state = self._state
+        if state.pending is None or state.pending.engine != engine:
+            return False
+        return not state.asking or state.pending != (engine, rows, version)
 
     def commit(self, engine: str, layers: Iterable[int], rows: ArrayLike) -> Reply:
         """The move is done, every byte of it is in place: record what the slots hold now.
@@ -242,6 +275,8 @@ class LayoutRecord:
         moved = self._own_move(engine, layers, "commit")
         if isinstance(moved, Reply):
             return moved
+        if self._state.asking:
+            return self._refused(f"{self._state.pending} is only asked for; engines that follow still read its layers")
         layout = self._state.layout
         try:
             given = to_ids(rows, "rows")
@@ -252,7 +287,8 @@ class LayoutRecord:
             new = ExpertLayout(p2l, layout.num_experts, topology=layout.topology)
         except (ValueError, TypeError, OverflowError) as error:
             return self._refused(f"{self._state.pending} stays pending: {error}")
-        self._set(layout=new, version=self._state.version + 1, pending=None)
+        self._set(layout=new, version=self._state.version + 1)
+        self._end_move()
         return self._ok()
 
     def abort(self, engine: str, layers: Iterable[int]) -> Reply:
@@ -260,16 +296,19 @@ class LayoutRecord:
         moved = self._own_move(engine, layers, "abort")
         if isinstance(moved, Reply):
             return moved
-        self._set(pending=None)
+        self._end_move()
         return self._ok()
+
+    def _end_move(self) -> None:
+        self._set(pending=None, asking=False, holding=())
 
     def _own_move(self, engine: str, layers: Iterable[int], verb: str) -> tuple[int, ...] | Reply:
         move = self._state.pending
         if move is None or move.engine != engine:
             return self._refused(f"engine {engine!r} has no move to {verb}; {move or 'no move'} is pending")
-        rows = _to_layers(layers, self._state.layout.num_layers)
+        rows = to_layers(layers, self._state.layout.num_layers)
         if rows is None or set(rows) != set(move.layers):
-            return self._refused(f"{move} is pending, not one of `layers` (={_cut(layers)})")
+            return self._refused(f"{move} is pending, not one of `layers` (={cut(layers)})")
         return rows
 
     # ---- reading weights -----------------------------------------------------------------------------------------
@@ -298,7 +337,7 @@ class LayoutRecord:
             )
         if digest is not None and digest != state.digest:
             return self._refused(
-                f"{who} routes by layout {_cut(digest, 12)} (version {_cut(version)}), the weights hold "
+                f"{who} routes by layout {cut(digest, 12)} (version {cut(version)}), the weights hold "
                 f"{state.digest[:12]} (version {state.version}); it must adopt that one before it maps them"
             )
         if unreadable is not None:
@@ -325,7 +364,7 @@ class LayoutRecord:
     def _add_non_follower(self, name: str) -> None:
         names = self._state.non_followers
         if len(names) < NAMES_KEPT and name not in names:
-            names = (*names, _cut(name, MAX_ENGINE_ID))
+            names = (*names, cut(name, MAX_ENGINE_ID))
         self._set(non_followers=names, num_non_followers=self._state.num_non_followers + 1)
 
     def _set(self, **fields: object) -> None:
@@ -339,45 +378,3 @@ class LayoutRecord:
 
     def _refused(self, reason: str) -> Reply:
         return Reply("refused", reason, self.version, self.digest)
-
-
-def is_engine_id(value: object) -> bool:
-    """Whether messages can name an engine so."""
-    return isinstance(value, str) and 0 < len(value) <= MAX_ENGINE_ID and value.isprintable()
-
-
-def name_layers(layers: tuple[int, ...]) -> str:
-    """The layers in words, long lists by their ends."""
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    shown = list(map(str, layers)) if len(layers) <= 6 else [*map(str, layers[:3]), "..", *map(str, layers[-2:])]
-    return f"layers {', '.join(shown)}"
-
-
-def _to_layers(layers: object, num_layers: int) -> tuple[int, ...] | None:
-    """The rows as ints, or None unless they are in range, one or more, each once."""
-    if isinstance(layers, np.ndarray):
-        layers = layers.tolist()
-    if not isinstance(layers, (list, tuple, range)) or not 0 < len(layers) <= num_layers:
-        return None
-    if not all(_is_int(layer) and 0 <= layer < num_layers for layer in layers) or len(set(layers)) < len(layers):
-        return None
-    return tuple(int(layer) for layer in layers)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _cut(value: object, width: int = 80) -> str:
-    """One short line of what a stranger said."""
-    try:
-        text = value if isinstance(value, str) else repr(value)
-    except (ValueError, RecursionError):  # thousands of digits, thousands of brackets
-        text = f"some {type(value).__name__}"
-    text = "".join(c if c.isprintable() else " " for c in text[: width + 1])
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)

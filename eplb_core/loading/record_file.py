@@ -9,7 +9,8 @@ from pathlib import Path
 from eplb_core import _files
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _wire
-from eplb_core.loading.record import LayoutRecord, RecordState
+from eplb_core.loading._record_state import RecordState
+from eplb_core.loading.record import LayoutRecord
 
 FORMAT = "eplb-record-1"
 _WANTED = f"a record ({FORMAT})"

@@ -1,4 +1,6 @@
-"""For users' tests: conformance checks of transports, and Hypothesis strategies (`eplb_core.testing.strategies`).
+"""For users' tests: conformance checks of transports, a layout that shows forgotten mappings, Hypothesis strategies.
+
+The strategies are in `eplb_core.testing.strategies`.
 
 A transport of your own is tested by real processes that are really killed and stopped:
 
@@ -13,6 +15,7 @@ runs them all.
 from __future__ import annotations
 
 from eplb_core.testing._peers import TransportKit
+from eplb_core.testing.layouts import shifted_layout
 from eplb_core.testing.transports import TRANSPORT_CHECKS, check_transport
 
-__all__ = ["TRANSPORT_CHECKS", "TransportKit", "check_transport"]
+__all__ = ["TRANSPORT_CHECKS", "TransportKit", "check_transport", "shifted_layout"]

@@ -364,6 +364,21 @@ def closing_does_not_wait_for_a_stopped_peer(kit: TransportKit) -> None:
             _stays(w, own[0], _process(w, 1).resume)
 
 
+def a_reader_that_dies_leaves_its_owner_to_others(kit: TransportKit) -> None:
+    """It said no farewell, and was in the middle of a read."""
+    with world(kit, 2) as w:
+        _own(w, [5000])
+        _join(w, 2, [_MIB], 20)
+        reader = _process(w, 1)
+        reader.call(export, [_MIB], 10)
+        reader.call(connect, 2, w.peers[2].call(export_again))
+        reader.begin(read_all, 2, [(0, 0, 0, 0, _MIB)], 100_000)
+        _read_exactly(w, 2, [(0, 0, 0, 0, 5000)], seed=20)
+        reader.kill()
+        for _ in range(5):
+            _read_exactly(w, 2, [(0, 0, 0, 0, 5000)], seed=20)
+
+
 def a_peer_that_was_replaced_is_read_anew(kit: TransportKit) -> None:
     """Another process under the same rank, with other bytes."""
     with world(kit) as w:
@@ -534,6 +549,7 @@ TRANSPORT_CHECKS: tuple[Check, ...] = (
     _applies(reads_of_a_stopped_peer_are_as_the_caps_say, "processes"),
     _applies(disconnecting_a_stopped_peer_gives_its_reads_up, "processes"),
     _applies(closing_does_not_wait_for_a_stopped_peer, "processes"),
+    _applies(a_reader_that_dies_leaves_its_owner_to_others, "processes"),
     _applies(a_peer_that_was_replaced_is_read_anew, "processes rejoins"),
 )
 """All checks, by name; each takes a `TransportKit`."""

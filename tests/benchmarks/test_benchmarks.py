@@ -25,7 +25,19 @@ def threads_as_before() -> Iterator[None]:
     numba.set_num_threads(before[1])
 
 
-LONG = {"engine", "forecast", "moving_gpu", "multi_gpu", "schedules", "soak_moves", "transport_gpu", "transports"}
+LONG = {
+    "engine",
+    "forecast",
+    "from_layout",
+    "fuzz_record",
+    "growth",
+    "moving_gpu",
+    "multi_gpu",
+    "schedules",
+    "soak_moves",
+    "transport_gpu",
+    "transports",
+}
 
 
 @pytest.mark.slow

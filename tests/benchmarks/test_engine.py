@@ -16,8 +16,8 @@ from benchmarks.engine.exchange import Parcel
 from benchmarks.engine.forward import run_experts, run_grouped
 from benchmarks.engine.model import Dense, ModelConfig
 from benchmarks.engine.oracle import Oracle
-from benchmarks.engine.requests import Scheduler, Traffic
-from benchmarks.engine.shared import weight_hosts
+from benchmarks.engine.requests import REQUESTS_PER_WINDOW, Scheduler, Traffic
+from benchmarks.engine.shared import soak_shared, weight_hosts
 from benchmarks.engine.soak import soak
 from benchmarks.engine.weights import empty_experts, load_experts, make_dense, save_experts
 from eplb_core import ExpertLayout, Topology
@@ -96,10 +96,46 @@ def test_an_engine_that_restarts_on_shared_weights_adopts_the_layout_that_they_w
 
 @pytest.mark.slow
 @pytest.mark.long
+def test_engines_that_are_killed_on_shared_weights_leave_a_layout_or_a_record_that_says_not_to_use_them() -> None:
+    report = soak_shared(2, 20.0, seed=2)
+    assert report.ok, str(report)
+    assert report.adopted + report.refused > 1, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_ranks_that_are_threads_give_the_tokens_of_one_process(tmp_path: Path) -> None:
+    setup = dataclasses.replace(setup_of(tmp_path, "async"), threads=True)
+    with Cluster(setup) as cluster:
+        cluster.start(4)
+        record = drive(cluster, scheduler_of(setup), 60, oracle=oracle_of(setup, 4))
+        cluster.call("close")
+    assert record.installed > 0
+    assert (record.compared, record.wrong) == (60 * 16, 0)
+
+
+def test_topics_follow_a_recorded_trace() -> None:
+    trace = np.zeros((2, 1, 16), dtype=np.int64)
+    trace[0, 0, 3], trace[1, 0, 4] = 1000, 1000
+    traffic = Traffic(CONFIG, 1, trace=trace)
+    topics = [traffic.next().topic for _ in range(3 * REQUESTS_PER_WINDOW)]
+    expected = [3 % CONFIG.num_topics, 4 % CONFIG.num_topics, 3 % CONFIG.num_topics]
+    windows = [topics[first : first + REQUESTS_PER_WINDOW] for first in range(0, len(topics), REQUESTS_PER_WINDOW)]
+    assert [max(set(window), key=window.count) for window in windows] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_short_soak_with_kills_stops_leaves_joins_and_updates_has_no_wrong_token() -> None:
     report = soak(4, 1.0, seed=5)
     assert report.ok, str(report)
-    kinds = {"rank killed", "rank stopped for a while", "weights updated", "rank stopped for good"}
+    kinds = {
+        "rank killed",
+        "rank killed in an update",
+        "rank stopped for a while",
+        "weights updated",
+        "rank stopped for good",
+    }
     assert kinds <= report.faults.keys(), str(report)
     assert report.migrations > 0
 

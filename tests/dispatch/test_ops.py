@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import DispatchTables, ExpertLayout, LoadCounter, Topology, replica_shares, topk_to_slots
-from eplb_core.dispatch.ops import TAG
+from eplb_core.dispatch import ops
+from eplb_core.dispatch._host import TAG
 from eplb_core.dispatch.tables import MODES
 from tests.dispatch.cases import PAIR, layouts, random_layout
 
@@ -147,6 +148,48 @@ def test_ids_that_are_no_experts_are_refused() -> None:
         topk_to_slots(torch.tensor([[-2]]), t)
     with pytest.raises(IndexError, match=r"\(=9\)"):
         DispatchTables(PAIR, mode="quota").map(0, torch.tensor([[9]]))
+
+
+@given(
+    layouts(), st.sampled_from([mode for mode in MODES if mode not in ops.SOLVED_MODES]), st.integers(0, 20), st.data()
+)
+@settings(max_examples=150, deadline=None)
+def test_one_loop_on_the_host_does_what_the_torch_path_does(
+    layout: ExpertLayout, mode: str, rows: int, data: st.DataObject
+) -> None:
+    shared = data.draw(st.integers(0, 1))
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    out_dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    ids = random_ids(rows, min(3, layout.num_experts), layout.num_experts, seed=rows).to(dtype)
+    if data.draw(st.booleans()):
+        ids = ids.t().contiguous().t()
+    limit = data.draw(st.none() | st.integers(-1, rows + 1).map(lambda n: torch.tensor([n], dtype=torch.int32)))
+    results = []
+    for path in (ops._map_torch, ops._map_on_host):
+        load = LoadCounter(layout.num_layers, layout.num_experts)
+        load.recording(data.draw(st.shared(st.booleans(), key="recording")))
+        debug = data.draw(st.shared(st.booleans(), key="debug"))
+        tables = DispatchTables(layout, mode=mode, seed=3, load=load, debug=debug)  # type: ignore[arg-type]
+        t, out = tables.layer(layout.num_layers - 1), torch.empty(ids.shape, dtype=out_dtype)
+        for _ in range(2):
+            path(
+                ids, out, t.table, t.settings, t.draws, t.count, t.state, t.errors, t.bounds, t.blocks, limit,
+                min(shared, ids.shape[1]), t.num_experts, t.num_entries, t.mode, t.debug,
+            )  # fmt: skip
+        results.append((out.tolist(), t.count.tolist(), t.draws.tolist()))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("mode", ["static", "even", "random", "row", "weighted"])
+def test_an_id_that_is_no_expert_costs_no_count_and_no_draw(mode: str) -> None:
+    load = LoadCounter(1, 4)
+    t = DispatchTables(PAIR, mode=mode, load=load).layer(0)  # type: ignore[arg-type]
+    out = torch.full((2, 2), 77, dtype=torch.int32)
+    with pytest.raises(IndexError, match=r"\(=4\).*row 1, column 1"):
+        topk_to_slots(torch.tensor([[0, 1], [2, 4]], dtype=torch.int32), t, out=out)
+    assert load.count.sum() == 0
+    assert t.draws[0] == 0
+    assert (out == 77).all()
 
 
 @pytest.mark.parametrize("mode", HOLDING_MODES)

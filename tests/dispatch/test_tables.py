@@ -194,6 +194,12 @@ def test_even_tables_are_the_ranks_part_of_the_even_dispatch_table() -> None:
         np.testing.assert_array_equal(t.candidates[:, 0].numpy(), even_dispatch_table(layout)[rank, 2])
 
 
+def test_a_mode_that_does_not_exist_is_refused_before_serving() -> None:
+    """FAULTS G11: an engine whose configuration has no branch fails when the first batch comes."""
+    with pytest.raises(ValueError, match=r"`mode` \(='auto'\) must be one of static, even, random"):
+        DispatchTables(random_layout(), mode="auto")  # type: ignore[arg-type]
+
+
 def test_two_modes_share_one_memory() -> None:
     layout = random_layout()
     tables = DispatchTables(layout, mode="quota")

@@ -13,7 +13,8 @@ import torch
 
 from eplb_core import DispatchTables, ExpertLayout, LoadCounter, replica_shares
 from eplb_core._arrays import FloatArray
-from eplb_core.dispatch.ops import SOLVED_MODES, TAG, LayerTables, topk_to_slots
+from eplb_core.dispatch._host import TAG
+from eplb_core.dispatch.ops import SOLVED_MODES, LayerTables, topk_to_slots
 from eplb_core.dispatch.tables import MODES
 from tests.dispatch.cases import random_layout
 

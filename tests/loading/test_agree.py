@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 import time
@@ -14,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from eplb_core import (
+    DispatchTables,
     ExpertLayout,
     LayoutAgreementError,
     LayoutClient,
@@ -25,8 +28,8 @@ from eplb_core import (
     agree_on_layout,
     static_dispatch_table,
 )
+from eplb_core.loading._record_state import RecordState
 from eplb_core.loading.agree import Decision, Finding, decide
-from eplb_core.loading.record import RecordState
 
 RANKS = 2
 TOPOLOGY = Topology(num_ranks=RANKS)
@@ -126,6 +129,7 @@ def start(clients: list[LayoutClient | None], **more: Any) -> list[Any]:
     ],
 )
 def test_ranks_start_together(found: list[Finding], expected: Decision) -> None:
+    """R19, R21."""
     assert decide(found, 10.0) == expected
 
 
@@ -155,6 +159,7 @@ def test_ranks_start_together(found: list[Finding], expected: Decision) -> None:
     ],
 )
 def test_ranks_fail_together(found: list[Finding], ranks: tuple[int, ...], reason: str) -> None:
+    """R20, R21, R22."""
     decision = decide(found, 10.0)
     assert (decision.action, decision.ranks) == ("fail", ranks)
     assert re.search(reason, decision.reason), decision.reason
@@ -168,25 +173,40 @@ def test_an_engine_without_balancing_starts_where_nothing_has_moved() -> None:
 
 
 def test_without_keepers_the_engine_starts_on_its_own_layout(keepers: Keepers) -> None:
+    """R17."""
     paths = keepers.serve(None, None)
     assert start([None, keepers.client(paths[1])]) == [(OWN, 0)] * 2
 
 
 def test_an_engine_adopts_the_layout_that_another_one_left(keepers: Keepers) -> None:
-    """I1: and everything that is derived from it is as if the engine had been given that layout from the start."""
+    """I1, R23: and everything that is derived from it is as if the engine had been given that layout from the start."""
     clients = [keepers.client(path) for path in keepers.serve(*[RecordState(MOVED, version=7)] * 2)]
     for rank, (layout, version) in enumerate(start(list(clients))):
         assert (layout, version, clients[rank].adopted) == (MOVED, 7, 7)
         assert layout.topology is OWN.topology
         assert np.array_equal(layout.logical_to_physical_map, MOVED.logical_to_physical_map)
         assert np.array_equal(static_dispatch_table(layout), static_dispatch_table(MOVED))
+        for mode in ("static", "even"):
+            adopted, given = (DispatchTables(each, rank=rank, mode=mode) for each in (layout, MOVED))
+            for layer in range(layout.num_layers):
+                for mine, theirs in zip(adopted.layer(layer), given.layer(layer), strict=True):
+                    assert mine is theirs or torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs))
 
 
 def test_a_record_that_equals_the_own_layout_keeps_the_engines_object(keepers: Keepers) -> None:
+    """R19."""
     clients = [keepers.client(path) for path in keepers.serve(*[RecordState(OWN, version=2)] * 2)]
     for layout, version in start(list(clients)):
         assert layout is OWN
         assert version == 2
+
+
+def test_which_layout_was_adopted_is_logged(keepers: Keepers, caplog: pytest.LogCaptureFixture) -> None:
+    """R33."""
+    clients = [keepers.client(path) for path in keepers.serve(*[RecordState(MOVED, version=7)] * 2)]
+    with caplog.at_level(logging.INFO, "eplb_core"):
+        start(list(clients))
+    assert caplog.messages == [f"starting on the recorded layout {MOVED.digest[:12]}, version 7"] * 2
 
 
 def test_one_rank_without_a_record_turns_moves_off(keepers: Keepers) -> None:
@@ -210,7 +230,7 @@ def test_one_rank_without_a_record_turns_moves_off(keepers: Keepers) -> None:
 def test_all_ranks_fail_with_the_reason_and_none_waits(
     keepers: Keepers, state: RecordState | None, reason: str
 ) -> None:
-    """I4."""
+    """I4, R20."""
     paths = keepers.serve(RecordState(MOVED, version=1), state)
     errors = start([keepers.client(path) for path in paths])
     for error in errors:
@@ -229,6 +249,7 @@ def test_a_rank_that_cannot_read_its_record_fails_all(keepers: Keepers) -> None:
 
 
 def test_a_move_of_another_engine_is_waited_for(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R18."""
     paths = keepers.serve(RecordState(OWN), RecordState(OWN))
     mover = [keepers.client(path, "mover") for path in paths]
     for client in mover:
@@ -248,6 +269,7 @@ def test_a_move_of_another_engine_is_waited_for(keepers: Keepers, monkeypatch: p
 
 
 def test_a_move_that_does_not_end_fails_all_and_names_it(keepers: Keepers) -> None:
+    """R18."""
     paths = keepers.serve(RecordState(OWN), RecordState(OWN))
     assert keepers.client(paths[1], "mover").begin([1], 0).status == "ok"
     for error in start([keepers.client(path) for path in paths], deadline=1e-6):

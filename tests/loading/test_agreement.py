@@ -135,6 +135,22 @@ def test_ranks_in_turn_on_one_thread_do_not_wait() -> None:
     assert threading.active_count() >= 1
 
 
+class NcclGroup:
+    """Of the devices."""
+
+    def allreduce(self) -> None:
+        """As every group has."""
+
+    def name(self) -> str:
+        return "nccl"
+
+
+def test_the_model_s_own_group_of_devices_is_refused() -> None:
+    """F9: words go by a group of the CPU that nothing else uses."""
+    with pytest.raises(TypeError, match=r"`cpu_group` \(='nccl'\) must be of the CPU, and nobody else's"):
+        GroupAgreement(NcclGroup())
+
+
 def test_bad_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"`cpu_group` \(=int\) must be a process group"):
         GroupAgreement(3)

@@ -220,7 +220,7 @@ def test_an_engine_that_dies_in_a_move_leaves_weights_that_nobody_maps(
 
 @pytest.mark.slow
 def test_engines_in_processes_share_one_copy_and_one_load(stack: ExitStack, path: str) -> None:
-    """A restart reads no byte from disk: the loader runs once, whatever dies."""
+    """R64: A restart reads no byte from disk: the loader runs once, whatever dies."""
     loads = []
 
     def counted(layout: ExpertLayout | None, rank: int) -> dict[str, torch.Tensor]:
@@ -474,6 +474,7 @@ def test_values_that_look_alike_are_not_the_same(stack: ExitStack, path: str) ->
 
 
 def test_no_host_is_absent(path: str, stack: ExitStack) -> None:
+    """R24."""
     with pytest.raises(HostAbsent, match="there is no client"):
         attach(None, {})
     with pytest.raises(HostAbsent, match=f"nobody listens at {path}"):
@@ -484,6 +485,7 @@ def test_no_host_is_absent(path: str, stack: ExitStack) -> None:
 
 
 def test_during_a_move_the_host_is_busy(stack: ExitStack, path: str) -> None:
+    """R12."""
     host(stack, path)
     mover = stack.enter_context(LayoutClient(path, "mover"))
     mover.begin([1], 0)
@@ -492,7 +494,7 @@ def test_during_a_move_the_host_is_busy(stack: ExitStack, path: str) -> None:
 
 
 def test_a_host_without_balancing_keeps_no_record_and_serves(stack: ExitStack, path: str) -> None:
-    """R2."""
+    """R2, R17."""
     kept = host(stack, path, layout=None, load=lambda layout, rank: {"w": torch.ones(2)})
     client = stack.enter_context(LayoutClient(path, "a"))
     assert kept.state is None
@@ -501,6 +503,26 @@ def test_a_host_without_balancing_keeps_no_record_and_serves(stack: ExitStack, p
     stack.callback(attach(client, tensors, layout=None).close)
     assert tensors["w"].eq(1.0).all()
     assert client.begin([0], 0).status == "refused"
+
+
+def test_host_and_engine_start_in_one_layout_by_one_function(stack: ExitStack, path: str) -> None:
+    """R62, R63: each makes it by itself; one that was given another is refused."""
+
+    def first(rank: int, slots: int = 6) -> tuple[ExpertLayout, dict[str, Any]]:
+        layout = ExpertLayout.trivial(2, 4, num_slots=slots, topology=TOPOLOGY)
+        return layout, {"initial_layout": layout.digest, "ep_rank": rank, "ep_size": 2}
+
+    layout, config = first(1)
+    host(stack, path, 1, layout=layout, config=config)
+    client = stack.enter_context(LayoutClient(path, "a"))
+    layout, config = first(1)
+    tensors: dict[str, torch.Tensor] = {}
+    stack.callback(attach(client, tensors, layout=layout, config=config, rank=1).close)
+    assert tensors["0.w"].equal(load(layout, 1)["0.w"])
+    layout, config = first(1, slots=8)
+    with pytest.raises(HostRefused) as caught:
+        attach(client, {}, layout=layout, config=config, rank=1)
+    assert caught.value.field == "initial_layout"
 
 
 def test_a_second_host_fails_before_it_loads(stack: ExitStack, path: str) -> None:

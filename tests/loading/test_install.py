@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, ExpertStore, Topology
-from eplb_core.loading._copies import copy_rows, copy_spans, groups_of, order_copies
+from eplb_core._arrays import IntArray
+from eplb_core.loading._copies import copy_rows, copy_spans, label_groups, order_copies
 from eplb_core.loading._steps import plan_steps
 from eplb_core.loading.install import Installer, Staging, whole_sources
 from eplb_core.loading.pull_plan import READ
@@ -32,6 +33,13 @@ def test_copies_in_order_are_as_if_made_at_once(source: list[int]) -> None:
     circles = (copies[:count, 1] == -1).sum()
     assert count == moved + circles  # one more copy a circle and no other
     assert circles <= moved // 2
+
+
+def groups_of(copies: IntArray) -> list[IntArray]:
+    """Copies by group, each in order."""
+    group = np.empty(len(copies), dtype=np.int64)
+    label_groups(copies, group)
+    return [copies[group == number] for number in np.unique(group)]
 
 
 def test_copies_of_a_circle_are_one_group_and_independent_ones_are_not() -> None:
@@ -142,7 +150,7 @@ def test_staging_lies_tensor_by_tensor_large_rows_first() -> None:
     assert staging.capacity == 2
     assert staging.offsets.tolist() == [[128, 0], [140, 64]]
     assert Staging(None, [store]).capacity == 4
-    assert Staging(100 * store.slot_bytes, [store]).capacity == 4
+    assert Staging(100 * store.slot_bytes, [store]).capacity == 8  # this layer's and the next one's
     assert [view.numel() for view in staging.row(1, store)] == [12, 64]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import shutil
@@ -27,20 +26,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.fuzz_record import kept, messages
 from eplb_core import ExpertLayout, SocketInUseError, SocketOwnerError, Topology
 from eplb_core.errors import FileFormatError, RecordLostError
 from eplb_core.loading import _socket_path, _wire, record_file
+from eplb_core.loading._record_state import RecordState
 from eplb_core.loading._requests import Keeper, Session
 from eplb_core.loading.layout_client import LayoutClient
 from eplb_core.loading.layout_server import MAX_CONNECTIONS, LayoutServer
-from eplb_core.loading.record import LayoutRecord, RecordState
+from eplb_core.loading.record import LayoutRecord
 from tests.loading.engine_process import Engine, container, until
 
 RANKS = Topology(num_ranks=2)
 LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=RANKS)
 ROW = [3, 2, 1, 0, 0, 3]
-MESSAGES = int(os.environ.get("EPLB_FUZZ_MESSAGES", "400"))
-"""Hypothesis' messages to the server; `make fuzz` sends 100,000."""
 
 
 @pytest.fixture
@@ -83,7 +82,16 @@ def ask(connection: socket.socket, message: bytes | dict[str, Any]) -> dict[str,
 # ---- moves over the socket -------------------------------------------------------------------------------------------
 
 
+def test_an_engine_that_the_server_cuts_off_may_still_read(server: LayoutServer, path: Path) -> None:
+    with raw(path) as connection, LayoutClient(path, "b") as other:
+        ask(connection, {"do": "attach", "engine": "a"})
+        ask(connection, struct.pack("!I", 1 << 30))
+        until(lambda: state_of(server).engines == ("b",))
+        assert "'a (its connection was ended)'" in other.begin([0], 0).reason
+
+
 def test_a_client_sees_the_record_and_moves_experts(server: LayoutServer, path: Path) -> None:
+    """R3."""
     with LayoutClient(path, "a") as client:
         assert client.found is not None
         assert (client.found.version, client.found.layout, client.found.engines) == (0, LAYOUT, ("a",))
@@ -178,6 +186,7 @@ def test_a_server_that_does_not_answer_is_lost_after_the_deadline(path: Path) ->
         listener.bind(str(path))
         listener.listen()
         client = LayoutClient(path, "a", deadline=0.05)
+        client.close()
     assert str(client.error) == f"the keeper at {path} has not answered for 0.05 s"
 
 
@@ -206,10 +215,9 @@ def test_a_server_that_talks_nonsense_is_an_error_with_words(path: Path, reply: 
         listener.listen()
         thread = threading.Thread(target=serve_once)
         thread.start()
-        client = LayoutClient(path, "a")
-        thread.join()
+        with LayoutClient(path, "a") as client:
+            thread.join()
     assert said in str(client.error)
-    client.close()
 
 
 def test_a_keeper_of_another_time_has_no_record(path: Path) -> None:
@@ -230,10 +238,33 @@ def test_a_keeper_of_another_time_has_no_record(path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_not(path: Path, tmp_path: Path) -> None:
+    """It may serve on, so nobody may move under it; and what it did not hear of must not stay pending."""
+    keeper = serve(path, tmp_path / "record.json", tmp_path)
+    try:
+        with LayoutClient(path, "a", wait=30.0, deadline=2.0) as client, ExitStack() as late:
+            keeper.send_signal(signal.SIGSTOP)
+            client._deadline = 0.05
+            assert client.begin([0], 0).reason.endswith("has not answered for 0.05 s")
+            assert client.begin([0], 0).status == "refused"
+            assert not client.connected
+            keeper.send_signal(signal.SIGCONT)
+            other = late.enter_context(LayoutClient(path, "b"))  # what the first one sent is answered before
+            assert other.found is not None
+            assert (other.found.pending, other.found.engines) == (None, ("a", "b"))
+            assert other.begin([0], 0).reason.startswith("engine 'a' is attached too")
+            client.close()
+            until(lambda: other.begin([0], 0).status == "ok")
+    finally:
+        keeper.kill()
+        keeper.wait()
+
+
+@pytest.mark.slow
 def test_a_process_killed_after_begin_leaves_a_dirty_record(
     server: LayoutServer, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """I2: seen by the end of the connection alone; old and new engines are refused, and the log says who and what."""
+    """I2, R4: seen by the end of the connection alone; old and new engines are refused, and the log says why."""
     with Engine(path, "a") as engine, caplog.at_level(logging.ERROR, "eplb_core"):
         assert engine.ask("begin", [1], 0)[0] == "ok"
         engine.kill()
@@ -280,6 +311,7 @@ def test_a_warm_standby_pauses_moves_and_takes_over(server: LayoutServer, path: 
 
 @pytest.mark.slow
 def test_a_forked_child_keeps_moves_paused_and_makes_nothing_wrong(server: LayoutServer, path: Path) -> None:
+    """R16."""
     with Engine(path, "a") as engine:
         child = engine.ask("fork")
         engine.kill()
@@ -300,7 +332,7 @@ def test_a_client_is_not_used_from_a_forked_child(server: LayoutServer, path: Pa
 
 @pytest.mark.slow
 def test_an_engine_in_another_container_is_seen_to_die(server: LayoutServer, path: Path) -> None:
-    """I5: its process number means nothing out here."""
+    """I5, R4: its process number means nothing out here."""
     with Engine(path, "a", inside=container()) as engine:
         assert engine.ask("begin", [1], 0)[0] == "ok"
         assert state_of(server).engines == ("a",)
@@ -312,6 +344,7 @@ def test_an_engine_in_another_container_is_seen_to_die(server: LayoutServer, pat
 
 
 def test_a_slow_client_blocks_nobody_and_is_read_no_further(server: LayoutServer, path: Path) -> None:
+    """R65."""
     with raw(path) as half, raw(path) as deaf, LayoutClient(path, "a") as client:
         half.sendall(_wire.LENGTH.pack(1000) + b"{")
         assert send_until_blocked(deaf, _wire.pack({"do": "query"})) < 1 << 19
@@ -403,6 +436,48 @@ def test_a_malformed_message_is_answered_and_the_connection_stays(server: Layout
         assert (done["status"], done["version"]) == ("ok", 1)
 
 
+class Told:
+    """A weight host that says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def difference(self, config: Any, frame: Any) -> tuple[str, str] | None:
+        self.asked.append("difference")
+        return ("model", "`model` differs") if config else None
+
+    def about(self) -> dict[str, Any]:
+        return {}
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        self.asked.append("export")
+        return {}, []
+
+
+def test_weights_are_handed_out_after_the_configuration_and_then_the_layout_were_compared() -> None:
+    """R11, R14: whatever kind of memory they are in, which nobody is asked about before."""
+    told = Told()
+    keeper, session = Keeper(LayoutRecord(LAYOUT), told), Session(1)
+
+    def fetch(**message: Any) -> dict[str, Any]:
+        return keeper.answer(session, _wire.pack({"do": "fetch", "frame": {}, **message})[4:]).message
+
+    assert fetch(config={"model": "other"}, digest="other")["field"] == "model"
+    assert fetch(config={}, digest="other")["field"] == "layout"
+    assert told.asked == ["difference"] * 2
+    assert fetch(config={}, digest=LAYOUT.digest)["status"] == "ok"
+    assert told.asked == ["difference"] * 3 + ["export"]
+
+
+def test_a_keeper_of_a_record_needs_neither_a_gpu_nor_torch() -> None:
+    """R66: whatever happens to a GPU, the record lives on."""
+    code = (
+        "import sys, eplb_core.loading.layout_server, eplb_core.loading.layout_client, eplb_core.loading.record_file\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
 class Faulty:
     """A weight host with a fault."""
 
@@ -425,30 +500,10 @@ def test_a_fault_of_the_server_costs_the_one_who_met_it(path: Path, caplog: pyte
         assert server.state is not None
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)
-fields = st.fixed_dictionaries(
-    {"do": st.sampled_from(["attach", "query", "begin", "commit", "abort", "fetch"]) | json_values},
-    optional={
-        "engine": st.sampled_from(["a", "b", "#", ""]) | json_values,
-        "layers": st.just([0]) | st.lists(st.integers(-1, 2), max_size=3) | json_values,
-        "version": st.just(0) | json_values,
-        "rows": st.just(_wire.encode_rows(LAYOUT.physical_to_logical_map[:1])) | json_values,
-        "digest": st.just(LAYOUT.digest) | json_values,
-        "config": json_values,
-    },
-)
-bodies = st.binary(max_size=200) | (json_values | fields).map(lambda value: json.dumps(value).encode())
-messages = bodies | fields.map(lambda message: _wire.pack(message)[4:])
-
-
-@settings(max_examples=MESSAGES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(body=messages, mine=st.booleans())
-def test_no_message_raises_or_changes_what_it_must_not(body: bytes, mine: bool) -> None:
-    """Two engines are attached, so nobody may begin, and what is pending is the other engine's."""
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(batch=st.lists(messages, min_size=10, max_size=10), mine=st.booleans())
+def test_no_message_raises_or_changes_what_it_must_not(batch: list[bytes], mine: bool) -> None:
+    """Two engines are attached, so nobody may begin, and what is pending is the other one's; `make fuzz` sends more."""
     record = LayoutRecord(LAYOUT)
     keeper, first, second = Keeper(record), Session(1), Session(2)
     for session, name in ((first, "a"), (second, "b")):
@@ -456,13 +511,15 @@ def test_no_message_raises_or_changes_what_it_must_not(body: bytes, mine: bool) 
         if session is first and not mine:
             keeper.answer(first, _wire.pack({"do": "begin", "layers": [0], "version": 0})[4:])
     before = record.state
-    answer = keeper.answer(second, body)
-    assert answer.message["status"] in ("ok", "busy", "refused")
-    assert _wire.unpack(_wire.pack(answer.message)[4:])
-    assert record.state is before
+    for body in batch:
+        answer = keeper.answer(second, body)
+        assert answer.message["status"] in ("ok", "busy", "refused")
+        assert _wire.unpack(_wire.pack(answer.message)[4:])
+        assert kept(record.state) == kept(before)
+        assert record.state.engines == before.engines
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.lists(st.binary(max_size=40) | messages.map(lambda m: _wire.LENGTH.pack(len(m)) + m), max_size=5))
 def test_no_bytes_stop_the_server(server: LayoutServer, path: Path, data: list[bytes]) -> None:
     with raw(path) as connection:
@@ -495,6 +552,7 @@ def test_a_second_server_on_the_path_is_an_error_and_the_first_stays(server: Lay
 
 
 def test_a_stale_socket_is_replaced(path: Path) -> None:
+    """R65."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
     assert LayoutClient(path, "a").present is False

@@ -23,7 +23,7 @@ from eplb_core.loading import _words
 from eplb_core.loading._pull import Trouble
 from eplb_core.loading.transport import ReadBatch
 from eplb_core.loading.transports import DeferredCopy, Faulty, LocalCopy
-from tests.loading.fleets import LONG, SLOT, Answer, FailsAt, Fleet, Keeper, fleet
+from tests.loading.fleets import LONG, SLOT, Answer, FailsAt, Fleet, Keeper, Shelf, fleet
 from tests.loading.worlds import layout_pairs, stores_of
 
 ROOT = Path(__file__).parents[2]
@@ -537,6 +537,93 @@ def test_staging_is_not_read_into_again_before_it_was_installed() -> None:
         assert reads.waiting == 0
         ranks.until_idle(meanwhile=reads.complete)
         ends(ranks, "", None, NEW, "")
+
+
+def test_the_next_layer_is_read_while_ranks_agree_on_the_one_before_if_staging_has_room() -> None:
+    """R57: its bytes are waiting when its turn comes, in rows of staging that the first one does not have."""
+    reads = {rank: DeferredCopy() for rank in (0, 1)}
+    with fleet(OLD, transports=dict(reads), staging=2 * SLOT) as ranks:
+        ranks.start(NEW)
+        ranks.passes(lambda: reads[0].waiting == reads[1].waiting == 1)
+        reads[0].complete()
+        ranks.passes(lambda: reads[0].waiting == 1)  # that of layer 1; rank 1 has not even read layer 0
+        assert ranks.installed == []
+        assert reads[0].complete() == 1
+        ranks.passes(lambda: ranks.installed == [0, 1], meanwhile=reads[1].complete)
+        ranks.until_idle(meanwhile=lambda: [reads[rank].complete() for rank in (0, 1)])
+        ends(ranks, "", None, NEW, "")
+        assert ranks.first.status.read_bytes == 3 * SLOT
+
+
+def test_the_next_part_of_a_layer_is_not_read_early_though_staging_has_room() -> None:
+    """R55: slot 7 gets its expert in the first step, and rank 1 reads it from there in the second."""
+    topology = Topology(3)
+    old = ExpertLayout([[6, 4, 0, 5, 2, 3, 1, 4, 5]], 7, topology=topology)
+    new = ExpertLayout([[4, 5, 2, 1, 2, 6, 0, 6, 3]], 7, topology=topology)
+    reads = DeferredCopy()
+    with fleet(old, transports={1: reads}, staging=2 * SLOT) as ranks:
+        ranks.start(new)
+        ranks.passes(lambda: reads.waiting == 1)
+        reads.complete()
+        staged = _words.word(1, _words.MOVING, 1)
+        ranks.passes(lambda: ranks.migrators[1]._posted == staged)
+        assert ranks.installed == []
+        assert not ranks.migrators[1]._mover.wait_quiet(0.05)
+        assert reads.waiting == 0
+        ranks.until_idle(meanwhile=reads.complete)
+        ends(ranks, "", None, new, "")
+
+
+def test_one_slot_of_staging_is_never_read_into_twice_and_never_waited_for() -> None:
+    reads = DeferredCopy()
+    with fleet(OLD, transports={0: reads}, staging=SLOT) as ranks:
+        ranks.start(NEW)
+        most = 0
+
+        def look() -> None:
+            nonlocal most
+            most = max(most, reads.waiting)
+            reads.complete()
+
+        ranks.until_idle(meanwhile=look)
+        assert most == 1
+        ends(ranks, "", None, NEW, "")
+
+
+def test_a_layer_that_was_read_early_in_vain_is_given_up_with_its_migration() -> None:
+    """Its slot is the transport's until the late bytes are there; the next migration takes the other one."""
+    reads = {rank: DeferredCopy() for rank in (0, 1)}
+    records = {0: Keeper(OLD), 1: Keeper(OLD, Answer("busy"))}
+    with fleet(OLD, transports=dict(reads), records=records, clean=False) as ranks:
+        ranks.start(NEW)
+        ranks.passes(lambda: reads[0].waiting == reads[1].waiting == 1)
+        reads[0].complete()
+        ranks.passes(lambda: reads[0].waiting == 1)  # that of layer 1
+        reads[1].complete()
+        ranks.until_idle()
+        assert ranks.first.status.cause == "busy"
+        assert ranks.first._mover.wait_quiet(LONG)
+        assert ranks.first.status.quarantined == 1
+        assert ranks.each(lambda rank: ranks.migrators[rank].stop(0.1)) == [False, True]
+        reads[0].complete()
+        ranks.check(OLD)
+        assert ranks.stop() == [True, True]
+
+
+def test_slots_from_the_backup_wait_in_staging_that_no_early_read_gets() -> None:
+    """Rank 2 is dead and alone held expert 2 of both layers; rank 0 restores it and reads of the next layer at once."""
+    topology = Topology(3)
+    old = ExpertLayout([[0, 1, 1, 3, 2, 0]] * 2, 4, topology=topology)
+    new = ExpertLayout([[2, 3, 0, 1, -1, -1]] * 2, 4, topology=topology)
+    reads = DeferredCopy()
+    with fleet(old, ranks=[0, 1], transports={0: reads}, backup=Shelf(), staging=4 * SLOT) as ranks:
+        ranks.start(new)
+        ranks.passes(lambda: reads.waiting == 1)
+        reads.complete()
+        ranks.passes(lambda: reads.waiting == 1)
+        reads.complete()
+        ranks.until_idle(meanwhile=reads.complete)
+        ends(ranks, "", None, new, "")
 
 
 def test_a_target_of_another_number_of_slots_is_refused_and_the_old_layout_stays() -> None:

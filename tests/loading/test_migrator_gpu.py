@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from eplb_core import CudaIpc, DispatchTables, ExpertLayout, ExpertStore, Migrator, Topology, move_experts
+from eplb_core.loading import _words
 from tests.loading.worlds import World, on_threads, random_layout
 
 pytestmark = [
@@ -132,3 +134,56 @@ def test_every_pass_finds_in_each_slot_the_expert_of_the_live_layout() -> None:
         return problems
 
     assert on_threads([lambda rank=rank: run(rank) for rank in fleet.ranks]) == [[], []]  # type: ignore[misc]
+
+
+def test_reads_end_while_a_kernel_holds_every_place_of_the_device() -> None:
+    """E12: what a cooperative MoE kernel does. All blocks are resident and wait; a copy by a kernel would never begin.
+
+    The kernel gives up after some seconds, so that a copy which waits for a core fails the test and not the machine.
+    """
+    from tests.loading.full_grid import FullGrid  # needs Triton
+
+    old, new = layouts(2, 2)
+    fleet = Fleet(old)
+    migrators: list[Any] = fleet.each(
+        lambda rank: Migrator(
+            fleet.stores[rank],
+            old,
+            rank=rank,
+            transport=fleet.transports[rank],
+            agreement=fleet.agreements[rank],
+            staging=2 * PER_RANK * fleet.stores[0][0].slot_bytes,
+        )
+    )
+
+    def polls_until(phase: int) -> None:
+        for _ in range(20_000):
+            if {mig.progress >> 32 & 3 for mig in migrators} == {phase}:
+                return
+            for mig in migrators:
+                mig.poll()
+            time.sleep(0.0005)
+        raise AssertionError([mig.status for mig in migrators])
+
+    grid = FullGrid()
+    staged = _words.word(1, _words.MOVING, 1)
+    for mig in migrators:
+        mig.start(new)
+    polls_until(_words.CHECK)
+    grid.begin()  # no step is begun before the next pass
+    try:
+        polls_until(_words.MOVING)
+        end = time.monotonic() + 2.0
+        while {mig.progress for mig in migrators} != {staged} and time.monotonic() < end:
+            time.sleep(0.001)
+        assert {mig.progress for mig in migrators} == {staged}
+        assert grid.holds_all(), "the kernel was over: nothing was shown"
+    finally:
+        grid.end()
+    while not migrators[0].idle:
+        for mig in migrators:
+            mig.poll()
+    assert {mig.status.cause for mig in migrators} == {""}
+    torch.cuda.synchronize()
+    assert [wrong(fleet.stores[rank], new, rank) for rank in fleet.ranks] == [[]] * RANKS
+    assert on_threads([lambda mig=mig: mig.stop(20.0) for mig in migrators]) == [True] * RANKS  # type: ignore[misc]

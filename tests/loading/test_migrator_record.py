@@ -58,6 +58,17 @@ def test_every_keeper_follows_and_a_second_engine_stops_the_moves(tmp_path: Path
         server.close()
 
 
+def test_an_engine_that_loaded_from_disk_moves_without_the_keepers(tmp_path: Path) -> None:
+    """R25: the weights are its own; what keepers on this machine keep is not asked and does not change."""
+    with LayoutServer(str(tmp_path / "0"), LayoutRecord(OLD)) as server, LayoutClient(str(tmp_path / "0"), "other"):
+        with fleet(OLD) as ranks:
+            ranks.start(NEW)
+            ranks.until_idle()
+            assert (ranks.first.status.cause, ranks.first.layout) == ("", NEW)
+        assert server.state is not None
+        assert (server.state.layout, server.state.version, server.state.begun) == (OLD, 0, 0)
+
+
 def test_dispatch_weights_and_version_all_show_a_move(tmp_path: Path) -> None:
     """B12: experts 0 and 3 change places; afterwards a token of expert 0 goes where expert 3 was."""
     old = ExpertLayout([[0, 1, 2, 3]], 4, topology=Topology(2))
@@ -105,7 +116,7 @@ class Inspector(Keeper):
 
 
 def test_a_keeper_is_told_when_the_bytes_are_in_place_and_not_before() -> None:
-    """I6: at `begin` they are those of the layout before, at `commit` those of the one after."""
+    """I6, R27: at `begin` they are those of the layout before, at `commit` those of the one after."""
     keepers = {rank: Inspector(OLD, rank) for rank in (0, 1)}
     with fleet(OLD, records=keepers) as ranks:
         for keeper in keepers.values():

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from eplb_core import ExpertLayout, Topology
-from eplb_core.loading.record import NAMES_KEPT, LayoutRecord, Move, RecordState
+from eplb_core.loading._record_state import NAMES_KEPT, Move, RecordState, Reply
+from eplb_core.loading.record import LayoutRecord
 
 RANKS = Topology(num_ranks=2)
 LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=RANKS)
@@ -36,12 +37,14 @@ def moved(record: LayoutRecord, engine: str = "a", layer: int = 0, row: list[int
 
 
 def test_a_record_starts_at_version_0_with_the_digest_of_its_layout() -> None:
+    """R1."""
     record = record_of()
     assert (record.version, record.digest, record.layout) == (0, LAYOUT.digest, LAYOUT)
     assert record.query() == ("ok", "", 0, LAYOUT.digest)
 
 
 def test_a_commit_stores_the_rows_and_counts_one_version() -> None:
+    """R5."""
     record = record_of("a")
     assert record.begin("a", [1, 0], 0) == ("ok", "", 0, LAYOUT.digest)
     reply = record.commit("a", [1, 0], [ROW, [0, 0, 1, 1, 2, 3]])
@@ -55,12 +58,12 @@ def test_an_abort_changes_nothing_and_the_same_move_may_begin_again() -> None:
     before = record.state
     record.begin("a", [0], 0)
     assert record.abort("a", [0]) == ("ok", "", 0, LAYOUT.digest)
-    assert record.state == before
+    assert record.state == before._replace(begun=1)
     assert record.begin("a", [0], 0).status == "ok"
 
 
 def test_a_later_engine_is_given_the_layout_that_the_former_left() -> None:
-    """I1: the second engine routes by the record, and nothing else is served to it."""
+    """I1, R12: the second engine routes by the record, and nothing else is served to it."""
     record = moved(record_of("a"))
     record.detach("a")
     record.attach("b")
@@ -131,6 +134,7 @@ def test_another_engines_move_is_busy_and_names_engine_layers_and_version() -> N
 
 
 def test_a_reason_to_refuse_is_decided_before_a_reason_to_wait() -> None:
+    """R8."""
     record = record_of("a", "b")
     assert record.begin("a", [0], 7).status == "refused"
     assert record.begin("a", [9], 0).status == "refused"
@@ -159,6 +163,7 @@ def test_a_reason_to_refuse_is_decided_before_a_reason_to_wait() -> None:
     ],
 )
 def test_a_move_that_cannot_be_is_refused_and_changes_nothing(arguments: tuple[Any, ...], reason: str) -> None:
+    """R9."""
     record = record_of("a")
     before = record.state
     reply = record.begin(*arguments)
@@ -211,6 +216,7 @@ def test_a_second_begin_of_the_same_engine_is_refused_and_the_first_stays() -> N
     ],
 )
 def test_a_malformed_commit_is_refused_and_leaves_the_move_pending(layers: Any, rows: Any, reason: str) -> None:
+    """R10, R29."""
     record = record_of("a")
     record.begin("a", [0], 0)
     before = record.state
@@ -241,7 +247,7 @@ def test_only_the_engine_that_began_ends_the_move(verb: str) -> None:
 
 @pytest.mark.parametrize("claim", [(), ("old",), ("b", 0, LAYOUT.digest), ("a",)])
 def test_who_cannot_be_seen_to_leave_or_follow_is_served_and_ends_all_moves(claim: tuple[Any, ...]) -> None:
-    """An engine without the field, one with it that did not attach, one that attached and names no layout."""
+    """R13: an engine without the field, one with it that did not attach, one that attached and names no layout."""
     record = record_of("a")
     assert record.check_fetch(*claim).status == "ok"
     reply = record.begin("a", [0], 0)
@@ -256,6 +262,7 @@ def test_an_engine_without_a_digest_is_refused_once_experts_have_moved() -> None
 
 
 def test_the_digest_decides_and_not_the_version() -> None:
+    """R11."""
     record = moved(record_of("a"))
     assert record.check_fetch("a", 99, record.digest).status == "ok"
     assert record.check_fetch("a", 1, LAYOUT.digest).status == "refused"
@@ -321,6 +328,150 @@ def test_a_record_is_of_a_layout() -> None:
         LayoutRecord(LAYOUT, version=-1)
 
 
+# ---- engines that follow ---------------------------------------------------------------------------------------------
+
+
+def followed(*followers: str) -> LayoutRecord:
+    record = record_of("a", *followers)
+    for engine in followers:
+        assert record.follow(engine, LAYOUT.digest).status == "ok"
+    return record
+
+
+def hold(record: LayoutRecord, engine: str) -> Reply:
+    return record.hold(engine, record.version, record.state.begun)
+
+
+def test_a_move_begins_only_when_every_follower_holds() -> None:
+    record = followed("b", "c")
+    assert record.begin("a", [0], 0)[:2] == (
+        "busy",
+        "engines 'b', 'c' must stop reading layer 0 first, and has not",
+    )
+    assert hold(record, "b").status == "ok"
+    assert record.begin("a", [0], 0)[:2] == ("busy", "engine 'c' must stop reading layer 0 first, and has not")
+    assert record.state.awaited == ("c",)
+    assert record.commit("a", [0], [ROW]).reason == (
+        "the move of layer 0 by engine 'a' from version 0 is only asked for; engines that follow still read its layers"
+    )
+    assert hold(record, "c").status == "ok"
+    assert record.begin("a", [0], 0) == ("ok", "", 0, LAYOUT.digest)
+    assert record.commit("a", [0], [ROW]).version == 1
+    assert not record.state.holding + record.state.awaited
+    assert record.state.followers == ("b", "c")
+
+
+def test_followers_hold_for_each_move_anew() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    hold(record, "b")
+    record.abort("a", [0])
+    assert record.begin("a", [0], 0).status == "busy"
+    late = record.hold("b", 0, 1)  # on its way since the move before, while the follower reads again
+    assert late.reason == "the move of layer 0 by engine 'a' from version 0 is number 2, and engine 'b' holds for 1"
+    assert record.begin("a", [0], 0).status == "busy"
+    assert hold(record, "b").status == "ok"
+    assert record.begin("a", [0], 0).status == "ok"
+
+
+def test_a_follower_that_dies_is_not_waited_for() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    record.detach("b")
+    assert record.begin("a", [0], 0).status == "ok"
+
+
+def test_a_mover_that_dies_before_all_hold_has_written_nothing() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    hold(record, "b")
+    record.detach("a")
+    assert record.query() == ("ok", "", 0, LAYOUT.digest)
+    assert record.begin("b", [0], 0).status == "ok"
+
+
+def test_a_mover_that_dies_after_all_hold_leaves_a_dirty_record() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    hold(record, "b")
+    record.begin("a", [0], 0)
+    record.detach("a")
+    for reply in (record.query(), hold(record, "b"), record.follow("b", LAYOUT.digest)):
+        assert_matches("nobody knows.*the move of layer 0 by engine 'a' from version 0 was pending", reply.reason)
+
+
+def test_only_the_same_request_asks_again() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    assert_matches("commit or abort it first", record.begin("a", [1], 0).reason)
+    assert_matches("commit or abort it first", record.begin("a", [0, 1], 0).reason)
+    assert record.begin("b", [1], 0)[:2] == ("busy", "the move of layer 0 by engine 'a' from version 0 is pending")
+    assert record.abort("a", [0]).status == "ok"
+
+
+def test_an_engine_that_attaches_while_followers_are_asked_stops_the_move() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    hold(record, "b")
+    record.attach("late")
+    assert record.begin("a", [0], 0).reason.startswith("engine 'late' is attached too")
+    record.detach("late")
+    assert record.begin("a", [0], 0).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("engine", "digest", "reason"),
+    [
+        ("c", LAYOUT.digest, "engine 'c' is not attached; attach before it follows"),
+        ("b", "other", r"engine 'b' routes by layout other, the weights hold \w{12} \(version 0\)"),
+        ("b", None, "engine 'b' routes by layout None"),
+    ],
+)
+def test_who_is_on_another_layout_does_not_follow(engine: str, digest: str | None, reason: str) -> None:
+    record = record_of("a", "b")
+    reply = record.follow(engine, digest)
+    assert reply.status == "refused"
+    assert_matches(reason, reply.reason)
+    assert record.state.followers == ()
+
+
+def test_following_begins_between_moves() -> None:
+    record = record_of("a")
+    record.begin("a", [0], 0)
+    record.attach("b")
+    assert record.follow("b", LAYOUT.digest).status == "busy"
+    record.abort("a", [0])
+    assert [record.follow("b", LAYOUT.digest).status for _ in range(2)] == ["ok", "ok"]
+    assert record.state.followers == ("b",)
+
+
+def test_only_who_is_asked_holds() -> None:
+    record = followed("b")
+    assert hold(record, "b").reason == "nobody asks engine 'b' to hold; no move is pending"
+    assert hold(record, "a").reason == "engine 'a' does not follow"
+    record.begin("a", [0], 0)
+    for version in (1, True, "0"):
+        assert_matches("is pending, and engine 'b' is at version", record.hold("b", version, 1).reason)  # type: ignore[arg-type]
+    record.abort("a", [0])
+    assert record.begin("b", [0], 0).status == "busy"  # 'a' is attached and does not follow
+    assert record.state.holding == ()
+
+
+def test_an_engine_whose_connection_was_ended_from_here_may_still_read() -> None:
+    record = record_of("a", "b")
+    assert record.lose("b").status == "ok"
+    assert record.lose("b").status == "refused"
+    assert_matches("1 engine .*'b .its connection was ended.'", record.begin("a", [0], 0).reason)
+
+
+def test_a_restarted_keeper_knows_that_a_move_that_was_only_asked_for_wrote_nothing() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    again = LayoutRecord.restarted(record.state)
+    assert (again.state.dirty, again.state.pending, again.state.followers) == ("", None, ())
+    assert again.state.num_non_followers == 2
+
+
 # ---- against a model -------------------------------------------------------------------------------------------------
 
 ENGINES = ["a", "b", "c"]
@@ -337,6 +488,8 @@ class RecordAndModel(RuleBasedStateMachine):
         self.rows = LAYOUT.physical_to_logical_map.tolist()
         self.version, self.present, self.strangers, self.lost = 0, set[str](), 0, False
         self.move: tuple[str, set[int]] | None = None
+        self.order: list[int] = []
+        self.following, self.stopped, self.writing = set[str](), set[str](), False
 
     @rule(engine=st.sampled_from(ENGINES))
     def attach(self, engine: str) -> None:
@@ -349,19 +502,60 @@ class RecordAndModel(RuleBasedStateMachine):
         expected = "ok" if engine in self.present else "refused"
         assert self.record.detach(engine).status == expected
         if self.move and self.move[0] == engine:
-            self.lost, self.move = True, None
-        self.present.discard(engine)
+            self.lost, self.move = self.lost or self.writing, None
+        self.gone(engine)
 
-    @rule(engine=st.sampled_from(ENGINES), layers=layer_lists, behind=st.sampled_from([0, 0, 0, 1]))
-    def begin(self, engine: str, layers: list[int], behind: int) -> None:
-        valid = layers and set(layers) <= {0, 1} and len(set(layers)) == len(layers)
-        again = self.move is not None and self.move[0] == engine
-        if self.lost or engine not in self.present or behind or not valid or self.strangers or again:
+    def gone(self, engine: str) -> None:
+        for names in (self.present, self.following, self.stopped):
+            names.discard(engine)
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def connection_is_ended_by_the_keeper(self, engine: str) -> None:
+        self.strangers += engine in self.present
+        if self.move and self.move[0] == engine:
+            self.lost, self.move = self.lost or self.writing, None
+        self.record.lose(engine)
+        self.gone(engine)
+
+    @rule(engine=st.sampled_from(ENGINES), knows=st.sampled_from(["current", "current", "initial"]))
+    def follow(self, engine: str, knows: str) -> None:
+        digest = LAYOUT.digest if knows == "initial" else self.record.digest
+        if self.lost or engine not in self.present or digest != self.record.digest:
             expected = "refused"
-        elif self.move or self.present != {engine}:
+        elif self.move:
             expected = "busy"
         else:
-            expected, self.move = "ok", (engine, set(layers))
+            expected = "ok"
+            self.following.add(engine)
+        assert self.record.follow(engine, digest).status == expected
+
+    @rule(engine=st.sampled_from(ENGINES), behind=st.sampled_from([0, 0, 1]), late=st.sampled_from([0, 0, 1]))
+    def hold(self, engine: str, behind: int, late: int) -> None:
+        asked = self.move is not None and self.move[0] != engine and engine in self.following
+        good = asked and not self.lost and not behind and not late
+        reply = self.record.hold(engine, self.version - behind, self.record.state.begun - late)
+        assert reply.status == ("ok" if good else "refused")
+        if good:
+            self.stopped.add(engine)
+
+    @rule(
+        engine=st.sampled_from(ENGINES), layers=layer_lists, behind=st.sampled_from([0, 0, 0, 1]), again=st.booleans()
+    )
+    def begin(self, engine: str, layers: list[int], behind: int, again: bool) -> None:
+        if again and self.move:
+            engine, layers = self.move[0], self.order
+        valid = layers and set(layers) <= {0, 1} and len(set(layers)) == len(layers)
+        mine = self.move is not None and self.move[0] == engine
+        other = mine and (self.writing or self.move != (engine, set(layers)) or self.order != layers)
+        if self.lost or engine not in self.present or behind or not valid or self.strangers or other:
+            expected = "refused"
+        elif (self.move and not mine) or self.present - self.following - {engine}:
+            expected = "busy"
+        else:
+            if not mine:
+                self.move, self.order, self.stopped = (engine, set(layers)), layers, set()
+            self.writing = self.stopped >= self.following - {engine}
+            expected = "ok" if self.writing else "busy"
         assert self.record.begin(engine, layers, self.version - behind).status == expected
 
     @rule(engine=st.sampled_from(ENGINES), layers=layer_lists, row=st.sampled_from(ROWS), same=st.booleans())
@@ -369,7 +563,7 @@ class RecordAndModel(RuleBasedStateMachine):
         if same and self.move:
             layers = sorted(self.move[1])
         mine = self.move and self.move[0] == engine and self.move[1] == set(layers) and len(layers) == len(set(layers))
-        good = mine and len(row) == 6
+        good = mine and len(row) == 6 and self.writing
         assert self.record.commit(engine, layers, [row] * len(layers)).status == ("ok" if good else "refused")
         if good:
             for layer in layers:
@@ -402,9 +596,9 @@ class RecordAndModel(RuleBasedStateMachine):
     @rule()
     def keeper_restarts(self) -> None:
         self.record = LayoutRecord.restarted(self.record.state)
-        self.lost |= self.move is not None
+        self.lost |= self.move is not None and self.writing
         self.strangers += len(self.present)
-        self.move, self.present = None, set()
+        self.move, self.present, self.following = None, set(), set()
 
     @invariant()
     def both_say_the_same(self) -> None:
@@ -413,6 +607,9 @@ class RecordAndModel(RuleBasedStateMachine):
         assert (state.version, set(state.engines)) == (self.version, self.present)
         assert (state.num_non_followers, bool(state.dirty)) == (self.strangers, self.lost)
         assert (state.pending and (state.pending.engine, set(state.pending.layers))) == self.move
+        assert (set(state.followers), state.asking) == (self.following, self.move is not None and not self.writing)
+        if self.move:
+            assert set(state.holding) == self.stopped & self.following
         assert (self.record.query().status == "ok") == (not self.lost and self.move is None)
 
 

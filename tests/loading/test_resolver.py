@@ -227,7 +227,7 @@ def test_layer_ids_skip_dense_layers() -> None:
 @pytest.mark.parametrize("ask", ["local_slots", "global_slots"])
 @pytest.mark.parametrize(("layer", "expert"), [(0, -1), (0, 4), (0, 99), (-1, 0), (1, 0), (-1, -1)])
 def test_ids_out_of_range_raise(ask: str, layer: int, expert: int) -> None:
-    """R40, D13: a negative id does not count from the end."""
+    """R40, FAULTS D13, D15: a negative id does not count from the end, one past it is nobody else's slot."""
     resolver = SlotResolver(PAIR, 0)
     for _ in range(2):  # the second call finds the tables filled
         with pytest.raises(IndexError, match=r"`(layer|expert)` \(=-?\d+\) must be"):

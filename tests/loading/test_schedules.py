@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.schedules import LyingWeightsError, World
-from eplb_core.loading.record import LayoutRecord, Reply
+from eplb_core.loading._record_state import Reply
+from eplb_core.loading.record import LayoutRecord
 
 
 class Clean(LayoutRecord):
@@ -52,6 +53,37 @@ class Trusting(LayoutRecord):
         return super().check_fetch(engine, version, digest or self.digest)
 
 
+class Impatient(LayoutRecord):
+    """Lets an engine move before those that follow have stopped."""
+
+    def begin(self, engine: str, layers: Any, version: int) -> Reply:
+        self._set(holding=self.state.followers)
+        return super().begin(engine, layers, version)
+
+
+class Stubborn(LayoutRecord):
+    """Takes an answer to one move for an answer to the next."""
+
+    def _end_move(self) -> None:
+        self._set(pending=None, asking=False)
+
+
+class Blind(LayoutRecord):
+    """Takes an engine whose connection it ended for one that has gone."""
+
+    def lose(self, engine: str) -> Reply:
+        return self.detach(engine)
+
+
+class Hopeful(LayoutRecord):
+    """Takes a move that had begun for one that was only asked for."""
+
+    def detach(self, engine: str) -> Reply:
+        if self.state.pending is not None:
+            self._set(asking=True)
+        return super().detach(engine)
+
+
 @pytest.mark.slow
 def test_no_engine_ever_serves_a_layout_that_differs_from_the_weights() -> None:
     events = sum((World(seed).run() for seed in range(150)), start=World(0).events)
@@ -60,10 +92,13 @@ def test_no_engine_ever_serves_a_layout_that_differs_from_the_weights() -> None:
     assert events["engines that served"] > 200
     assert events["old engines that served"] > 5
     assert events["starts that failed"] > 20
+    assert events["followers that switched"] > 10
+    assert events["followers that stopped for good"] > 2
+    assert events["connections that were cut"] > 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", [Clean, Crowded, Forgetful, Hasty, Trusting])
+@pytest.mark.parametrize("broken", [Clean, Crowded, Forgetful, Hasty, Trusting, Impatient, Stubborn, Blind, Hopeful])
 def test_the_schedules_notice_a_record_that_breaks_a_rule(broken: type[LayoutRecord]) -> None:
     def run() -> None:
         for seed in range(300):

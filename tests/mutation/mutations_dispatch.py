@@ -6,6 +6,7 @@ SHARES = "eplb_core/dispatch/shares.py"
 ROWS = "eplb_core/dispatch/_rows.py"
 TABLES = "eplb_core/dispatch/tables.py"
 OPS = "eplb_core/dispatch/ops.py"
+HOST = "eplb_core/dispatch/_host.py"
 QUOTA = "eplb_core/dispatch/quota.py"
 COUNTER = "eplb_core/dispatch/counter.py"
 
@@ -183,25 +184,74 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
         OPS,
         "        draws[DRAWS] += 1\n",
         "        pass\n",
-        f"{T_OPS}::test_random_draws_anew_with_every_call_and_repeats_with_the_seed",
+        f"{T_OPS}::test_one_loop_on_the_host_does_what_the_torch_path_does",
     ),
     (
         OPS,
         "_mix((setting[BASE_PHASE] + expert) & MASK)",
         "setting[BASE_PHASE]",
-        f"{T_OPS}::test_batches_of_one_row_differ_by_layer_and_expert",
+        f"{T_OPS}::test_one_loop_on_the_host_does_what_the_torch_path_does",
     ),
     (
         OPS,
         "u = row * GOLDEN + ",
         "u = row * 0x80000000 + ",
-        f"{T_OPS}::test_an_expert_chosen_by_even_rows_only_still_uses_all_its_replicas",
+        f"{T_OPS}::test_one_loop_on_the_host_does_what_the_torch_path_does",
     ),
     (
         OPS,
         "            shared = torch.where(row < num_tokens.reshape(()), shared, -1)\n",
         "            pass\n",
+        f"{T_OPS}::test_one_loop_on_the_host_does_what_the_torch_path_does",
+    ),
+    # the same in one loop over host memory
+    (
+        HOST,
+        "if ids[row, column] < -1 or ids[row, column] >= num_experts:",
+        "if ids[row, column] < -1 or ids[row, column] > num_experts:",
+        f"{T_OPS}::test_an_id_that_is_no_expert_costs_no_count_and_no_draw",
+    ),
+    (
+        HOST,
+        "            if expert < 0 or row >= real:\n",
+        "            if expert < 0:\n",
+        f"{T_OPS}::test_masked_rows_stay_masked_and_are_not_counted",
+    ),
+    (
+        HOST,
+        "    tag = TAG if debug else 0\n",
+        "    tag = 0\n",
+        f"{T_OPS}::test_debugging_tables_find_ids_that_are_mapped_twice",
+    ),
+    (
+        HOST,
+        "        draws[DRAWS] += 1\n",
+        "        pass\n",
+        f"{T_OPS}::test_random_draws_anew_with_every_call_and_repeats_with_the_seed",
+    ),
+    (
+        HOST,
+        "u = row * GOLDEN + ",
+        "u = row * 0x80000000 + ",
+        f"{T_OPS}::test_an_expert_chosen_by_even_rows_only_still_uses_all_its_replicas",
+    ),
+    (
+        HOST,
+        "ids[row, column] if row < real else -1",
+        "ids[row, column]",
         f"{T_OPS}::test_shared_columns_bypass_the_table_and_are_not_counted",
+    ),
+    (
+        HOST,
+        "counts = count.shape[0] > 0 and state[RECORDING] != 0",
+        "counts = count.shape[0] > 0",
+        f"{T_OPS}::test_one_loop_on_the_host_does_what_the_torch_path_does",
+    ),
+    (
+        HOST,
+        "                    u += own\n",
+        "                    pass\n",
+        f"{T_OPS}::test_one_loop_on_the_host_does_what_the_torch_path_does",
     ),
     # quotas
     (QUOTA, "before = count[:rank].sum(0)", "before = count[:0].sum(0)", f"{T_QUOTA}::test_totals_by_slot_are_exact"),

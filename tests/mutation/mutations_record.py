@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 RECORD = "eplb_core/loading/record.py"
+STATE = "eplb_core/loading/_record_state.py"
+FOLLOW = "eplb_core/loading/follow.py"
+RANK_LOADER = "eplb_core/loading/rank_loader.py"
 REQUESTS = "eplb_core/loading/_requests.py"
 WIRE = "eplb_core/loading/_wire.py"
 PATH = "eplb_core/loading/_socket_path.py"
@@ -18,21 +21,24 @@ TEST_RECORD = "tests/loading/test_record.py"
 TEST_SERVER = "tests/loading/test_layout_server.py"
 TEST_AGREE = "tests/loading/test_agree.py"
 TEST_HOST = "tests/loading/test_host.py"
+TEST_FOLLOW = "tests/loading/test_follow.py"
+TEST_SCHEDULES = "tests/loading/test_schedules.py"
+TEST_RANK_LOADER = "tests/loading/test_rank_loader.py"
 
 # (file, text before, text after, test that must fail)
 MUTATIONS = [
     # an engine that dies in a move leaves a clean record
     (
         RECORD,
-        'self._set(pending=None, dirty=f"{move} was pending when the engine left")',
-        "self._set(pending=None)",
+        'self._set(dirty=f"{move} was pending when the engine left")',
+        "pass",
         f"{TEST_RECORD}::test_an_engine_that_leaves_during_its_move_leaves_a_dirty_record",
     ),
     # anybody's leaving ends the move
     (
         RECORD,
-        "if move is not None and move.engine == engine:\n            self._set(pending=None, dirty",
-        "if move is not None:\n            self._set(pending=None, dirty",
+        "if move is not None and move.engine == engine:\n            self._end_move()",
+        "if move is not None:\n            self._end_move()",
         f"{TEST_RECORD}::test_a_second_engine_that_leaves_during_a_move_leaves_it_pending",
     ),
     # a dirty record lets engines move
@@ -59,20 +65,20 @@ MUTATIONS = [
     # any version may begin
     (
         RECORD,
-        "elif not _is_int(version) or version != state.version:",
-        "elif not _is_int(version):",
+        "elif not is_int(version) or version != state.version:",
+        "elif not is_int(version):",
         f"{TEST_RECORD}::test_a_second_engine_pauses_moves_and_takes_over_from_the_current_version",
     ),
     # true is version 1
     (
-        RECORD,
+        STATE,
         "return isinstance(value, (int, np.integer)) and not isinstance(value, bool)",
         "return isinstance(value, (int, np.integer))",
         f"{TEST_RECORD}::test_a_move_that_cannot_be_is_refused_and_changes_nothing",
     ),
     # a layer twice
     (
-        RECORD,
+        STATE,
         " or len(set(layers)) < len(layers)",
         "",
         f"{TEST_RECORD}::test_a_move_that_cannot_be_is_refused_and_changes_nothing",
@@ -87,7 +93,7 @@ MUTATIONS = [
     # an engine moves under others
     (
         RECORD,
-        "others = [name for name in state.engines if name != engine]",
+        "others = [name for name in state.engines if name != engine and name not in state.followers]",
         "others: list[str] = []",
         f"{TEST_RECORD}::test_a_second_engine_pauses_moves_and_takes_over_from_the_current_version",
     ),
@@ -101,15 +107,15 @@ MUTATIONS = [
     # a second begin of the same engine replaces the first
     (
         RECORD,
-        "elif state.pending is not None and state.pending.engine == engine:",
+        "elif self._is_other_move(engine, rows, version):",
         "elif state.pending is not None and not state.pending.engine:",
         f"{TEST_RECORD}::test_a_second_begin_of_the_same_engine_is_refused_and_the_first_stays",
     ),
     # the version stays
     (
         RECORD,
-        "self._set(layout=new, version=self._state.version + 1, pending=None)",
-        "self._set(layout=new, pending=None)",
+        "self._set(layout=new, version=self._state.version + 1)",
+        "self._set(layout=new)",
         f"{TEST_RECORD}::test_a_commit_stores_the_rows_and_counts_one_version",
     ),
     # rows in order of layer instead of the order given
@@ -178,7 +184,7 @@ MUTATIONS = [
     # after a restart a pending move is forgotten
     (
         RECORD,
-        "if state.pending is not None and not state.dirty:\n            record._set",
+        "if state.pending is not None and not state.asking and not state.dirty:\n            record._set",
         "if state.dirty:\n            record._set",
         f"{TEST_RECORD}::test_a_move_that_was_pending_when_the_keeper_died_is_in_doubt",
     ),
@@ -208,8 +214,8 @@ MUTATIONS = [
     # begin is answered before it is on disk
     (
         REQUESTS,
-        "return _of(self._promised(reply, before))",
-        "return _of(reply)",
+        "reply = self._promised(reply, before)\n        move = record",
+        "move = record",
         f"{TEST_SERVER}::test_a_move_is_on_disk_before_begin_is_answered",
     ),
     # messages of any length are taken
@@ -488,5 +494,153 @@ MUTATIONS = [
         'persistent=kind == "buffer"',
         "persistent=True",
         f"{TEST_HOST}::test_a_module_on_the_meta_device_is_filled_with_all_that_the_host_computes_with",
+    ),
+    # ---- engines that follow
+    # a move begins before followers have stopped
+    (
+        RECORD,
+        "        if awaited:\n",
+        "        if not awaited:\n",
+        f"{TEST_RECORD}::test_a_move_begins_only_when_every_follower_holds",
+    ),
+    # what was held for one move counts for the next
+    (
+        RECORD,
+        "self._set(pending=None, asking=False, holding=())",
+        "self._set(pending=None, asking=False)",
+        f"{TEST_RECORD}::test_followers_hold_for_each_move_anew",
+    ),
+    # an answer that comes late counts for the next move
+    (
+        RECORD,
+        "if not is_int(move) or move != state.begun:",
+        "if not is_int(move):",
+        f"{TEST_RECORD}::test_followers_hold_for_each_move_anew",
+    ),
+    # a follower of another version holds
+    (
+        RECORD,
+        "if not is_int(version) or version != asked.version:",
+        "if not is_int(version):",
+        f"{TEST_RECORD}::test_only_who_is_asked_holds",
+    ),
+    # a move that was only asked for makes the record dirty
+    (
+        RECORD,
+        "            if not state.asking:\n",
+        "            if True:\n",
+        f"{TEST_RECORD}::test_a_mover_that_dies_before_all_hold_has_written_nothing",
+    ),
+    # a move that had begun does not, if it was asked for before
+    (
+        RECORD,
+        "        self._set(asking=False)\n        return self._ok()",
+        "        return self._ok()",
+        f"{TEST_RECORD}::test_a_mover_that_dies_after_all_hold_leaves_a_dirty_record",
+    ),
+    # a dead follower is waited for
+    (
+        RECORD,
+        "self._set(engines=engines, followers=followers, holding=holding)",
+        "self._set(engines=engines, holding=holding)",
+        f"{TEST_RECORD}::test_a_follower_that_dies_is_not_waited_for",
+    ),
+    # an engine follows by another layout
+    (
+        RECORD,
+        'if digest != state.digest:\n            return self._refused(\n                f"engine {engine!r} routes',
+        'if digest is None:\n            return self._refused(\n                f"engine {engine!r} routes',
+        f"{TEST_RECORD}::test_who_is_on_another_layout_does_not_follow",
+    ),
+    # an engine follows from the middle of a move on
+    (
+        RECORD,
+        "            )\n        if state.pending is not None:\n            return self._busy",
+        "            )\n        if state.version < 0:\n            return self._busy",
+        f"{TEST_RECORD}::test_following_begins_between_moves",
+    ),
+    # a move that is only asked for is committed
+    (
+        RECORD,
+        "if self._state.asking:\n            return self._refused",
+        "if self._state.dirty:\n            return self._refused",
+        f"{TEST_RECORD}::test_a_move_begins_only_when_every_follower_holds",
+    ),
+    # other layers than those asked for begin
+    (
+        RECORD,
+        "return not state.asking or state.pending != (engine, rows, version)",
+        "return not state.asking",
+        f"{TEST_RECORD}::test_only_the_same_request_asks_again",
+    ),
+    # an engine that was cut off has gone
+    (
+        REQUESTS,
+        "            self.record.lose(session.engine)\n",
+        "            self.record.detach(session.engine)\n",
+        f"{TEST_SERVER}::test_an_engine_that_the_server_cuts_off_may_still_read",
+    ),
+    # an engine that gave its keeper up has gone
+    (
+        CLIENT,
+        "            self._silent = self._socket\n",
+        "            self._socket.close()\n",
+        f"{TEST_SERVER}::test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_not",
+    ),
+    # a begin that was not heard of stays pending
+    (
+        CLIENT,
+        "if sent and undo is not None:",
+        "if not sent and undo is not None:",
+        f"{TEST_SERVER}::test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_not",
+    ),
+    # a move that followers did not answer stays asked for
+    (
+        CLIENT,
+        "        if asked:\n            self.abort(rows)\n",
+        "",
+        f"{TEST_FOLLOW}::test_a_move_that_is_not_answered_is_taken_back",
+    ),
+    # ranks wait for ever where one is dirty
+    (
+        FOLLOW,
+        "    if troubled:\n",
+        "    if not found:\n",
+        f"{TEST_FOLLOW}::test_ranks_that_have_stopped_do_the_same",
+    ),
+    # ranks go on while one of them is not there yet
+    (
+        FOLLOW,
+        "if any(look.moving for look in found):",
+        "if all(look.moving for look in found):",
+        f"{TEST_FOLLOW}::test_ranks_that_have_stopped_do_the_same",
+    ),
+    # records that differ are not noticed
+    (
+        FOLLOW,
+        "look[:2] != first[:2])",
+        "look[:1] < first[:1])",
+        f"{TEST_FOLLOW}::test_records_that_differ_after_a_move_stop_all_ranks",
+    ),
+    # the tables stay behind
+    (
+        FOLLOW,
+        "self._tables.install(layout, layers=list(rows))",
+        "pass",
+        f"{TEST_FOLLOW}::test_a_standby_switches_with_the_engine_that_moves_and_takes_over",
+    ),
+    # the next move begins from a version that the follower has left
+    (
+        FOLLOW,
+        "self._layout, self.version, self._client.adopted = layout, state.version, state.version",
+        "self._layout, self.version = layout, state.version",
+        f"{TEST_FOLLOW}::test_a_standby_switches_with_the_engine_that_moves_and_takes_over",
+    ),
+    # both halves are as large as the whole
+    (
+        RANK_LOADER,
+        "shape[min(part.axis, len(shape) - 1)] *= part.blocks",
+        "shape[min(part.axis, len(shape) - 1)] *= 1",
+        f"{TEST_RANK_LOADER}::test_every_slot_of_the_rank_holds_its_expert",
     ),
 ]

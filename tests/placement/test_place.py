@@ -48,6 +48,15 @@ def test_an_expert_gets_no_more_replicas_than_there_are_ranks() -> None:
     assert top_load(place([[1000] + [0] * 7], Topology(4), num_slots=16), [1000] + [0] * 7) == 250.0
 
 
+def test_an_expert_that_each_token_uses_gets_a_slot_on_every_rank() -> None:
+    """FAULTS K5: a shared expert that the model routes to like any other."""
+    load = np.array([[100, 100, 100, 100, 400]])
+    placement = place(load, Topology(4), num_slots=8)
+    rows = placement.layout.physical_to_logical_map.reshape(4, 2)
+    assert (rows == 4).any(1).all()
+    assert placement.balancedness[0] == 1.0
+
+
 def test_repeats_that_counting_forces_are_made_alike_on_every_rank() -> None:
     """A2: 6 slots a rank and 4 experts."""
     placement = place([[1000, 1, 1, 1]], Topology(2), num_slots=12)

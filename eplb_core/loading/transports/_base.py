@@ -11,11 +11,13 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from eplb_core._arrays import IntArray, check_int
+from eplb_core._numba import kernel
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadBatch, ReadState, Region, Status
 
@@ -93,6 +95,7 @@ class BaseTransport(ABC):
         self._peers: dict[int, Peer] = {}
         self._pending: set[Ticket] = set()
         self._closed = False
+        warm_up()
 
     def export(self, regions: list[Region]) -> bytes:
         """Make these regions readable by peers and writable by own reads."""
@@ -213,12 +216,7 @@ class BaseTransport(ABC):
 
 def check_batch(batch: ReadBatch, own: tuple[IntArray, IntArray], peer: Peer, max_batch: int) -> Spans:
     """Refuse what is not inside of the regions, before a byte moves; addresses of the rest."""
-    arrays = []
-    for name, value in zip(ReadBatch._fields, batch, strict=True):
-        array = np.asarray(value)
-        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-            raise TransportError(f"`batch.{name}` (dtype {array.dtype}, {array.ndim} dimensions) must be int64 [n]")
-        arrays.append(array.astype(np.int64, copy=False))
+    arrays = [_column(name, value) for name, value in zip(ReadBatch._fields, batch, strict=True)]
     lengths = [len(array) for array in arrays]
     if len(set(lengths)) > 1:
         raise TransportError(f"`batch` (lengths {lengths}) must hold arrays of one length")
@@ -227,43 +225,68 @@ def check_batch(batch: ReadBatch, own: tuple[IntArray, IntArray], peer: Peer, ma
             f"`batch` (={lengths[0]} operations) must be at most {max_batch}; split it", rank=peer.rank
         )
     dst_region, dst_offset, src_region, src_offset, nbytes = arrays
-    if nbytes.size and nbytes.min() < 0:
-        i = int(np.argmax(nbytes < 0))
-        raise TransportError(f"`batch.nbytes` (={nbytes[i]}) must be at least 0 at operation {i}", rank=peer.rank)
-    dst = _addresses(("dst", f"of {len(own[0])} own"), own, dst_region, dst_offset, nbytes, peer.rank)
-    theirs = (peer.address, peer.nbytes)
-    src = _addresses(
-        ("src", f"of {len(theirs[0])} of rank {peer.rank}"), theirs, src_region, src_offset, nbytes, peer.rank
-    )
+    dst, src = np.empty((2, lengths[0]), dtype=np.int64)
+    bad = _fill_addresses(dst_region, dst_offset, nbytes, *own, dst)
+    if bad >= 0:
+        _refuse(("dst", f"of {len(own[0])} own"), own[1], dst_region, dst_offset, nbytes, bad, peer.rank)
+    bad = _fill_addresses(src_region, src_offset, nbytes, peer.address, peer.nbytes, src)
+    if bad >= 0:
+        whose = f"of {len(peer.address)} of rank {peer.rank}"
+        _refuse(("src", whose), peer.nbytes, src_region, src_offset, nbytes, bad, peer.rank)
+    if nbytes.all():
+        return Spans(dst, src, nbytes, dst_region, src_region)
     some = nbytes > 0
     return Spans(dst[some], src[some], nbytes[some], dst_region[some], src_region[some])
 
 
-def _addresses(
+def _column(name: str, value: Any) -> IntArray:
+    array = np.asarray(value)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise TransportError(f"`batch.{name}` (dtype {array.dtype}, {array.ndim} dimensions) must be int64 [n]")
+    array = np.ascontiguousarray(array, dtype=np.int64)
+    return array if array.flags.writeable else array.copy()  # one kind of array: another would be compiled for
+
+
+@kernel
+def _fill_addresses(
+    region: IntArray, offset: IntArray, nbytes: IntArray, start: IntArray, size: IntArray, addresses: IntArray
+) -> int:
+    """First byte of each operation; the first one that is not inside of its region, or -1."""
+    for i in range(len(region)):
+        if nbytes[i] < 0 or region[i] < 0 or region[i] >= len(start):
+            return i
+        if offset[i] < 0 or offset[i] > size[region[i]] or nbytes[i] > size[region[i]] - offset[i]:
+            return i
+        addresses[i] = start[region[i]] + offset[i]
+    return -1
+
+
+def _refuse(
     words: tuple[str, str],
-    regions: tuple[IntArray, IntArray],
+    size: IntArray,
     region: IntArray,
     offset: IntArray,
     nbytes: IntArray,
+    i: int,
     rank: int,
-) -> IntArray:
-    start, size = regions
+) -> NoReturn:
     side, whose = words
-    bad = (region < 0) | (region >= len(start))
-    if bad.any():
-        i = int(np.argmax(bad))
+    if nbytes[i] < 0:
+        raise TransportError(f"`batch.nbytes` (={nbytes[i]}) must be at least 0 at operation {i}", rank=rank)
+    if not 0 <= region[i] < len(size):
         raise TransportError(f"`batch.{side}_region` (={region[i]}) must be one {whose} at operation {i}", rank=rank)
-    limit = size[region]
-    bad = (offset < 0) | (offset > limit) | (nbytes > limit - np.clip(offset, 0, limit))
-    if bad.any():
-        i = int(np.argmax(bad))
-        raise TransportError(
-            f"`batch.{side}_offset` (={offset[i]}, {nbytes[i]} bytes) must end inside of region {region[i]} "
-            f"(={limit[i]} bytes) {whose} at operation {i}",
-            rank=rank,
-        )
-    addresses: IntArray = start[region] + offset
-    return addresses
+    raise TransportError(
+        f"`batch.{side}_offset` (={offset[i]}, {nbytes[i]} bytes) must end inside of region {region[i]} "
+        f"(={size[region[i]]} bytes) {whose} at operation {i}",
+        rank=rank,
+    )
+
+
+@cache
+def warm_up() -> None:
+    """Compile, or load, what reads need; once a process, when the first transport is made."""
+    nothing = [np.empty(0, dtype=np.int64) for _ in range(6)]
+    _fill_addresses(*nothing)
 
 
 def split(spans: Spans, piece: int) -> Spans:

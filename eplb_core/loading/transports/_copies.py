@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 
-from eplb_core._arrays import IntArray
+from eplb_core._arrays import BoolArray, IntArray
+from eplb_core._numba import kernel
 from eplb_core.loading.transports._base import Spans, split
 
 _MOST_SPANS = 1024  # that the system takes in one call
@@ -39,17 +41,82 @@ def portions(spans: Spans, most_bytes: int = _PORTION, most_spans: int = _MOST_S
         first = last
 
 
-def copy(dst: IntArray, src: IntArray, nbytes: IntArray, process: int | None = None) -> int:
-    """Copy up to 1,024 spans from a process (None: this one) into this one; bytes moved, or minus an error number.
-
-    Fewer bytes than asked for: the next one is not mapped there.
-    """
-    if process is None and not IS_NATIVE:
+def copy(dst: IntArray, src: IntArray, nbytes: IntArray) -> int:
+    """Copy up to 1,024 spans within this process; bytes moved, or minus an error number."""
+    if not IS_NATIVE:
         for to, of, count in zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True):
             ctypes.memmove(to, of, count)
         return int(nbytes.sum())
     local = np.ascontiguousarray(np.stack([dst, nbytes], axis=1))
     remote = np.ascontiguousarray(np.stack([src, nbytes], axis=1))
-    pid = os.getpid() if process is None else process
-    moved = int(_readv(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0))
+    return _call(os.getpid(), local, remote, len(local))
+
+
+def _call(pid: int, local: IntArray, remote: IntArray, count: int) -> int:
+    moved = int(_readv(pid, local.ctypes.data, count, remote.ctypes.data, count, 0))
     return moved if moved >= 0 else -ctypes.get_errno()
+
+
+class Walk:
+    """Spans of a process, copied a portion at a time.
+
+    Args:
+        spans: What is to be copied.
+        shift: What to add to the addresses of the spans of each of the owner's regions, int64 `[regions]`.
+        wanted: Of each region, whether its spans are to be copied, bool `[regions]`.
+        pid: In which process the addresses mean something.
+    """
+
+    def __init__(self, spans: Spans, shift: IntArray, wanted: BoolArray, pid: int) -> None:
+        self._spans, self._shift, self._wanted, self._pid = spans, shift, wanted, pid
+        self._at = np.zeros(3, dtype=np.int64)
+        count = min(_MOST_SPANS, len(spans.nbytes) + 1)
+        self._local, self._remote = np.empty((2, count, 2), dtype=np.int64)
+
+    def next(self) -> int:
+        """Find the next portion; its bytes, 0 when all is copied."""
+        spans, at = self._spans, self._at
+        return _fill_portion(
+            spans.dst, spans.src, spans.nbytes, spans.src_region, self._shift, self._wanted, _PORTION, at, self._local,
+            self._remote,
+        )  # fmt: skip
+
+    def copy(self) -> int:
+        """Copy the portion; bytes moved, or minus an error number. Fewer than were asked for: memory is not mapped."""
+        return _call(self._pid, self._local, self._remote, int(self._at[2]))
+
+
+@kernel
+def _fill_portion(
+    dst: IntArray,
+    src: IntArray,
+    nbytes: IntArray,
+    region: IntArray,
+    shift: IntArray,
+    wanted: BoolArray,
+    most_bytes: int,
+    at: IntArray,
+    local: IntArray,
+    remote: IntArray,
+) -> int:
+    """List (address, bytes) of the next portion; `at` is the span, the byte in it, and the length of the list."""
+    span, done, count, total = at[0], at[1], 0, 0
+    while span < len(nbytes) and count < len(local) and total < most_bytes:
+        if not wanted[region[span]]:
+            span += 1
+            continue
+        size = min(nbytes[span] - done, most_bytes - total)
+        local[count, 0], remote[count, 0] = dst[span] + done, src[span] + done + shift[region[span]]
+        local[count, 1] = remote[count, 1] = size
+        count, total, done = count + 1, total + size, done + size
+        if done == nbytes[span]:
+            span, done = span + 1, 0
+    at[0], at[1], at[2] = span, done, count
+    return total
+
+
+@cache
+def warm_up() -> None:
+    """Compile, or load, what a walk needs; once a process."""
+    nothing = np.empty(0, dtype=np.int64)
+    Walk(Spans(nothing, nothing, nothing, nothing, nothing), nothing, np.empty(0, dtype=np.bool_), 0).next()

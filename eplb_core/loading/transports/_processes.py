@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +33,33 @@ def started(pid: int) -> int:
         os.close(file)
     fields = text.rpartition(b")")[2].split()
     return -1 if fields[0] in b"ZX" else int(fields[19])
+
+
+class Process:
+    """One process, by its number and start; another one that gets its number is not it.
+
+    Holds a descriptor of it, if the system has such (Linux 5.3): to ask it is one call that opens no file.
+    """
+
+    def __init__(self, pid: int, start: int) -> None:
+        self.pid, self._start = pid, start
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            self._fd = os.pidfd_open(pid)
+            weakref.finalize(self, os.close, self._fd)
+        self._is_gone = started(pid) != start  # asked while the descriptor is there: it is of this process, or of none
+
+    def is_alive(self) -> bool:
+        """It runs, or is stopped; what is left of one that ended does not count."""
+        if not self._is_gone:
+            self._is_gone = _has_ended(self._fd) if self._fd >= 0 else started(self.pid) != self._start
+        return not self._is_gone
+
+
+def _has_ended(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 _PIDFD_GETFD = 438

@@ -16,7 +16,7 @@ from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
 from eplb_core.loading.transports import _cuda
 from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket
-from eplb_core.loading.transports._processes import borrowed_fd, host, started
+from eplb_core.loading.transports._processes import Process, borrowed_fd, host, started
 
 _FD_HANDLE = struct.Struct("<qqq")
 
@@ -146,7 +146,7 @@ class CudaIpc(BaseTransport):
             owner = _Owner(peer)
         except (KeyError, TypeError, ValueError) as error:
             raise TransportError(f"`blob` of rank {peer.rank} lacks {error!r}", rank=peer.rank) from error
-        if not owner.is_alive():
+        if not owner.process.is_alive():
             raise TransportError(
                 f"rank {peer.rank} (process {owner.pid}) must be alive to be connected", rank=peer.rank
             )
@@ -195,7 +195,7 @@ class CudaIpc(BaseTransport):
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
         owner = self._owners[peer.rank]
         ticket = _Copies(peer.rank, spans, owner)
-        if not owner.is_alive():
+        if not owner.process.is_alive():
             ticket.finish(owner.lost(peer.rank))
             return ticket
         with self._cuda.on(self.device):
@@ -224,7 +224,7 @@ class CudaIpc(BaseTransport):
                     return
         except _cuda.CudaError as error:  # the device is lost, and nothing runs on it any more
             ticket.problem = Status(ReadState.FAILED, f"rank {ticket.rank}: {error}")
-        alive = ticket.owner.is_alive()
+        alive = ticket.owner.process.is_alive()
         ticket.finish(ticket.problem or (DONE if alive else ticket.owner.lost(ticket.rank)))
         self._events.append(ticket.event)
         ticket.event = None
@@ -241,7 +241,8 @@ class _Owner:
         extra = peer.extra
         if extra["host"] != host():
             raise TransportError(f"rank {peer.rank} must be on this host and in this pid namespace", rank=peer.rank)
-        self.pid, self.started = int(extra["pid"]), int(extra["started"])
+        self.pid = int(extra["pid"])
+        self.process = Process(self.pid, int(extra["started"]))
         self.handles = [base64.b64decode(handle, validate=True) for handle in extra["handles"]]
         self.region_handle: IntArray = np.array(extra["region_handle"], dtype=np.int64)
         self.shift: IntArray = np.array(extra["region_offset"], dtype=np.int64)
@@ -256,9 +257,6 @@ class _Owner:
     def key(self, handle: bytes) -> tuple[int, bytes]:
         """Name of an opened handle: descriptors mean something in their process alone."""
         return (self.pid if len(handle) == _FD_HANDLE.size else 0), handle
-
-    def is_alive(self) -> bool:
-        return started(self.pid) == self.started
 
     def lost(self, rank: int) -> Status:
         return Status(ReadState.LOST_PEER, f"rank {rank} (process {self.pid}) is gone")

@@ -10,7 +10,7 @@ import queue
 import stat
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
 from eplb_core.loading.transports import _copies
 from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket
-from eplb_core.loading.transports._processes import host, started
+from eplb_core.loading.transports._processes import Process, host, started
 
 
 class SharedMemory(BaseTransport):
@@ -59,6 +59,7 @@ class SharedMemory(BaseTransport):
                 sm_free=None,
             )
         )
+        _copies.warm_up()
         self._jobs: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._maps: dict[int, _Maps] = {}
@@ -108,50 +109,53 @@ class _Maps:
         extra = peer.extra
         if extra["host"] != host():
             raise TransportError(f"rank {peer.rank} must be on this host and in this pid namespace", rank=peer.rank)
-        self.pid, self.started = int(extra["pid"]), int(extra["started"])
+        self.pid = int(extra["pid"])
+        self.process = Process(self.pid, int(extra["started"]))
         count = len(peer.address)
-        self.file_of_region = np.array(extra["region_file"], dtype=np.int64)
+        file_of_region = np.array(extra["region_file"], dtype=np.int64)
         offset = np.array(extra["region_offset"], dtype=np.int64)
         files = list(extra["files"])
-        inside = (self.file_of_region >= -1) & (self.file_of_region < len(files)) & (offset >= 0)
-        if not self.file_of_region.shape == offset.shape == (count,) or not inside.all():
+        inside = (file_of_region >= -1) & (file_of_region < len(files)) & (offset >= 0)
+        if not file_of_region.shape == offset.shape == (count,) or not inside.all():
             raise TransportError(f"`blob` of rank {peer.rank} must name a file for each region", rank=peer.rank)
-        if not self.is_alive():
+        if not self.process.is_alive():
             raise TransportError(f"rank {peer.rank} (process {self.pid}) must be alive to be connected", rank=peer.rank)
         self.views: list[npt.NDArray[np.uint8]] = []
         self.shift = np.zeros(count, dtype=np.int64)
         """From an address of the owner's to one of this process, for mapped regions."""
+        self.mapped = file_of_region >= 0
+        self.private = ~self.mapped
         for i, file in enumerate(files):
-            here = self.file_of_region == i
+            here = file_of_region == i
             end = int((offset + peer.nbytes)[here].max(initial=0))
             self.views.append(_mapped(file, self, end, peer.rank))
             self.shift[here] = self.views[i].ctypes.data + offset[here] - peer.address[here]
 
-    def is_alive(self) -> bool:
-        """The same process still, not another under its number."""
-        return started(self.pid) == self.started
-
     def try_private(self, peer: Peer) -> None:
         """Read one byte of the first region that is not shared."""
-        private = np.flatnonzero((self.file_of_region < 0) & (peer.nbytes > 0))
+        private = np.flatnonzero(self.private & (peer.nbytes > 0))
         if private.size:
             byte = np.empty(1, dtype=np.uint8)
             region, one = private[:1], np.ones(1, dtype=np.int64)
-            failed = self.read(Spans(one * byte.ctypes.data, peer.address[region], one, one, region), mapped=False)
+            failed = self.read(Spans(one * byte.ctypes.data, peer.address[region], one, one, region), lambda: True)
             if failed is not None:
                 raise TransportError(f"rank {peer.rank}: {failed.reason}", rank=peer.rank)
 
-    def read(self, spans: Spans, mapped: bool) -> Status | None:
-        """Copy spans that are all mapped or all not; None when all bytes are there."""
-        if mapped:
-            moved = _copies.copy(spans.dst, spans.src + self.shift[spans.src_region], spans.nbytes)
-        else:
-            moved = _copies.copy(spans.dst, spans.src, spans.nbytes, self.pid)
-            if moved == -errno.ESRCH or not self.is_alive():
-                return Status(ReadState.LOST_PEER, f"process {self.pid} is gone")
-        expected = int(spans.nbytes.sum())
-        if moved == expected:
-            return None
+    def read(self, spans: Spans, wanted: Callable[[], bool]) -> Status | None:
+        """Copy, looking between portions whether it is still wanted; None when all bytes are there."""
+        for here, pid in ((self.private, self.pid), (self.mapped, os.getpid())):
+            walk = _copies.Walk(spans, self.shift, here, pid)
+            while expected := walk.next():
+                if not wanted():
+                    return Status(ReadState.FAILED)
+                moved = walk.copy()
+                if here is self.private and (moved == -errno.ESRCH or not self.process.is_alive()):
+                    return Status(ReadState.LOST_PEER, f"process {self.pid} is gone")
+                if moved != expected:
+                    return self._failed(moved, expected)
+        return None
+
+    def _failed(self, moved: int, expected: int) -> Status:
         if moved == -errno.EPERM:
             return Status(
                 ReadState.FAILED,
@@ -172,14 +176,8 @@ class _Copy(Ticket):
         self.maps = maps
 
     def run(self) -> None:
-        mapped = self.maps.file_of_region[self.spans.src_region] >= 0
-        for kind in (False, True):
-            for spans in _copies.portions(Spans(*(array[mapped == kind] for array in self.spans))):
-                failed = Status(ReadState.FAILED) if self.unwanted else self.maps.read(spans, mapped=kind)
-                if failed is not None:
-                    self.finish(failed._replace(reason=f"rank {self.rank}: {failed.reason}"))
-                    return
-        self.finish(DONE)
+        failed = self.maps.read(self.spans, lambda: not self.unwanted)
+        self.finish(DONE if failed is None else failed._replace(reason=f"rank {self.rank}: {failed.reason}"))
 
     @property
     def unwanted(self) -> bool:

@@ -52,16 +52,30 @@ def shared_tensor(nbytes: int) -> torch.Tensor:
     return tensor
 
 
-def gloo_group(rank: int, size: int, folder: str) -> Any:
+def gloo_group(rank: int, size: int, folder: str, name: str = "store") -> Any:
     """On the loopback device, beside torch's default group or without one."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-    store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
+    store = dist.FileStore(f"{folder}/{name}", size)  # type: ignore[attr-defined]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def gloo(rank: int, size: int, folder: str) -> Transport:
     return TorchDistributed(gloo_group(rank, size, folder))
+
+
+def gloo_with_payload(rank: int, size: int, folder: str) -> Transport:
+    """Bytes go by groups of their own, as they do with NCCL."""
+    group, up, down = (gloo_group(rank, size, folder, name) for name in ("store", "up", "down"))
+    return TorchDistributed(group, payload=(up, down))
+
+
+def nccl(rank: int, size: int, folder: str) -> Transport:
+    """Device memory from GPU to GPU; one for each rank."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=size)
+    up, down = (dist.new_group(backend="nccl") for _ in range(2))
+    return TorchDistributed(gloo_group(rank, size, folder), device=rank, payload=(up, down))
 
 
 def delayed(rank: int, size: int, folder: str) -> Transport:

@@ -33,6 +33,7 @@ KITS = {
 @pytest.mark.parametrize("kit", KITS.values(), ids=KITS)
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
 def test_conforms(check: Check, kit: TransportKit) -> None:
+    """I8 among others: a reader that dies in the middle of a read leaves its owner to others."""
     check(kit)
 
 
@@ -86,7 +87,7 @@ def test_shared_regions_are_found_by_their_address() -> None:
 
 
 def test_an_older_blob_of_the_same_exporter_is_ignored() -> None:
-    """Blobs that overtake each other on their way."""
+    """I8: blobs that overtake each other on their way; each is of a generation."""
     data = np.arange(200, dtype=np.uint8)
     at = data.ctypes.data
     transport = SharedMemory()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status
 from eplb_core.loading.transports import TorchDistributed
@@ -25,13 +29,28 @@ def test_conforms(check: Check) -> None:
     check(GLOO)
 
 
+APART = TransportKit(kits.gloo_with_payload, rejoins=False)
+SOON = {"random_batches_are_exact", "ranks_read_each_other_at_once", "a_peer_that_dies_during_a_read_ends_it"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(check, marks=() if check.__name__ in SOON else pytest.mark.long) for check in TRANSPORT_CHECKS],
+    ids=lambda check: check.__name__,
+)
+def test_conforms_where_bytes_go_by_groups_of_their_own(check: Check) -> None:
+    """The way of NCCL, by gloo."""
+    check(APART)
+
+
 def whole(nbytes: int) -> ReadBatch:
     return batch([(0, 0, 0, 0, nbytes)])
 
 
 @pytest.mark.slow
 def test_memory_that_was_exported_anew_fails_reads_by_old_blobs() -> None:
-    """The owner looks at the epoch, before a byte moves."""
+    """I8: the owner looks at the epoch, before a byte moves."""
     with world(GLOO) as w:
         transports._join(w, 1, [1000], 1)
         w.peers[1].call(export, [1000], 2)
@@ -56,6 +75,40 @@ def close(state: State) -> None:
     state.transport.close()
 
 
+class HalfAnswer:
+    """What gloo does with bytes that had come in part when their sender died: it never says so."""
+
+    def __init__(self) -> None:
+        self.dead = ""
+        self.never = threading.Event()
+
+    def ask(self, request: IntArray) -> None:
+        """Taken."""
+
+    def hear(self, room: torch.Tensor, nbytes: int) -> int:
+        self.never.wait()
+        raise RuntimeError("the test is over")
+
+
+def test_reads_end_when_their_peer_is_dead_though_its_bytes_stay_half_there() -> None:
+    with world(GLOO) as w:
+        transports._join(w, 1, [1000], 1)
+        own = transports._own(w, [1000])[0]
+        session = w.transport._session  # type: ignore[attr-defined]
+        line = session.couriers[1].line = HalfAnswer()
+        ticket = w.transport.read(1, whole(1000))
+        assert w.transport.poll(ticket).state is ReadState.PENDING
+        line.dead = "Connection closed by peer"
+        lost = Status(ReadState.LOST_PEER, "rank 1 is gone: Connection closed by peer")
+        assert w.transport.poll(ticket) == lost
+        assert w.transport.poll(w.transport.read(1, whole(1000))) == lost
+        before = own.clone()
+        line.never.set()
+        session.couriers[1].jobs.put(None)
+        session.couriers[1].thread.join(GLOO.deadline)
+        assert own.equal(before)
+
+
 @pytest.mark.slow
 def test_a_blob_belongs_to_its_rank_in_the_group() -> None:
     with world(GLOO, 2) as w:
@@ -67,13 +120,46 @@ def test_a_blob_belongs_to_its_rank_in_the_group() -> None:
 class Group:
     """What is looked at first."""
 
+    def __init__(self, name: str, rank: int = 0) -> None:
+        self._name, self._rank = name, rank
+
     def name(self) -> str:
-        return "nccl"
+        return self._name
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return 2
 
 
 def test_groups_of_other_kinds_are_refused() -> None:
+    """F9: whatever the groups are, no two are one."""
     with pytest.raises(TransportError, match=r"`group` \(='nccl'\) must be of gloo"):
-        TorchDistributed(Group())
+        TorchDistributed(Group("nccl"))
+    gloo, nccl = Group("gloo"), Group("nccl")
+    for payload in ((nccl, nccl), (nccl, gloo), (gloo, Group("gloo")), (Group("ucc"), Group("ucc"))):
+        with pytest.raises(TransportError, match="must be two more groups, both of nccl"):
+            TorchDistributed(gloo, device=0, payload=payload)
+    with pytest.raises(TransportError, match=r"rank and size \[\(0, 2\), \(1, 2\)\]\) must be of the same ranks"):
+        TorchDistributed(gloo, device=0, payload=(nccl, Group("nccl", 1)))
+    with pytest.raises(TransportError, match=r"`device` \(=None\) must be given with a payload of nccl"):
+        TorchDistributed(gloo, payload=(nccl, Group("nccl")))
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_nccl_carries_experts_from_gpu_to_gpu(tmp_path: Path) -> None:
+    """Random migrations of two processes with a GPU each, every byte compared; both read from each other at once."""
+    command = [sys.executable, "-m", "benchmarks.multi_gpu", "--quick", "--transport", "nccl"]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "nccl.json")],
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    ranks = json.loads((tmp_path / "nccl.json").read_text())["ranks"]["by_rank"]
+    assert [entry["check"] for rank in ranks for entry in rank["ipc"]["nccl"]] == ["exact"] * len(ranks)
 
 
 @pytest.mark.slow

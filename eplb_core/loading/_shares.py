@@ -1,0 +1,41 @@
+"""Whether shares of replicas can be installed, before anything moves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, to_numpy
+from eplb_core._numba import kernel
+from eplb_core.layout import ExpertLayout
+
+
+def check_shares(shares: ArrayLike, layout: ExpertLayout) -> FloatArray:
+    """Shares `[L, P]` as the tables would take them, so that no install can fail; else ValueError."""
+    array = np.array(to_numpy(shares), dtype=np.float64)
+    p2l = layout.physical_to_logical_map
+    if array.shape != p2l.shape:
+        raise ValueError(f"shares (shape {list(array.shape)}) must be {list(p2l.shape)}, a fraction a slot")
+    held = p2l >= 0
+    bad = held & ~((array >= 0) & (array <= 1))
+    if bad.any():
+        layer, slot = np.argwhere(bad)[0].tolist()
+        raise ValueError(f"shares (={array[layer, slot]}) must be in [0, 1] at layer {layer}, slot {slot}")
+    sums = np.empty(layout.num_experts)
+    layer, expert = _find_odd_sum(p2l, array, sums)
+    if layer >= 0:
+        raise ValueError(f"shares of expert {expert} (sum {sums[expert]}) must sum to 1 at layer {layer}")
+    return array
+
+
+@kernel
+def _find_odd_sum(p2l: IntArray, shares: FloatArray, sums: FloatArray) -> tuple[int, int]:
+    """First (layer, expert) whose shares do not sum to 1, or (-1, -1); `sums` `[E]` are those of the layer."""
+    for layer in range(len(p2l)):
+        sums[:] = 0.0
+        for slot in range(p2l.shape[1]):
+            if p2l[layer, slot] >= 0:
+                sums[p2l[layer, slot]] += shares[layer, slot]
+        for expert in range(len(sums)):
+            if abs(sums[expert] - 1.0) > 5e-7:
+                return layer, expert
+    return -1, -1

@@ -1,0 +1,127 @@
+"""Migrations whose keeper is killed: the engine stays right, and the restarted keeper says what it knows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eplb_core import ExpertLayout, LayoutClient, LayoutRecord, LayoutServer, Topology, save_layout
+from tests.loading.engine_process import ROOT, until
+from tests.loading.fleets import fleet
+
+OLD = ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=Topology(2))
+NEW = ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=Topology(2))
+
+
+@contextmanager
+def keeper(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """`eplb record serve` with memory that is kept, whoever dies."""
+    files = [str(folder / name) for name in ("socket", "layout.json", "state")]
+    save_layout(OLD, files[1])
+    options = ["--layout", files[1], "--state", files[2], "--memory", "m1", "--ranks", "2"]
+    command = [sys.executable, "-m", "eplb_core", "record", "serve", files[0], *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline().startswith("ready")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+class Killing:
+    """A client whose keeper is killed at one point of the second layer."""
+
+    def __init__(self, client: LayoutClient, process: subprocess.Popen[str], phase: str) -> None:
+        self.client, self.process, self.phase = client, process, phase
+        self.begun = 0
+
+    @property
+    def adopted(self) -> int:
+        return self.client.adopted
+
+    def begin(self, layers: Any, version: int) -> Any:
+        self.begun += 1
+        if self.begun == 2 and self.phase == "before begin is answered":
+            self.process.send_signal(signal.SIGSTOP)  # it reads no request any more
+            threading.Timer(0.05, self.kill).start()
+        reply = self.client.begin(layers, version)
+        if self.begun == 2 and self.phase == "after begin":
+            self.kill()
+        return reply
+
+    def commit(self, layers: Any, rows: Any) -> Any:
+        if self.begun == 2 and self.phase == "between install and commit":
+            self.kill()
+        reply = self.client.commit(layers, rows)
+        if self.begun == 2 and self.phase == "after commit":
+            self.kill()
+        return reply
+
+    def abort(self, layers: Any) -> Any:
+        return self.client.abort(layers)
+
+    def refuse_moves(self, reason: str) -> None:
+        self.client.refuse_moves(reason)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("phase", "cause", "installed", "said"),
+    [
+        ("before begin is answered", "refused", 1, ""),
+        ("after begin", "record", 2, "the move of layer 1 by engine 'a' from version 1 was pending when the keeper"),
+        (
+            "between install and commit",
+            "record",
+            2,
+            "the move of layer 1 by engine 'a' from version 1 was pending when",
+        ),
+        ("after commit", "refused", 2, ""),
+    ],
+)
+def test_a_keeper_that_is_killed_ends_moves_and_the_next_one_says_what_it_knows(
+    tmp_path: Path, phase: str, cause: str, installed: int, said: str
+) -> None:
+    """R6, R7, R28, R29: the engine never dispatches by a layout that its weights are not in (`Fleet.look`)."""
+    with LayoutServer(tmp_path / "other", LayoutRecord(OLD)) as other, keeper(tmp_path) as process:
+        first = LayoutClient(tmp_path / "socket", "a")
+        second = LayoutClient(tmp_path / "other", "a")
+        with first, second, fleet(OLD, records={0: Killing(first, process, phase), 1: second}) as ranks:
+            ranks.start(NEW)
+            ranks.until_idle()
+            status = ranks.first.status
+            assert (status.cause, status.installed, status.rank) == (cause, installed, 0)
+            assert "closed the connection" in status.reason
+            assert ranks.first.layout == OLD.replace(NEW, list(range(installed)))
+            assert not any(migrator.start(OLD) for migrator in ranks.migrators.values())  # for good
+            reached = ranks.first.layout
+            assert other.state is not None
+            assert other.state.digest == reached.digest  # the other rank's keeper has it, whatever became of this one
+        with keeper(tmp_path), LayoutClient(tmp_path / "socket", "b") as late:
+            assert late.found is not None
+            assert late.found.version == (2 if phase == "after commit" else 1)
+            assert late.found.num_non_followers == 1  # 'a' may still use the memory
+            assert said in late.found.dirty
+            assert bool(late.found.dirty) == bool(said)
+            if not said:
+                assert late.found.digest == reached.digest
+            assert late.begin([2], late.found.version).status == "refused"
+        until(lambda: other.state is not None and other.state.engines == ())
+        assert other.state.dirty == ""
