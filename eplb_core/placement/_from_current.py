@@ -31,8 +31,8 @@ def start_from(
 ) -> tuple[FloatArray, IntArray, IntArray]:
     """Choose each layer's row: the present one, a few transfers from it, or the new solution.
 
-    The new solution stands in `p2l`, where the rows chosen replace it. Rows are judged on `windows`; the search looks at
-    those that are `searched`.
+    The new solution stands in `p2l`, where the rows chosen replace it. Rows are judged on `windows`, and the search
+    looks at `searched`.
 
     Returns:
         Balancedness of the rows chosen, NaN without load; their transfers; where these come from, if links have limits.

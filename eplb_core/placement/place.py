@@ -204,12 +204,7 @@ def place(
                     was, problem, part, searched, weights, load, row, offer
                 )
             p2l[c, rows] = row
-    chosen = np.zeros(layers, dtype=np.int64)
-    if len(offers) > 1 and total is not None:
-        gain = np.nan_to_num(reached[1:] - reached[0], nan=0.0)
-        extra = np.maximum(transfers[1:] - transfers[0], 0)
-        chosen = spend_budget(gain, extra, max(total - int(transfers[0].sum()), 0)) + 1
-    each = np.arange(layers)
+    chosen, each = _share_out(reached, transfers, total), np.arange(layers)
     return Placement(
         ExpertLayout._of_valid(p2l[chosen, each], windows.shape[2], topology),
         read_only(reached[chosen, each]),
@@ -226,6 +221,15 @@ def _offers(terms: Terms) -> list[Terms]:
     dearer = [terms._replace(price=price) for price in _PRICES if price > terms.price]
     fewer = [terms._replace(budget=budget) for budget in _BUDGETS if budget < terms.budget]
     return [hold, terms, *dearer, *fewer]
+
+
+def _share_out(reached: FloatArray, transfers: IntArray, total: int | None) -> IntArray:
+    """Which offer each layer takes: those that gain most over the first, which must be, within what that leaves."""
+    if len(reached) == 1 or total is None:
+        return np.zeros(reached.shape[1], dtype=np.int64)
+    gain = np.nan_to_num(reached[1:] - reached[0], nan=0.0)
+    extra = np.maximum(transfers[1:] - transfers[0], 0)
+    return spend_budget(gain, extra, max(total - int(transfers[0].sum()), 0)) + 1
 
 
 def _solve_rows(
