@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-quick test-long test-bounds mutants fuzz soak-moves coverage lint format bench soak peers engines clean
+.PHONY: demo docs test test-quick test-long test-bounds mutants fuzz soak-moves coverage lint format bench soak peers engines clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once: a minute or two, 2.2 GB ..."
@@ -44,6 +44,10 @@ fuzz: $(READY)
 soak-moves: $(READY)
 	$(BIN)/python -m benchmarks.soak_moves --json benchmark_results/soak_moves.json
 
+# A static site of docs/, notebooks/ and the docstrings; fails if a link is dead.
+docs: $(READY)
+	$(BIN)/python -m docs.site.build --out site
+
 coverage: $(READY)
 	NUMBA_DISABLE_JIT=1 FAST=1 $(BIN)/coverage run -m pytest
 	$(BIN)/coverage report
@@ -79,4 +83,4 @@ engines: .engines/sglang/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .peers benchmark_results .engines .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site .peers benchmark_results .engines .pytest_cache .mypy_cache .ruff_cache

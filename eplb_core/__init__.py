@@ -103,7 +103,15 @@ if TYPE_CHECKING:
     from eplb_core.placement.report import GainReport as GainReport
     from eplb_core.placement.report import gain_report as gain_report
     from eplb_core.placement.spend import spend_budget as spend_budget
+    from eplb_core.simulation import StepCost as StepCost
+    from eplb_core.simulation import TokenTrace as TokenTrace
+    from eplb_core.simulation import Traffic as Traffic
+    from eplb_core.simulation import compare_policies as compare_policies
+    from eplb_core.simulation import cost_preset as cost_preset
+    from eplb_core.simulation import generate_trace as generate_trace
     from eplb_core.simulation import simulate as simulate
+    from eplb_core.simulation import stream_trace as stream_trace
+    from eplb_core.simulation import sweep as sweep
     from eplb_core.topology import Topology as Topology
     from eplb_core.trace import Trace as Trace
     from eplb_core.trace import load_trace as load_trace
@@ -150,7 +158,7 @@ _HOMES = {
     "dispatch.ops": "LayerTables topk_to_slots",
     "dispatch.counter": "LoadCounter",
     "backtesting": "backtest",
-    "simulation": "simulate",
+    "simulation": "StepCost TokenTrace Traffic compare_policies cost_preset generate_trace simulate stream_trace sweep",
     "trace": "Trace load_trace save_trace",
     "placement.budget": "SlotPlan plan_slots",
     "placement.costs": "CostModel",

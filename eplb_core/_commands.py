@@ -20,9 +20,11 @@ from eplb_core import simulation as replays
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._inputs import note, ranks_and_current, read_trace
 from eplb_core._inspect import pairs_on_a_rank
+from eplb_core._plan_words import conclude_plan
 from eplb_core._terminal import number, progress, to_json
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import rank_load, transfers
+from eplb_core.simulation.links import LINKS
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace, demo_trace
 
@@ -82,6 +84,7 @@ def _plan(
         "seconds": seconds,
         "digest": after.digest,
     }
+    facts["conclusion"] = conclude_plan(facts)
     return facts, after
 
 
@@ -105,7 +108,7 @@ def _least(each: FloatArray) -> float:
     return float(known.min()) if known.size else float("nan")
 
 
-def _plan_text(facts: dict[str, Any]) -> str:
+def _plan_text(facts: dict[str, Any], *, conclusion: bool = True) -> str:
     trace, ranks, nodes = facts["trace"], facts["num_ranks"], facts["num_nodes"]
     redundant = facts["num_slots"] - facts["num_experts"]
     lines = [
@@ -139,7 +142,7 @@ def _plan_text(facts: dict[str, Any]) -> str:
     lines.append(f"planned in {facts['seconds'] * 1e3:,.1f} ms; digest {facts['digest'][:16]}")
     if "out" in facts:
         lines.append(f"wrote   {facts['out']}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _filled(facts["conclusion"])] if conclusion else lines)
 
 
 # ---- simulate --------------------------------------------------------------------------------------------------------
@@ -161,15 +164,28 @@ def simulate(arguments: argparse.Namespace) -> int:
         history=arguments.history,
         current=current,
         num_groups=arguments.groups,
+        dispatch=arguments.dispatch,
+        cost=None if arguments.hardware is None else replays.cost_preset(arguments.hardware),
+        window_passes=arguments.window_passes,
+        bound=arguments.report is not None,
         place_options={"locality": arguments.locality, "effort": arguments.effort},
     )
-    print(to_json([_replay_facts(result) for result in results]) if arguments.json else replays.table(results))
+    if arguments.report is not None:
+        from eplb_core.simulation.html import write_report
+
+        write_report(results, arguments.report, title=f"Replay of {Path(arguments.trace).name}")
+    if arguments.json:
+        print(to_json([_replay_facts(result) for result in results]))
+    else:
+        print(f"{replays.table(results.simulations)}\n\n{_filled(results.conclusion)}")
+        if arguments.report is not None:
+            print(f"wrote   {arguments.report}")
     return 0
 
 
 def _policies_that_fit(topology: Topology, slots: int) -> list[str]:
     """All policies but, where it cannot be asked, deepseek; a note says why."""
-    names, reason = list(replays.POLICIES), ""
+    names, reason = list(replays.BASIC), ""
     if slots % topology.num_ranks:
         reason = f"{topology.num_ranks} ranks do not divide {slots} slots"
     elif importlib.util.find_spec("torch") is None:
@@ -180,12 +196,12 @@ def _policies_that_fit(topology: Topology, slots: int) -> list[str]:
     return names
 
 
-def _replay(trace: Trace, names: list[str], **options: Any) -> list[replays.Simulation]:
+def _replay(trace: Trace, names: list[str], **options: Any) -> replays.Comparison:
     results = []
     for name in names:
         with progress(f"replaying with policy {name}") as step:
             results.append(replays.simulate(trace, policy=name, progress=step, **options))
-    return results
+    return replays.Comparison(tuple(results))
 
 
 def _replay_facts(result: replays.Simulation) -> dict[str, Any]:
@@ -197,6 +213,10 @@ def _replay_facts(result: replays.Simulation) -> dict[str, Any]:
         "total_balancedness": result.total_balancedness,
         "total_transfers": result.total_transfers,
         "blocks": [dict(zip(names, block, strict=True)) for block in result.blocks()],
+        "link_transfers": dict(zip(LINKS, result.link_transfers.sum(axis=(0, 1)).tolist(), strict=True)),
+        "pass_s": result.pass_s if result.cost is not None else None,
+        "pause_s": float(result.pause_s.sum()) if result.cost is not None else None,
+        "memory_bytes": result.memory_bytes if result.cost is not None else None,
         "digests": result.digests,
     }
 
@@ -221,23 +241,21 @@ def demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _demo_text(trace: Trace, facts: dict[str, Any], results: list[replays.Simulation]) -> str:
+def _demo_text(trace: Trace, facts: dict[str, Any], results: replays.Comparison) -> str:
     before, after = facts["before"]["total"], facts["after"]["total"]
-    kept, placed = results[0].total_balancedness, results[1].total_balancedness
     paragraphs = [
         "A mixture-of-experts model sends each token to a few of its experts. The experts live on ranks, and a layer "
         "takes as long as its fullest rank. The load that was recorded here:",
         f"    {trace.source}",
         f"1. PLAN. {_DEMO_SLOTS - trace.num_experts} spare slots hold second copies of busy experts. Which "
         "experts, and which rank holds what?",
-        _plan_text(facts),
+        _plan_text(facts, conclusion=False),
         f"The average rank works {before:.0%} of the time before and {after:.0%} after: these layers would take "
         f"{1 - before / after:.0%} less time, if the load stayed as it was recorded, all windows as one.",
         f"2. REPLAY. Load does not stay. Every {_DEMO_INTERVAL} windows each policy plans from the windows that are "
         "over and is scored on those that follow. The texts switch at window 56.",
-        replays.table(results),
-        f"On windows that it had not seen, `place` makes the average rank work {placed:.0%} of the time; without "
-        f"balancing it is {kept:.0%}.",
+        replays.table(results.simulations),
+        results.conclusion,
         f"On your own recording:\n\n    {_program()} plan FILE --ranks R --slots P --out layout.json",
     ]
     return "\n\n".join(part if "\n" in part else _filled(part) for part in paragraphs)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from eplb_core import __version__, _commands, _inspect, _record_commands
 from eplb_core.errors import EplbError, InfeasiblePlacementError
 from eplb_core.formats import LAYOUT_FORMATS
-from eplb_core.simulation import POLICIES
+from eplb_core.simulation import BASIC, DISPATCHES, HARDWARE, POLICIES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,13 +71,24 @@ def _parser() -> argparse.ArgumentParser:
     _topology_options(replay)
     _place_options(replay)
     replay.add_argument(
-        "--policy", metavar="A,B,..", type=_policies, help=f"some of {', '.join(POLICIES)} (default: all that fit)"
+        "--policy",
+        metavar="A,B,..",
+        type=_policies,
+        help=f"some of {', '.join(POLICIES)} (default: {', '.join(BASIC)})",
     )
     replay.add_argument(
         "--interval", metavar="N", type=_positive, default=16, help="windows between rebalances (default: 16)"
     )
     replay.add_argument("--history", metavar="N", type=_positive, help="windows that a policy sees (default: interval)")
     replay.add_argument("--current", metavar="FILE", help="layout to start from (default: the trivial one)")
+    replay.add_argument(
+        "--dispatch", choices=DISPATCHES, default="even", help="how replicas share tokens (default: %(default)s)"
+    )
+    replay.add_argument("--hardware", choices=HARDWARE, help="count seconds and bytes, of DeepSeek-V3's experts")
+    replay.add_argument(
+        "--window-passes", metavar="N", type=_amount, default=1.0, help="passes of a window, for seconds (default: 1)"
+    )
+    replay.add_argument("--report", metavar="FILE", help="write a page of HTML to look at, with the bound")
 
     look = _command(commands, "inspect", _inspect.inspect, "say what a layout or trace file holds, and its faults")
     look.add_argument("file", metavar="FILE", help="layout or trace file, of this library or of an engine")
@@ -144,6 +155,16 @@ def _positive(text: str) -> int:
     number = int(text) if text.strip().lstrip("+-").isdigit() and len(text) < 19 else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
+    return number
+
+
+def _amount(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
     return number
 
 

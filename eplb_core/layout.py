@@ -337,6 +337,11 @@ class ExpertLayout:
             lines.append(line if not width or len(line) <= width else line[: width - 4] + " ...")
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        from eplb_core._html import layout_html
+
+        return layout_html(self)
+
     def __str__(self) -> str:
         return self.format(np.arange(min(self.num_layers, 8))) + (
             f"\n... {self.num_layers - 8} more layers" if self.num_layers > 8 else ""

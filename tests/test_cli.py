@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from eplb_core import ExpertLayout, Topology, load_layout, load_trace, save_layout, save_trace
+from eplb_core._plan_words import conclude_plan
 from eplb_core.cli import main
 from eplb_core.trace import Trace, demo_trace
 
@@ -334,9 +335,77 @@ def test_the_demo_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo"]) == 0
     out = capsys.readouterr().out
     assert fits_80_columns(out)
-    for part in ("1. PLAN", "2. REPLAY", "The average rank works", "not seen, `place`", "plan FILE --ranks R"):
+    for part in (
+        "1. PLAN",
+        "2. REPLAY",
+        "The average rank works",
+        "Take `place`: on windows it had not seen,",
+        "plan FILE --ranks R",
+    ):
         assert part in " ".join(out.split())
     assert main(["demo", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     by_policy = {run["policy"]: run["total_balancedness"] for run in facts["simulate"]}
     assert by_policy["place"] > by_policy["none"] + 0.1
+
+
+# ---- in words, and as a page ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_simulate_counts_seconds_of_hardware_and_writes_a_page(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    options = ["--policy", "none,once,gated", "--interval", "2", "--dispatch", "weighted", "--window-passes", "50"]
+    assert main(["simulate", trace, *PLACE, *options, "--hardware", "H200", "--report", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "s of pauses" in out
+    assert "of its memory" in out
+    assert out.endswith(f"wrote   {page}\n")
+    assert "<title>Replay of trace.npz</title>" in page.read_text()
+    assert main(["simulate", trace, *PLACE, *options, "--hardware", "H200", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)[1]
+    assert facts["link_transfers"]["node"] + facts["link_transfers"]["network"] == facts["total_transfers"]
+    assert facts["pass_s"] > 0
+    assert facts["memory_bytes"] == 2 * 3 * 7168 * 2048
+
+
+def test_plan_says_in_words_what_it_found() -> None:
+    facts = {
+        "trace": {"windows": 8},
+        "num_ranks": 4,
+        "num_slots": 20,
+        "before_is": "trivial",
+        "windows_before": {"total": 0.6},
+        "windows_after": {"total": 0.8},
+        "bound": {"mean": 0.99},
+        "pairs_before": 0,
+    }
+    assert conclude_plan(facts) == (
+        "Worth it, if load stays as recorded: layers take 25% less time, since the average rank works 80% of the time "
+        "that the fullest one takes, with experts in their order 60%. What is left to the bound is in the differences "
+        "between windows, which shares solved anew can use. If another layout is live, give it as --current: most of "
+        "the transfers are then not needed. `eplb simulate` says what stays of it on load that the plan has not seen."
+    )
+    live = {
+        **facts,
+        "before_is": "current",
+        "windows_after": {"total": 0.605},
+        "bound": {"mean": 0.7},
+        "pairs_before": 3,
+    }
+    text = conclude_plan(live)
+    assert text.startswith("Hardly worth a move: the average rank works 60% of the time that the fullest one takes")
+    assert "with the live layout 60%. The layers would take 0.8% less time. No layout of these slots" in text
+    assert "beyond 0.70: an expert is hotter than its replicas can share; try --slots 24." in text
+    assert text.endswith("twice on a rank in 3 places: slots that help nobody.")
+    assert "--current" not in text
+    assert "no load" in conclude_plan({**facts, "windows_before": {"total": float("nan")}})
+
+
+@pytest.mark.slow
+def test_looking_at_files_does_not_wait_for_the_compiler() -> None:
+    code = "import sys, eplb_core.cli; print(sorted({'torch', 'numba', 'matplotlib', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,18 +1,21 @@
 """The pages say what the code does: outputs of commands, public names, figures, links.
 
-`python tests/test_docs.py` writes the outputs in docs/cli.md anew.
+`python tests/test_docs.py` writes the outputs in docs/cli.md, and the figures of other pages, anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import doctest
 import io
+import json
 import os
 import re
 import shlex
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +49,19 @@ def with_outputs(text: str) -> str:
             os.chdir(before)
 
 
+SUMMARY = re.compile(r"<!-- summary of (\w+) -->\n```\n((?:.*\n)*?)```\n")
+
+
+def with_summaries(text: str) -> str:
+    """The page with the lines of each record in benchmarks/results that it names."""
+
+    def lines(found: re.Match[str]) -> str:
+        record = json.loads((ROOT / "benchmarks" / "results" / f"{found[1]}.json").read_text())
+        return f"<!-- summary of {found[1]} -->\n```\n" + "".join(f"{line}\n" for line in record["summary"]) + "```\n"
+
+    return SUMMARY.sub(lines, text)
+
+
 def without_numbers(text: str) -> str:
     """Numbers, digests and the spaces around them differ between versions and machines."""
     return re.sub(r"[\s#]+", " ", re.sub(r"digest\s+[0-9a-f]+|[\d.,]+", "#", text))
@@ -72,6 +88,51 @@ def test_readme_has_the_figures_of_the_records() -> None:
     assert readme.rewritten(text) == text, "python -m benchmarks.readme"
 
 
+def test_pages_have_the_figures_of_the_records() -> None:
+    shown = [page.name for page in PAGES if SUMMARY.search(page.read_text())]
+    assert shown == ["comparison.md", "simulation.md"]
+    for page in PAGES:
+        assert with_summaries(page.read_text()) == page.read_text(), "python tests/test_docs.py"
+
+
+@pytest.mark.parametrize("name", ["faq.md", "migration.md"])
+def test_examples_in_pages_run(name: str) -> None:
+    pytest.importorskip("torch", reason="pages compare with DeepSeek's policy")
+    failed, tried = doctest.testfile(str(ROOT / "docs" / name), module_relative=False)
+    assert tried >= 4
+    assert failed == 0
+
+
+@pytest.mark.slow
+def test_a_picture_takes_ten_lines() -> None:
+    """The first example of the page on simulation, as it stands there."""
+    pytest.importorskip("torch", reason="the example compares with DeepSeek's policy")
+    pytest.importorskip("matplotlib", reason="pictures need the extra `notebook`")
+    found = re.search(r"```python\n(import eplb_core.*?)```", (ROOT / "docs" / "simulation.md").read_text(), re.S)
+    assert found
+    lines = [line for line in found[1].splitlines() if line.strip()]
+    assert len(lines) <= 10
+    space: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec("\n".join([*lines[:-1], f"picture = {lines[-1]}"]), space)
+    assert "Take `place`" in out.getvalue()
+    assert len(space["picture"].axes[0].lines) == 3
+
+
+@pytest.mark.slow
+def test_the_site_has_no_dead_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("markdown_it", reason="the site needs markdown-it-py: pip install -e '.[docs]'")
+    pytest.importorskip("torch", reason="the reference shows every name")
+    from docs.site import build
+
+    assert build.main(["--out", str(tmp_path / "site")]) == 0, capsys.readouterr().err
+    index = (tmp_path / "site" / "docs" / "api.html").read_text()
+    assert '<a href="../reference.html#place"><code>place</code></a>' in index
+    page = tmp_path / "site" / "docs" / "faq.html"
+    page.write_text(page.read_text().replace("</body>", '<a href="none.html">x</a><a href="#none">y</a></body>'))
+    assert build.dead_links(tmp_path / "site") == ["docs/faq.html: none.html", "docs/faq.html: #none"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_are_ascii_and_their_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
@@ -82,3 +143,5 @@ def test_pages_are_ascii_and_their_links_lead_somewhere(page: Path) -> None:
 
 if __name__ == "__main__":
     CLI.write_text(with_outputs(CLI.read_text()))
+    for each in PAGES:
+        each.write_text(with_summaries(each.read_text()))

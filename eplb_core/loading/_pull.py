@@ -93,14 +93,15 @@ class Puller:
         self.stores, self.rank, self.transport, self.staging = stores, rank, transport, staging
         self._quarantined: list[tuple[Any, IntArray]] = []
         self._taken = np.zeros(staging.capacity, dtype=np.bool_)
-        regions, places = regions_of(stores, staging)
+        self._regions, places = regions_of(stores, staging)
         facts = {**facts, **facts_of(stores, layout)}
         failure, blob = "", b""
         finish_writes(stores[0].device)
         try:
-            blob = transport.export(regions)
+            blob = transport.export(self._regions)
         except EplbError as error:
             failure = f"rank {rank}: {error}"
+        self._blob = blob
         own = encode(Hello(rank, facts, staging.capacity, places, blob), failure)
         ranks = layout.topology.num_ranks
         hellos = check_hellos([decode(other) for other in agreement.gather(own)], ranks)
@@ -121,6 +122,19 @@ class Puller:
         except EplbError as error:
             failure = f"rank {rank}: {error}"
         raise_if_any([other.decode() for other in agreement.gather(failure.encode())])
+
+    def check_registered(self) -> None:
+        """Raise Trouble unless the transport still exports what this rank told its peers.
+
+        Another user of it, a backup or a second Migrator, has replaced the regions: by their numbers reads would land
+        in its memory.
+        """
+        if self.transport.export(self._regions) != self._blob:
+            raise Trouble(
+                "read",
+                f"the transport of rank {self.rank} has exported other memory meanwhile; give each user of it, such as "
+                "`HostBackup.save`, one of its own, and make a new Migrator",
+            )
 
     # ---- reads -----------------------------------------------------------------------------------------------------
 
@@ -176,13 +190,18 @@ class Puller:
         return pull
 
     def _read(self, pull: Pull, peer: int, rows: IntArray, columns: IntArray) -> None:
-        if peer in self._lost_peers:  # it may have been the connection alone
-            self.transport.connect(peer, self._blobs[peer])
-            self._lost_peers.discard(peer)
         most = self.transport.caps.max_batch
-        for start in range(0, columns.shape[1], most):
-            batch = ReadBatch(*columns[:, start : start + most])
-            pull.tickets.append((self.transport.read(peer, batch), peer, rows))
+        try:
+            if peer in self._lost_peers:  # it may have been the connection alone
+                self.transport.connect(peer, self._blobs[peer])
+                self._lost_peers.discard(peer)
+            for start in range(0, columns.shape[1], most):
+                batch = ReadBatch(*columns[:, start : start + most])
+                pull.tickets.append((self.transport.read(peer, batch), peer, rows))
+        except TransportError:
+            # A read that was given up on may have ended the connection, which nobody was told: the next one connects.
+            self._lost_peers.add(peer)
+            raise
         pull.bytes += int(columns[4].sum())
 
     def is_done(self, pull: Pull) -> bool:

@@ -166,6 +166,12 @@ class RunWorker:
         """Say that the plan is there; behind the migration before, whose last install may still run on the device."""
         if self._unrecorded is not None:
             run.fail(self._unrecorded)
+        try:
+            self.puller.check_registered()
+        except Trouble as why:
+            run.fail(why)
+        except Exception as error:  # a transport's own
+            run.fail(Trouble("read", f"{type(error).__name__}: {error}"))
         with run.changed:
             run.publish(_words.TARGET, run.bits)
 
@@ -212,12 +218,12 @@ class RunWorker:
                 if run.changed.wait_for(lambda: run.ended or run.installed > index, look):
                     break
         breathe()
+        if run.installed > index and run.event is not None:  # pragma: no cover
+            run.event.synchronize()  # the copies read staging
         self.puller.release(pull)
         if run.installed <= index:
             self.recorder.abort(step)
             return False
-        if run.event is not None:  # pragma: no cover
-            run.event.synchronize()
         try:
             self.recorder.commit(step)
         except Trouble as why:

@@ -152,7 +152,7 @@ class LayoutFollower:
         if differ or state is None or reply.version is None:
             raise LayoutAgreementError(
                 f"ranks cannot follow: rank 0 is at version {told[0][1]}, digest {told[0][2][:12]}, and ranks "
-                f"{differ} are elsewhere",
+                f"{', '.join(map(str, differ))} are elsewhere",
                 ranks=differ,
             )
         self._state = state
@@ -198,7 +198,7 @@ class LayoutFollower:
         state = self._state
         if state.dirty or (state.version, state.digest) != (self.version, self._layout.digest):
             return STOP  # weights moved without asking: nothing in the protocol does that
-        return ASKED if self._client.engine_id in state.awaited else SERVE
+        return ASKED if self._client.engine_id in state.awaited and self._client.connected else SERVE
 
     def _settle(self) -> tuple[int, ...]:
         """While no pass runs: hold, look, and do what all ranks do."""
@@ -222,10 +222,10 @@ class LayoutFollower:
         return rows
 
     def _look(self, state: RecordState) -> Look:
-        trouble = self._lost or (self._client.error and str(self._client.error)) or ""
+        moving = state.pending is not None and state.version == self.version
+        trouble = self._lost if moving else ""  # of a move that is over the end is known
         if state.dirty:
             trouble = f"nobody knows what the slots hold: {state.dirty}"
-        moving = state.pending is not None and state.version == self.version
         return Look(state.version, state.digest, moving, trouble)
 
     def _switch(self, state: RecordState) -> tuple[int, ...]:
@@ -262,17 +262,12 @@ class LayoutFollower:
     def _watch(self) -> None:
         """The thread: what the record says, as soon as it says it."""
         number = -1
-        while True:
+        while not self._lost:
+            lost = ""
             try:
                 number = self._watcher.watch(number)
-                state = self._watcher.found
-                lost = "" if state is not None else f"{self._watcher.path} keeps no record any more"
             except EplbError as error:
-                state, lost = None, str(error)
+                lost = str(error)
             with self._changed:
-                self._lost = lost
-                if state is not None:
-                    self._state = state
+                self._lost, self._state = lost, self._watcher.found or self._state
                 self._changed.notify_all()
-            if lost:
-                return

@@ -172,8 +172,6 @@ class LayoutClient:
         known = None if found is None else found.layout
         message = {"do": "watch", "seen": seen, "known": known and known.digest}
         reply, _ = self._ask(message, deadline=None)
-        if reply.get("code") == UNKNOWN_REQUEST:
-            raise RecordLostError(f"the keeper at {self.path} knows no engines that follow", path=self.path)
         self._take_state(reply, known)
         return int(reply.get("number", -1))
 
@@ -198,7 +196,7 @@ class LayoutClient:
     def close(self) -> None:
         """Leave. A move that is pending makes the record dirty. Ends a request that waits. Idempotent."""
         connection = self._socket
-        if connection is not None:
+        if connection is not None and self._process == os.getpid():  # a child's would end it for the parent too
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         with self._lock:

@@ -56,6 +56,11 @@ class PullPlan:
         count: IntArray = (self.kind == RESTORE).sum(axis=1, dtype=np.int64)
         return count
 
+    def _repr_html_(self) -> str:
+        from eplb_core._html import plan_html
+
+        return plan_html(self)
+
 
 def plan_pull(
     old: ExpertLayout,

@@ -34,6 +34,7 @@ LONG = {
     "moving_gpu",
     "multi_gpu",
     "schedules",
+    "simulation",
     "soak_moves",
     "transport_gpu",
     "transports",

@@ -106,6 +106,7 @@ class Standby:
                 self.switched.append(rows)
             if self.broken.is_set():
                 return
+            threading.Event().wait(0.0005)  # the mover, the keepers and their threads are in this process too
             if not follower.paused:
                 assert self.tables[rank].layout == follower.layout
                 told = self.agreements[rank].gather(b"stop" if self.stopping.is_set() else b"")
@@ -144,19 +145,23 @@ def paths(stack: ExitStack, tmp_path: Path) -> list[str]:
 
 
 def mover_clients(stack: ExitStack, paths: list[str], **options: Any) -> dict[int, LayoutClient]:
+    options = {"follow_deadline": 60.0, "deadline": 60.0, **options}  # of a standby that does poll, on a busy machine
     return {rank: stack.enter_context(LayoutClient(path, "mover", **options)) for rank, path in enumerate(paths)}
 
 
 def test_a_standby_switches_with_the_engine_that_moves_and_takes_over(stack: ExitStack, paths: list[str]) -> None:
     clients = mover_clients(stack, paths)
     with fleet(OLD, records=clients) as ranks:
-        standby = Standby(stack, paths, OLD)
+        told: list[tuple[int, ExpertLayout]] = []
+        standby = Standby(stack, paths, OLD, on_switch=lambda *what: told.append(what))
         with standby.running():
             ranks.start(NEW)
             ranks.until_idle()
             assert (ranks.first.status.cause, ranks.first.layout) == ("", NEW)
-            until(lambda: all(each.version == 3 for each in standby.followers))
+            until(lambda: all(each.version == 3 for each in standby.followers), 60.0)
         assert standby.switched == [(0,), (1,), (2,)]
+        assert sorted(layer for layer, _ in told) == [0, 0, 1, 1, 2, 2]
+        assert told[-1][1] == NEW
         for rank, follower in enumerate(standby.followers):
             assert (follower.layout, follower.paused, standby.tables[rank].layout) == (NEW, "", NEW)
             assert standby.clients[rank].adopted == 3
@@ -207,10 +212,87 @@ def test_an_aborted_move_lets_the_standby_go_on(stack: ExitStack, paths: list[st
         begun = on_threads([lambda rank=rank: clients[rank].begin([1], 0) for rank in (0, 1)])  # type: ignore[misc]
         assert [reply.status for reply in begun] == ["ok", "ok"]  # type: ignore[union-attr]
         assert standby.followers[0].paused == "the move of layer 1 by engine 'mover' from version 0 is pending"
+        with pytest.raises(LayoutAgreementError, match=r"layer 1 by engine 'mover' .* is not over; poll until"):
+            standby.followers[0].close()
         for client in clients.values():
             assert client.abort([1]).status == "ok"
-        until(lambda: not any(each.paused for each in standby.followers))
+        until(lambda: not any(each.paused for each in standby.followers), 60.0)
     assert standby.switched == []
+    for each in standby.followers:
+        each.close()
+
+
+def test_a_keeper_that_goes_while_the_standby_has_stopped_stops_it_for_good(
+    stack: ExitStack, paths: list[str], tmp_path: Path
+) -> None:
+    clients = mover_clients(stack, paths)
+    third = ExitStack()
+    path = str(tmp_path / "third")
+    third.enter_context(LayoutServer(path, LayoutRecord(OLD)))
+    clients[1] = stack.enter_context(LayoutClient(path, "mover", follow_deadline=60.0, deadline=60.0))
+    standby = Standby(stack, [paths[0], path], OLD)
+    with standby.running():
+        begun = on_threads([lambda rank=rank: clients[rank].begin([1], 0) for rank in (0, 1)])  # type: ignore[misc]
+        assert [reply.status for reply in begun] == ["ok", "ok"]  # type: ignore[union-attr]
+        third.close()
+        until(lambda: len(standby.errors) == 2, 60.0)
+    assert standby.errors[0] == standby.errors[1]
+    assert f"rank 1: the keeper at {path} closed the connection" in standby.errors[0]
+    for each in standby.followers:
+        each.close()
+
+
+def test_tables_without_room_for_the_new_replicas_stop_the_standby_with_the_reason(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    layout = ExpertLayout([[0, 1, 2, 0]], 3, topology=Topology(2))
+    rows = [[0, 1, 2, 1]]
+    paths = [str(tmp_path / f"{rank}") for rank in (0, 1)]
+    for path in paths:
+        stack.enter_context(LayoutServer(path, LayoutRecord(layout)))
+    clients = mover_clients(stack, paths)
+    standby = Standby(stack, paths, layout)
+    for tables in standby.tables:
+        tables.max_replicas = 1
+    with standby.running():
+        begun = on_threads([lambda rank=rank: clients[rank].begin([0], 0) for rank in (0, 1)])  # type: ignore[misc]
+        assert [reply.status for reply in begun] == ["ok", "ok"]  # type: ignore[union-attr]
+        assert [clients[rank].commit([0], rows).status for rank in (0, 1)] == ["ok", "ok"]
+        until(lambda: len(standby.errors) == 2, 60.0)
+    assert (
+        standby.errors
+        == ["an expert has 2 replicas and `tables` hold 1; give the tables of all engines room for as many"] * 2
+    )
+    for each in standby.followers:
+        each.close()
+
+
+def test_weights_that_moved_without_asking_are_noticed(stack: ExitStack, tmp_path: Path) -> None:
+    """Nothing in the protocol does that; a keeper that forgot whom to ask might."""
+    paths = [str(tmp_path / f"{rank}") for rank in (0, 1)]
+    records = [LayoutRecord(OLD) for _ in paths]
+    for path, record in zip(paths, records, strict=True):
+        stack.enter_context(LayoutServer(path, record))
+    standby = Standby(stack, paths, OLD)
+    with standby.running():
+        for path, record in zip(paths, records, strict=True):
+            record.revert(record.state._replace(layout=NEW, version=1))
+            stack.enter_context(LayoutClient(path, "passes by"))
+        until(lambda: all(each.version == 1 for each in standby.followers), 60.0)
+    assert [each.layout for each in standby.followers] == [NEW, NEW]
+    for each in standby.followers:
+        each.close()
+
+
+def test_ranks_at_different_versions_do_not_follow(stack: ExitStack, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{rank}") for rank in (0, 1)]
+    for version, path in enumerate(paths):
+        stack.enter_context(LayoutServer(path, LayoutRecord(OLD, version=version)))
+    with pytest.raises(
+        LayoutAgreementError, match=r"ranks cannot follow: rank 0 is at version 0, .* ranks 1 are"
+    ) as caught:
+        Standby(stack, paths, OLD)
+    assert caught.value.ranks == (1,)
 
 
 def test_a_move_that_is_not_answered_is_taken_back(stack: ExitStack, paths: list[str]) -> None:
@@ -231,9 +313,10 @@ def test_a_mover_that_dies_in_a_move_stops_the_standby_on_all_ranks(stack: ExitS
     clients = mover_clients(stack, paths)
     standby = Standby(stack, paths, OLD)
     with standby.running():
-        on_threads([lambda rank=rank: clients[rank].begin([1], 0) for rank in (0, 1)])  # type: ignore[misc]
+        begun = on_threads([lambda rank=rank: clients[rank].begin([1], 0) for rank in (0, 1)])  # type: ignore[misc]
+        assert [reply.status for reply in begun] == ["ok", "ok"]  # type: ignore[union-attr]
         clients[1].close()
-        until(lambda: len(standby.errors) == 2)
+        until(lambda: len(standby.errors) == 2, 60.0)
     assert standby.errors[0] == standby.errors[1]
     assert "rank 1: nobody knows what the slots hold: the move of layer 1 by engine 'mover'" in standby.errors[0]
     for each in standby.followers:
@@ -249,7 +332,7 @@ def test_a_keeper_that_goes_while_the_standby_serves_leaves_it_serving(stack: Ex
     standby = Standby(stack, paths, OLD)
     stack.close()
     with standby.running():
-        until(lambda: all(each._lost for each in standby.followers))
+        until(lambda: all(each._lost for each in standby.followers), 60.0)
     assert [each.paused for each in standby.followers] == ["", ""]
     for each in standby.followers:
         each.close()

@@ -323,6 +323,14 @@ def test_a_forked_child_keeps_moves_paused_and_makes_nothing_wrong(server: Layou
             assert late.begin([0], 0).status == "ok"
 
 
+@pytest.mark.slow
+def test_a_forked_child_that_closes_the_client_leaves_the_parent_present(server: LayoutServer, path: Path) -> None:
+    with Engine(path, "a") as engine:
+        assert engine.ask("fork and close") == 0
+        assert engine.ask("begin", [0], 0)[0] == "ok"
+        assert state_of(server).engines == ("a",)
+
+
 def test_a_client_is_not_used_from_a_forked_child(server: LayoutServer, path: Path) -> None:
     with LayoutClient(path, "a") as client:
         client._process += 1  # as the child sees it

@@ -36,7 +36,7 @@ NEW = ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=TWO)
 
 
 @settings(deadline=None, max_examples=25)
-@given(layout_pairs(3), st.integers(1, 4))
+@given(layout_pairs(3), st.integers(1, 8))
 def test_migrations_change_one_layer_a_pass_and_every_slot_holds_its_expert_after_each(
     layouts: list[ExpertLayout], slots: int
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from eplb_core import (
     DispatchTables,
     ExpertLayout,
     ExpertStore,
+    HostBackup,
     Topology,
     fingerprints,
     place,
@@ -279,6 +281,51 @@ def test_tables_stores_and_layout_are_resized_together_or_not_at_all() -> None:
     ):
         make(wide, DispatchTables(four, rank=0, mode="even"))
     assert threading.active_count() == threads
+
+
+def test_a_transport_that_lost_the_registration_of_staging_moves_nothing(tmp_path: Path) -> None:
+    """Another user of it exported other memory in a pause: its staging has the number that this Migrator's had."""
+    pytest.importorskip("safetensors")
+    with fleet(OLD) as ranks:
+        ranks.each(lambda rank: ranks.migrators[rank].pause())
+        for migrator in ranks.migrators.values():
+            migrator.resume()
+        ranks.start(OLD.replace(NEW, [0]))  # nothing has happened to it
+        ranks.until_idle()
+        live = ranks.first.layout
+        ranks.each(lambda rank: ranks.migrators[rank].pause())
+        saved = ranks.each(
+            lambda rank: HostBackup.save(
+                tmp_path,
+                ranks.stores[rank],
+                live,
+                rank=rank,
+                agreement=ranks.agreements[rank],
+                transport=ranks.transports[rank],
+            )
+        )
+        assert all(isinstance(backup, HostBackup) for backup in saved)
+        for migrator in ranks.migrators.values():
+            migrator.resume()
+        ranks.start(NEW)
+        ranks.until_idle()
+        assert (ranks.first.status.cause, ranks.first.layout) == ("read", live)
+        blamed = ranks.first.status.rank
+        assert blamed is not None
+        assert "has exported other memory meanwhile" in ranks.migrators[blamed].status.reason
+    members = LocalAgreement.group(2)
+    made = ranks.each(
+        lambda rank: Migrator(
+            ranks.stores[rank], live, rank=rank, transport=ranks.transports[rank], agreement=members[rank]
+        )
+    )
+    ranks.migrators = dict(enumerate(made))  # type: ignore[arg-type]
+    ranks.start(NEW)
+    while not ranks.first.idle:
+        for migrator in ranks.migrators.values():
+            migrator.poll()
+    ranks.check(NEW)
+    assert ranks.stop() == [True, True]
 
 
 # ---- weights that were changed in a pause ----------------------------------------------------------------------------

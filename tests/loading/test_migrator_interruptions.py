@@ -186,6 +186,19 @@ def test_a_stopped_migrator_leaves_the_transport_to_the_next_one() -> None:
     assert ranks.stop() == [True, True]
 
 
+def test_a_connection_that_ended_unseen_costs_one_migration_and_not_all() -> None:
+    """A read that was given up on may end as lost when nobody looks any more, and take the connection with it."""
+    with fleet(OLD) as ranks:
+        ranks.transports[1].disconnect(0)
+        ranks.start(NEW)
+        ranks.until_idle()
+        assert ranks.first.status.cause == "read"
+        assert "must be connected" in ranks.migrators[1].status.reason
+        ranks.start(NEW)
+        ranks.until_idle()
+        assert (ranks.first.status.cause, ranks.first.layout) == ("", NEW)
+
+
 # ---- dead ranks ------------------------------------------------------------------------------------------------------
 
 

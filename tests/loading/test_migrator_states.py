@@ -21,7 +21,7 @@ class Migrations(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**32),
         ranks=st.integers(2, 3),
-        slots=st.integers(1, 3),
+        slots=st.integers(1, 6),
         deadline=st.sampled_from([0.05, 20.0]),
     )
     def begin(self, seed: int, ranks: int, slots: int, deadline: float) -> None:

@@ -11,13 +11,13 @@ GROUPS = "tests/loading/test_install.py::test_copies_of_a_circle_are_one_group_a
 ORDER = "tests/loading/test_install.py::test_groups_of_copies_may_be_made_in_any_order"
 
 MUTATIONS: list[tuple[str, str, str, str]] = [
-    (COPIES, "for place in copy if place in written}", "for place in copy}", GROUPS),
-    (COPIES, "            groups[first] += groups[other]\n", "", ORDER),
+    (COPIES, "written = copies[j, 1] >= 0 and (", "written = (", GROUPS),
+    (COPIES, "                    if group[i] == high:\n", "                    if i == k:\n", ORDER),
 ]
 if importlib.util.find_spec("triton") is not None:
     MUTATIONS += [
         (KERNEL, "if start + TILE <= words:", "if start <= words:", SAME),
         (KERNEL, "odd_kept = odd_data", "odd_kept = odd_kept", SAME),
-        (KERNEL, "places[group < 0] = 0", "places[group < -1] = 0", SAME),
-        (KERNEL, "table[len(aligned) : len(aligned) + len(odd)] = odd", "table[: len(odd)] = odd", SAME),
+        (COPIES, "addresses[place, tensor] if place >= 0 else 0", "addresses[place, tensor]", SAME),
+        (KERNEL, "table[aligned : aligned + odd] = self._tiles[1, :odd]", "table[:odd] = self._tiles[1, :odd]", SAME),
     ]

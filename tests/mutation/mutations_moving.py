@@ -29,6 +29,13 @@ TEST_AGREEMENT = "tests/loading/test_agreement.py"
 
 # (file, text before, text after, test that must fail)
 MUTATIONS = [
+    # a connection that ended unseen ends every migration
+    (
+        PULL,
+        "            self._lost_peers.add(peer)\n            raise\n",
+        "            raise\n",
+        f"{TEST_STOPS}::test_a_connection_that_ended_unseen_costs_one_migration_and_not_all",
+    ),
     # a slot that keeps its id but was never loaded stays garbage
     (
         PLAN,
@@ -175,6 +182,13 @@ MUTATIONS = [
         "    _check_apart(stores, staging)\n",
         "",
         f"{TEST_FAULTS}::test_layers_that_were_registered_twice_are_refused",
+    ),
+    # a transport that exports another's memory is read with, and no other (the first alone writes to freed memory)
+    (
+        PULL,
+        "        if self.transport.export(self._regions) != self._blob:\n",
+        "        if self.transport.export(self._regions) == self._blob:\n",
+        f"{TEST_FAULTS}::test_a_transport_that_lost_the_registration_of_staging_moves_nothing",
     ),
     # tables of another layout are taken
     (

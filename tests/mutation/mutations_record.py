@@ -587,6 +587,13 @@ MUTATIONS = [
         "            self._socket.close()\n",
         f"{TEST_SERVER}::test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_not",
     ),
+    # a forked child ends its parent's presence
+    (
+        CLIENT,
+        "if connection is not None and self._process == os.getpid():",
+        "if connection is not None:",
+        f"{TEST_SERVER}::test_a_forked_child_that_closes_the_client_leaves_the_parent_present",
+    ),
     # a begin that was not heard of stays pending
     (
         CLIENT,

@@ -116,5 +116,5 @@ def test_a_transport_that_does_not_keep_its_word_fails(kind: str, check: transpo
 
 def test_checks_have_names_and_say_what_they_check() -> None:
     names = [check.__name__ for check in TRANSPORT_CHECKS]
-    assert len(set(names)) == len(names) == 23
+    assert len(set(names)) == len(names) == 24
     assert all(check.__doc__ for check in TRANSPORT_CHECKS)

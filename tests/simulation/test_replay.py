@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from eplb_core import ExpertLayout, Topology, Trace, simulate
+from eplb_core import CostModel, ExpertLayout, Topology, Trace, simulate
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core.simulation import Policy, table
 
@@ -133,6 +133,29 @@ def test_progress_is_told() -> None:
     assert told == [(1, 3), (2, 3), (3, 3)]
 
 
+def test_several_intervals_can_be_scored_on_the_same_windows() -> None:
+    load = np.array([[[1, 1, 9, 1]]] * 3 + [[[1, 1, 1, 1]]] * 3)
+    cost = CostModel(install_s=100.0)
+    late = simulate(load, topology=TWO, num_slots=4, policy=by_turns, interval=2, score_from=3, cost=cost)
+    assert late.scored_from == 3
+    assert late.mean_balancedness == late.total_balancedness == 1.0
+    assert late.pass_s == 2.0
+    assert late.pause_s.tolist() == [100.0, 100.0]
+    assert late.total_s == 3 * 2.0 + 100.0  # the pause before window 2 is not of the scored windows
+    assert late.windows().scored.tolist() == [False] * 3 + [True] * 3
+    lines = late.table().splitlines()
+    assert [line.split()[3:] for line in lines[2:5]] == [["unscored"], ["partly", "scored"], []]
+    assert repr(late) == (
+        "Simulation(policy='by_turns', dispatch='even', num_slots=4, interval=2, total_balancedness=1.0000, "
+        "transfers=8)"
+    )
+
+
+def by_turns(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
+    """A policy for tests: the ranks exchange all they hold."""
+    return ExpertLayout(np.roll(live.physical_to_logical_map, 2, axis=1), 4, topology=live.topology)
+
+
 def test_the_table_shows_policies_side_by_side() -> None:
     load = np.array([[[1, 1, 9, 1]]] * 4)
     policies: tuple[str | Policy, ...] = ("none", by_load)
@@ -149,6 +172,8 @@ def test_the_table_shows_policies_side_by_side() -> None:
     ("change", "match"),
     [
         ({"interval": 4}, r"interval.*=4.*4 windows"),
+        ({"score_from": 4}, r"`score_from` \(=4\) must be below the 4 windows"),
+        ({"score_from": 1}, r"`score_from` \(=1\) must be at least 2"),
         ({"interval": 0}, r"interval.*=0.*at least 1"),
         ({"policy": "best"}, r"'best'.*none, place, deepseek"),
         ({"dispatch": "magic"}, "'magic'"),

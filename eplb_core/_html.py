@@ -1,0 +1,112 @@
+"""Layouts, plans and replays as HTML for notebooks: plain tables and small drawings, no script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from eplb_core._arrays import FloatArray
+
+if TYPE_CHECKING:
+    from eplb_core.layout import ExpertLayout
+    from eplb_core.loading.pull_plan import PullPlan
+
+_LAYERS, _CELLS = 8, 400
+_CELL = "padding:1px 4px;text-align:center;border:1px solid #ccc;font:11px monospace"
+
+
+def table_html(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; everything is escaped."""
+    cells = "".join(f"<th>{escape(text)}</th>" for text in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def layout_html(layout: ExpertLayout) -> str:
+    """What the layout is, and what the slots of its first layers hold: replicas shaded, pairs on a rank red."""
+    topology, size = layout.topology, layout.slots_per_rank
+    facts = (
+        f"<b>ExpertLayout</b>: {layout.num_layers} layers, {layout.num_experts} experts in {layout.num_slots} slots, "
+        f"{topology.num_ranks} ranks of {size} slots, {topology.num_nodes} node{'s' * (topology.num_nodes > 1)}; "
+        f"digest <code>{layout.digest[:12]}</code>"
+    )
+    if not layout.num_layers:
+        return f"<div>{facts}</div>"
+    ranks = min(topology.num_ranks, max(1, _CELLS // (_LAYERS * size)))
+    head = "".join(
+        f'<th colspan="{size}" style="{_CELL};border-left:2px solid #000">rank {r}</th>' for r in range(ranks)
+    )
+    rows = []
+    for layer in range(min(layout.num_layers, _LAYERS)):
+        row, count = layout.physical_to_logical_map[layer], layout.replica_count[layer]
+        cells = []
+        for slot in range(ranks * size):
+            expert = int(row[slot])
+            mine = row[slot // size * size : slot // size * size + size]
+            shade = "#fff"
+            if expert >= 0 and int((mine == expert).sum()) > 1:
+                shade = "#f88"
+            elif expert >= 0 and count[expert] > 1:
+                shade = "#ccc" if count[expert] == 2 else "#aaa"
+            edge = ";border-left:2px solid #000" if slot % size == 0 else ""
+            cells.append(
+                f'<td style="{_CELL}{edge};background:{shade};color:#000">{expert if expert >= 0 else "-"}</td>'
+            )
+        rows.append(f'<tr><th style="{_CELL}">layer {layer}</th>{"".join(cells)}</tr>')
+    left_out = [
+        f"{count - shown} more {word}"
+        for word, count, shown in (("layers", layout.num_layers, _LAYERS), ("ranks", topology.num_ranks, ranks))
+        if count > shown
+    ]
+    more = f"<div>{', '.join(left_out)}</div>" if left_out else ""
+    table = f'<table style="border-collapse:collapse"><tr><th></th>{head}</tr>{"".join(rows)}</table>'
+    return f'<div style="overflow-x:auto">{facts}{table}{more}</div>'
+
+
+def plan_html(plan: PullPlan) -> str:
+    """How many slots of a pull plan are kept, copied and read, in all and layer by layer."""
+    from eplb_core.loading import pull_plan
+
+    words = {
+        "kept": pull_plan.KEEP,
+        "copied from the old slots": pull_plan.COPY_OLD,
+        "copied from what is read": pull_plan.COPY_NEW,
+        "read from peers": pull_plan.READ,
+        "restored": pull_plan.RESTORE,
+        "empty": pull_plan.EMPTY,
+    }
+    layers = plan.kind.shape[0]
+    rows: list[list[object]] = [["all", *(int((plan.kind == kind).sum()) for kind in words.values())]]
+    rows += [
+        [at, *(int((plan.kind[at] == kind).sum()) for kind in words.values())] for at in range(min(layers, _LAYERS))
+    ]
+    more = f"<div>{layers - _LAYERS} more layers</div>" if layers > _LAYERS else ""
+    return f"<div><b>PullPlan</b>: slots of one rank{table_html(['row', *words], rows)}{more}</div>"
+
+
+def line_svg(values: Sequence[FloatArray], *, low: float | None = None, width: int = 480, height: int = 90) -> str:
+    """Small curves over one another, the first in black; NaN is a gap."""
+    known = np.concatenate([each[~np.isnan(each)] for each in values])
+    if not known.size:
+        return ""
+    low = float(known.min()) if low is None else low
+    span = max(float(known.max()) - low, 1e-9)
+    shades = ("#000", "#888", "#36c", "#c33", "#393", "#939")
+    lines = []
+    for number, each in enumerate(values):
+        step = width / max(len(each) - 1, 1)
+        points = [
+            f"{at * step:.1f},{height - 4 - (value - low) / span * (height - 8):.1f}"
+            for at, value in enumerate(each.tolist())
+            if value == value
+        ]
+        shade = shades[number % len(shades)]
+        lines.append(f'<polyline fill="none" stroke="{shade}" stroke-width="1.2" points="{" ".join(points)}"/>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" style="background:#fff">'
+        f'{"".join(lines)}<text x="2" y="10" font-size="9">{float(known.max()):.3f}</text>'
+        f'<text x="2" y="{height - 2}" font-size="9">{low:.3f}</text></svg>'
+    )

@@ -1,0 +1,166 @@
+"""What a pass costs on given hardware: a cost model from a data sheet and the sizes of an expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eplb_core._arrays import FloatArray, check_real
+from eplb_core.placement.costs import CostModel
+from eplb_core.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One rank's data sheet. Bytes and operations a second, in one direction, without sparsity."""
+
+    name: str
+    """As the vendor calls it."""
+    operations: float
+    """FP8 operations a second, dense."""
+    memory_bandwidth: float
+    """Bytes a second from the rank's own memory."""
+    node_bandwidth: float
+    """Bytes a second that a rank sends, or receives, within its node."""
+    network_bandwidth: float
+    """Bytes a second that a rank sends, or receives, between nodes: one 400 Gb/s adapter a rank."""
+    memory_bytes: float
+    """The rank's own memory."""
+    source: str
+    """Where the numbers stand."""
+
+
+HARDWARE = {
+    "H100": Hardware(
+        "H100 SXM",
+        *(1979e12, 3.35e12, 450e9, 50e9, 80e9),
+        "NVIDIA H100 data sheet: FP8 3,958 TFLOPS with sparsity, 3.35 TB/s, NVLink 900 GB/s both ways",
+    ),
+    "H200": Hardware(
+        "H200 SXM",
+        *(1979e12, 4.8e12, 450e9, 50e9, 141e9),
+        "NVIDIA H200 data sheet: FP8 3,958 TFLOPS with sparsity, 4.8 TB/s, NVLink 900 GB/s both ways",
+    ),
+    "B200": Hardware(
+        "HGX B200",
+        *(4500e12, 8e12, 900e9, 50e9, 180e9),
+        "NVIDIA HGX data sheet, a GPU of eight: FP8 9 PFLOPS with sparsity, 8 TB/s, NVLink 1.8 TB/s both ways",
+    ),
+    "GB200 NVL72": Hardware(
+        "GB200 NVL72",
+        *(5000e12, 8e12, 900e9, 50e9, 186e9),
+        "NVIDIA GB200 NVL72 data sheet, a GPU of 72: FP8 10 PFLOPS with sparsity, 8 TB/s, NVLink 1.8 TB/s both ways",
+    ),
+    "MI300X": Hardware(
+        "Instinct MI300X",
+        *(2614.9e12, 5.3e12, 448e9, 50e9, 192e9),
+        "AMD Instinct MI300X data sheet: FP8 2,614.9 TFLOPS, 5.3 TB/s, seven links of 128 GB/s both ways",
+    ),
+}
+"""Data sheets by name. A node is what the fast links join: 8 ranks, 72 for GB200 NVL72."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds and bytes of passes, moves and the all-to-all. Immutable.
+
+    A layer takes `model`'s time, and the all-to-all of the rank that receives longest. Its tokens come from all ranks
+    in equal parts, and each expert of a token is sent by itself: engines that send a token once to a rank take less.
+
+    Raises:
+        ValueError: A number is negative or NaN.
+        TypeError: `model` is not a CostModel.
+    """
+
+    model: CostModel
+    """Seconds of tokens, experts and layers, bytes of an expert, bandwidths."""
+    token_bytes: float = 0.0
+    """Bytes of a token's way to one expert and back; 0 = the all-to-all is in `model` or free."""
+    memory_bytes: float = float("inf")
+    """Memory of a rank, to say what part of it redundant experts take."""
+    name: str = ""
+    """Hardware, for headings."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, CostModel):
+            raise TypeError(f"`model` (={self.model!r}) must be a CostModel")
+        check_real(self.token_bytes, "token_bytes", at_least=0.0)
+        if self.memory_bytes != float("inf"):
+            check_real(self.memory_bytes, "memory_bytes", above=0.0)
+
+    def exchange_s(self, topology: Topology) -> FloatArray:
+        """Seconds of the all-to-all for each token that a rank computes, float64 `[R]`."""
+        node_size = (topology.rank_to_node[:, None] == topology.rank_to_node[None, :]).sum(axis=1)
+        near = (node_size - 1) / topology.num_ranks
+        far = 1.0 - node_size / topology.num_ranks
+        seconds: FloatArray = self.token_bytes * (near / self.model.node_bandwidth + far / self.model.network_bandwidth)
+        return seconds
+
+
+def cost_preset(
+    hardware: str | Hardware,
+    *,
+    hidden_size: int = 7168,
+    intermediate_size: int = 2048,
+    weight_bytes: float = 1.0,
+    dispatch_bytes: float = 1.0,
+    combine_bytes: float = 2.0,
+    achieved: float = 0.6,
+    layer_s: float = 0.0,
+    stall: float = 0.0,
+    install_s: float = 5e-5,
+) -> StepCost:
+    """What do tokens, experts and moves cost on this hardware?
+
+    Numbers of a data sheet, times the share of them that is reached. Good for comparing policies; for seconds that
+    you can rely on measure passes and use `CostModel.fit`. The defaults are DeepSeek-V3's experts in FP8.
+
+    Args:
+        hardware: A name in `HARDWARE`, or your own data sheet.
+        hidden_size: Values of a token.
+        intermediate_size: Values between an expert's matrices, of which there are three.
+        weight_bytes: Bytes of a weight.
+        dispatch_bytes: Bytes of a value on its way to an expert.
+        combine_bytes: Bytes of a value on its way back.
+        achieved: Share of the data sheet's operations and bytes that is reached, above 0 and at most 1.
+        layer_s: Seconds of a layer that no placement changes: attention and what else.
+        stall: Seconds that passes lose for each second of transfers: 0 = transfers run beside the passes.
+        install_s: Seconds that a pass waits for the install of one layer.
+
+    Returns:
+        The cost for `simulate(cost=...)`; its `model` is for `should_rebalance`.
+
+    Raises:
+        ValueError: An unknown name (the text lists the known ones), or a number out of range.
+
+    Example:
+        >>> cost = cost_preset("H200")
+        >>> f"{cost.model.expert_bytes / 1e6:.1f} MB, {cost.model.link_s(same_node=False) * 1e3:.2f} ms"
+        '44.0 MB, 1.47 ms'
+
+    Source:
+        `Hardware.source` of each; 6 x hidden x intermediate operations for a token and an expert.
+    """
+    if not isinstance(hardware, Hardware):
+        if hardware not in HARDWARE:
+            raise ValueError(f"`hardware` (={hardware!r}) must be one of {', '.join(HARDWARE)}, or a Hardware")
+        hardware = HARDWARE[hardware]
+    reached = check_real(achieved, "achieved", above=0.0, at_most=1.0)
+    matrix = check_real(hidden_size, "hidden_size", above=0.0) * check_real(
+        intermediate_size, "intermediate_size", above=0.0
+    )
+    expert_bytes = 3.0 * matrix * check_real(weight_bytes, "weight_bytes", above=0.0)
+    model = CostModel(
+        token_s=6.0 * matrix / (hardware.operations * reached),
+        expert_s=expert_bytes / (hardware.memory_bandwidth * reached),
+        layer_s=layer_s,
+        expert_bytes=expert_bytes,
+        node_bandwidth=hardware.node_bandwidth * reached,
+        network_bandwidth=hardware.network_bandwidth * reached,
+        stall=stall,
+        install_s=install_s,
+    )
+    token_bytes = hidden_size * (
+        check_real(dispatch_bytes, "dispatch_bytes", at_least=0.0)
+        + check_real(combine_bytes, "combine_bytes", at_least=0.0)
+    )
+    return StepCost(model, token_bytes, hardware.memory_bytes, hardware.name)

@@ -1,0 +1,83 @@
+"""What a comparison found, in plain words: which policy, what it gains and moves, whether it is worth it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eplb_core.simulation.result import Simulation
+
+# Less than this share of the layers' time is within what deployments differ by anyway.
+WORTH = 0.02
+# So much of the time, or of the balance where no cost is given, is no difference: then the fewest transfers win.
+_NEARLY = 0.01
+
+
+def recommended(simulations: Sequence[Simulation]) -> Simulation:
+    """The fewest transfers within 1% of the least time with pauses; without a cost, of the best total balancedness."""
+    if all(sim.cost is not None for sim in simulations):
+        least = min(sim.total_s for sim in simulations)
+        return min(
+            (sim for sim in simulations if sim.total_s <= least * (1.0 + _NEARLY)),
+            key=lambda sim: (sim.total_transfers, sim.total_s),
+        )
+    known = [sim for sim in simulations if not math.isnan(sim.total_balancedness)]
+    if not known:
+        return simulations[0]
+    best = max(sim.total_balancedness for sim in known)
+    near = [sim for sim in known if sim.total_balancedness >= best * (1.0 - _NEARLY)]
+    return min(near, key=lambda sim: (sim.total_transfers, -sim.total_balancedness))
+
+
+def conclude(simulations: Sequence[Simulation]) -> str:
+    """A few sentences."""
+    best = recommended(simulations)
+    if math.isnan(best.total_balancedness):
+        return "No window that was scored has any load: nothing can be said."
+    kept = next((sim for sim in simulations if sim.total_transfers == 0), None)
+    works = f"the average rank works {best.total_balancedness:.0%} of the time that the fullest one takes"
+    if kept is None:
+        return f"Best is `{best.policy}`: on windows it had not seen, {works}. {_moves(best)}"
+    if best is kept or best.total_transfers == 0:
+        counted = "" if best.cost is None else ", pauses counted"
+        return f"Keep the layout: no policy here does better than `{best.policy}`{counted}, with which {works}."
+    saved = 1.0 - best.pass_s / kept.pass_s
+    change = f"layers take {saved:.1%} less time than with `{kept.policy}` ({kept.total_balancedness:.0%})"
+    if saved < WORTH:
+        return (
+            f"It hardly pays: with `{best.policy}`, the best, {works}, and {change}. "
+            f"Less than {WORTH:.0%} is lost among everything else that differs."
+        )
+    text = f"Take `{best.policy}`: on windows it had not seen, {works}, and {change}."
+    return f"{text} {_moves(best)}{_dearer(best, simulations)}"
+
+
+def _moves(sim: Simulation) -> str:
+    """What the policy moves, and what of time and memory that takes."""
+    count, moved = len(sim.rebalance_windows), sim.total_transfers
+    text = f"Its {count} rebalances move" if count > 1 else "Its rebalance moves"
+    text += f" {moved:,} expert{'s' * (moved != 1)}{' in all' * (count > 1)}"
+    if sim.topology.num_nodes > 1 and sim.total_transfers:
+        text += f", {int(sim.link_transfers[:, :, 2].sum()) / sim.total_transfers:.0%} of them between nodes"
+    text += "."
+    if sim.cost is None:
+        return text
+    wire = float(sim.transfer_bytes[1:].sum()) / 1e9
+    lost = float(sim.pause_s.sum())
+    text += f" That is {wire:,.3g} GB in all and {lost:.3g} s of pauses, {lost / sim.total_s:.2%} of the time"
+    if sim.memory_bytes:
+        text += f"; redundant experts take {sim.memory_bytes / 1e9:.3g} GB of a rank"
+        if not math.isinf(sim.cost.memory_bytes):
+            text += f", {sim.memory_bytes / sim.cost.memory_bytes:.1%} of its memory"
+    return text + "."
+
+
+def _dearer(best: Simulation, simulations: Sequence[Simulation]) -> str:
+    """The policy with the most transfers, if it moves much more for what it gives."""
+    most = max(simulations, key=lambda sim: sim.total_transfers)
+    if most is best or most.total_transfers < 2 * best.total_transfers:
+        return ""
+    times = most.total_transfers / max(best.total_transfers, 1)
+    return f" `{most.policy}` moves {times:,.0f} times as many and reaches {most.total_balancedness:.0%}."

@@ -1,0 +1,162 @@
+"""Simulated rank loads are those of a replay token by token through the real dispatch tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb_core import ExpertLayout, TokenTrace, Topology, place, replica_shares, simulate, static_dispatch_table
+from eplb_core._arrays import FloatArray, IntArray
+from eplb_core.simulation import Simulation
+
+torch = pytest.importorskip("torch", reason="dispatch tables are tensors")
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+TOPOLOGY = Topology(num_ranks=4, num_nodes=2)
+
+
+def own_tokens() -> IntArray:
+    """1,024 tokens, 3 layers, 4 of 16 experts: expert e is about e + 1 times as popular as expert 0."""
+    rng = np.random.default_rng(0)
+    keys = np.log(np.arange(1, 17)) + rng.gumbel(size=(1024, 3, 16))
+    return np.argsort(-keys, axis=2)[:, :, :4]
+
+
+def recorded_tokens(name: str) -> IntArray:
+    path = SHARED / f"dsv2lite_esft_{name}.npz"
+    if not path.exists():
+        pytest.skip(f"needs ../shared/data/{path.name}: recorded top-k ids that are not ours to ship")
+    with np.load(path) as file:
+        return np.asarray(file["topk_ids"][:4096, ::5], dtype=np.int64)
+
+
+def parts(tokens: IntArray, ranks: int) -> list[IntArray]:
+    """Which tokens of a window lie on which rank."""
+    owner = np.arange(len(tokens)) * ranks // len(tokens)
+    return [tokens[owner == rank] for rank in range(ranks)]
+
+
+def replay(tokens: IntArray, layout: ExpertLayout, dispatch: str) -> IntArray:
+    """Tokens of each rank, `[L, R]`: each token through the table of the rank on which it lies, one by one."""
+    from eplb_core import DispatchTables, topk_to_slots
+
+    ranks = layout.topology.num_ranks
+    load = np.zeros((layout.num_layers, ranks), dtype=np.int64)
+    static = static_dispatch_table(layout) if dispatch == "static" else None
+    for rank, mine in enumerate(parts(tokens, ranks)):
+        tables = None if static is not None else DispatchTables(layout, rank=rank, mode="even")
+        for layer in range(layout.num_layers):
+            ids = np.ascontiguousarray(mine[:, layer])
+            if static is not None:
+                slots = static[rank, layer][ids]
+            else:
+                assert tables is not None
+                slots = topk_to_slots(torch.from_numpy(ids), tables.layer(layer)).numpy()
+            assert (layout.physical_to_logical_map[layer][slots] == ids).all()
+            for slot in slots.ravel().tolist():
+                load[layer, slot // layout.slots_per_rank] += 1
+    return load
+
+
+def simulated(tokens: IntArray, layout: ExpertLayout, dispatch: str, window_tokens: int) -> Simulation:
+    trace = TokenTrace(tokens, num_experts=layout.num_experts, window_tokens=window_tokens)
+    options = {"topology": TOPOLOGY, "num_slots": layout.num_slots, "policy": "none", "dispatch": dispatch}
+    return simulate(trace, current=layout, interval=1, keep_ranks=True, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dispatch", ["static", "local"])
+@pytest.mark.parametrize("source", ["own", "intent", "law"])
+def test_rank_loads_equal_a_replay_token_by_token(source: str, dispatch: str) -> None:
+    tokens = own_tokens() if source == "own" else recorded_tokens(source)
+    experts = int(tokens.max()) + 1 if source == "own" else 64
+    load = TokenTrace(tokens, num_experts=experts, window_tokens=len(tokens)).load
+    layout = place(load, topology=TOPOLOGY, num_slots=experts + 8).layout
+    size = len(tokens) // 3
+    found = simulated(tokens, layout, dispatch, size).layer_rank_load
+    assert found is not None
+    assert len(found) == 3
+    for window in range(3):
+        wanted = replay(tokens[window * size : (window + 1) * size], layout, dispatch)
+        assert np.array_equal(found[window], wanted)
+
+
+def test_solved_shares_are_what_the_quota_mode_reaches_on_the_batch() -> None:
+    """Up to the rounding of whole tokens: one an expert with replicas."""
+    from eplb_core import DispatchTables, topk_to_slots
+
+    tokens = own_tokens()[:512]
+    layout = place(TokenTrace(tokens, 16, 512).load, topology=TOPOLOGY, num_slots=24).layout
+    found = simulated(np.concatenate([tokens, tokens]), layout, "solved", 512)
+    tables = DispatchTables(layout, mode="quota")
+    for layer in range(layout.num_layers):
+        ids = torch.from_numpy(np.ascontiguousarray(tokens[:, layer]))
+        slots = topk_to_slots(ids, tables.layer(layer)).numpy().ravel()
+        top = np.bincount(slots // layout.slots_per_rank, minlength=4).max()
+        assert abs(top - found.max_load[0, layer]) <= 8
+
+
+def test_tables_without_known_tokens_take_equal_parts_from_all_ranks() -> None:
+    """Expert 0 has a slot on ranks 0 and 2, node by node: each serves its node, half of the tokens."""
+    layout = ExpertLayout([[0, 1, 2, 3, 0, 4, 5, 6]], 7, topology=TOPOLOGY)
+    load = np.array([[[8, 1, 1, 1, 1, 1, 1]]] * 2)
+    result = simulate(
+        load,
+        topology=TOPOLOGY,
+        num_slots=8,
+        policy="none",
+        dispatch="local",
+        interval=1,
+        current=layout,
+        keep_ranks=True,
+    )
+    assert result.layer_rank_load is not None
+    assert result.layer_rank_load[0, 0].tolist() == [5, 2, 5, 2]
+    assert result.dispatch == "local"
+
+
+def test_weighted_shares_are_solved_for_the_windows_that_were_seen() -> None:
+    layout = ExpertLayout([[0, 1, 2, 0]], 3, topology=Topology(2))
+    load = np.array([[[8, 1, 5]], [[8, 5, 1]], [[8, 5, 1]]])
+
+    def shares(seen: IntArray) -> FloatArray:
+        tokens = replica_shares(layout, seen)[0] * np.array([8, 5, 1, 8])
+        return np.asarray(tokens.reshape(2, 2).sum(axis=1))
+
+    result = simulate(
+        load,
+        topology=Topology(2),
+        num_slots=4,
+        policy="none",
+        dispatch="weighted",
+        interval=1,
+        history=2,
+        current=layout,
+        keep_ranks=True,
+    )
+    assert result.layer_rank_load is not None
+    assert result.layer_rank_load[0, 0].tolist() == [5, 9]  # before anything was seen: even
+    assert result.layer_rank_load[1, 0] == pytest.approx(shares(load[0:1]))
+    assert result.layer_rank_load[2, 0] == pytest.approx(shares(load[0:2]))
+
+
+def test_solved_shares_are_solved_for_each_window_as_it_comes() -> None:
+    """Expert 0 is on both ranks: its tokens even out whatever the other experts do."""
+    layout = ExpertLayout([[0, 1, 2, 0]], 3, topology=Topology(2))
+    load = np.array([[[8, 1, 5]], [[8, 5, 1]], [[8, 0, 8]]])
+    options = {"topology": Topology(2), "num_slots": 4, "policy": "none", "interval": 2, "current": layout}
+    found = simulate(load, dispatch="solved", **options)  # type: ignore[arg-type]
+    assert found.max_load[:, 0] == pytest.approx([7, 7, 8])
+
+
+def test_shares_of_a_wrong_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \[1, 3\]; they must be \[1, 4\]"):
+        simulate(
+            np.ones((2, 1, 4)),
+            topology=Topology(2),
+            num_slots=4,
+            policy="none",
+            interval=1,
+            dispatch=lambda live, window: np.ones((1, 3)),
+        )
