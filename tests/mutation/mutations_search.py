@@ -44,7 +44,7 @@ MUTATIONS = [
     # exchange: the other rank's pace is this one's
     (EXCHANGE, "y = other_time[t, j] + change * other_pace[j]", "y = other_time[t, j] + change * my_pace", STEP),
     # gift: a last replica is given away
-    (GIFT, "(f >= 0 and count[f] > 1 and", "(f >= 0 and count[f] > 0 and", END),
+    (GIFT, "f >= 0 and count[f] > 1 and", "f >= 0 and count[f] > 0 and", END),
     # gift: beyond what a rank may fill
     (GIFT, "(f < 0 and work.filled[r] < capacity[r])", "(f < 0)", END),
     # gift: what the other holders take on is forgotten

@@ -191,8 +191,8 @@ def test_a_link_that_is_used_up_ends_the_search() -> None:
     call: dict[str, Any] = {"num_slots": 8, "current": live, "transfer_price": 0}
     load = [[20] * 4 + [1] * 4]
     assert eplb.place(load, live.topology, **call).transfers.tolist() == [4]
-    for limit in ({"max_rank_transfers": [[-1, 1], [-1, -1]]}, {"max_rank_transfers": [[-1, -1], [1, -1]]}):
-        answer = eplb.place(load, live.topology, **call, **limit)
+    for limit in ([[-1, 1], [-1, -1]], [[-1, -1], [1, -1]]):
+        answer = eplb.place(load, live.topology, **call, max_rank_transfers=limit)
         assert answer.transfers.tolist() == [2]
         assert answer.senders is not None
         assert sorted(answer.senders[0].tolist()) == [-1] * 6 + [0, 1]
