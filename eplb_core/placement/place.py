@@ -192,8 +192,8 @@ def place(
         part = windows if len(rows) == layers else read_only(np.take(windows, rows, axis=1))
         was = None if current is None else current.physical_to_logical_map[rows]
         load = add_windows(part, weights)
-        searched = _widen(part, weights) if problem.weighted else part
-        solution = _solve_rows(problem, searched, weights, load, was is None, effort)
+        searched = _widen(part, weights) if problem.weighted and was is not None else part
+        solution = _solve_rows(problem, part, weights, load, was is None, effort)
         bound[rows] = _bound(problem, part, weights, solution)
         for c, offer in enumerate(offers):
             row = solution.p2l.copy()
@@ -254,7 +254,7 @@ class _Solution(NamedTuple):
 
 
 def _widen(windows: FloatArray, weights: FloatArray) -> FloatArray:
-    """For the search with solved shares: windows that differ more."""
+    """For the search from a layout with solved shares: windows that differ more."""
     if len(windows) == 1:
         return windows
     out = np.zeros(windows.shape)
