@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ]
         )
         record.append(row)
-    head = ["policy", "realized balance", "with shares solved", "transfers", "median ms a call"]
+    head = ["policy", "realized balance", "with shares solved", "transfers", "median CPU ms a call"]
     print(measure.table(head, rows))
     if options.plot is not None:
         plot(record, options.plot)
@@ -129,8 +129,8 @@ def plot(record: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_xlabel("transfers in all")
         axis.set_title(title, fontsize=10)
         axis.grid(True, which="both", linewidth=0.3)
-        axis.legend(frameon=False, fontsize=8)
     axes[0].set_ylabel("realized balancedness")
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
