@@ -72,14 +72,25 @@ soak: $(READY)
 peers: $(READY)
 	$(BIN)/python -m benchmarks.peers --into .peers
 
-# Environments in which engines import on a machine without a GPU, for the tests marked `engines`: some gigabytes.
-engines: .engines/sglang/.installed
+# Environments in which engines import on a machine without a GPU, some gigabytes, and the tests marked `engines`.
+engines: $(READY) .engines/sglang/.installed .engines/vllm/.installed
+	$(BIN)/python -m pytest -m engines tests/engines
 
 .engines/sglang/.installed: tests/engines/sglang.txt tests/engines/sglang-alone.txt pyproject.toml
 	$(PYTHON) -m venv .engines/sglang
 	.engines/sglang/bin/python -m pip install --quiet --requirement tests/engines/sglang.txt
 	.engines/sglang/bin/python -m pip install --quiet --no-deps --requirement tests/engines/sglang-alone.txt
 	.engines/sglang/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+# vLLM's own tests are in its source distribution alone.
+.engines/vllm/.installed: tests/engines/vllm.txt tests/engines/vllm-alone.txt pyproject.toml
+	$(PYTHON) -m venv .engines/vllm
+	.engines/vllm/bin/python -m pip install --quiet --requirement tests/engines/vllm.txt
+	.engines/vllm/bin/python -m pip install --quiet --no-deps --requirement tests/engines/vllm-alone.txt
+	VLLM_VERSION_OVERRIDE=0.33.0 VLLM_TARGET_DEVICE=empty .engines/vllm/bin/python -m pip download --quiet --no-build-isolation --no-binary vllm --no-deps --dest .engines/vllm --requirement tests/engines/vllm-alone.txt
+	tar -xzf .engines/vllm/vllm-0.33.0.tar.gz -C .engines/vllm vllm-0.33.0/tests
+	.engines/vllm/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
 clean:

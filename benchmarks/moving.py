@@ -9,8 +9,9 @@ layer from staging, and a circle of all of them in place, against a plain copy o
 
 Gaps: a thread runs Python code without a pause, polls every millisecond, and notes whenever it stood still for more
 than 30 us, beside its rank's workers that migrate 58 layers and beside idle ones; the other rank is a process of its
-own. "Held" is the time on a core that other threads of the process had in a gap: what workers held the interpreter
-for, and at most that; the rest of a gap is the machine's.
+own. What the machine takes away is in both. Stretches: the time on a core that a worker's thread has from one moment in
+which it lets go of the interpreter, by a sleep or a wait, to the next: what it can hold up others for, and at most
+that, since compiled code in between holds nothing.
 """
 
 from __future__ import annotations
@@ -77,26 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print()
     print(
         measure.table(
+            ["a busy thread's gaps", "a second", "median us", "p99 us", "worst us"],
             [
-                "a busy thread's gaps",
-                "a second",
-                "median us",
-                "p99",
-                "worst",
-                "held a second",
-                "median us",
-                "p99",
-                "worst",
-            ],
-            [
-                [
-                    name,
-                    *(
-                        f"{us:.0f}"
-                        for us in (entry["a_second"], *entry["us"], entry["held_a_second"], *entry["held_us"])
-                    ),
-                ]
+                [name, *(f"{us:.0f}" for us in (entry["a_second"], *entry["us"]))]
                 for name, entry in stood.items()
+                if "us" in entry
             ],
         )
     )
@@ -107,10 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"installs: {installs['from staging'][0] / installs['torch copy_'][0]:.2f} of a plain copy's bandwidth, "
         f"a circle in place {installs['circle in place'][0] / installs['torch copy_'][0]:.2f}",
     ]
-    idle, busy = stood["beside idle workers"]["held_us"], stood["beside a migration"]["held_us"]
+    held = stood["workers' stretches"]
     summary.append(
-        f"workers that migrate hold the interpreter for {busy[0]:.0f} us at a time in the median, {busy[1]:.0f} us in "
-        f"the 99th percentile; idle ones {idle[0]:.0f} and {idle[1]:.0f} us"
+        f"workers that migrate let go of the interpreter after {held['median_us']:.0f} us in the median, "
+        f"{held['p99_us']:.0f} us in the 99th percentile, {held['worst_us']:.0f} us at worst"
     )
     record = {"plans": plans, "poll_us": polls, "install_gb_s": installs, "gaps": stood, "summary": summary}
     print("\n" + "\n".join(summary))
@@ -298,6 +284,14 @@ def rank_of_two(job: dict[str, Any], rank: int) -> dict[str, dict[str, Any]]:
         if migrator.layout != target:
             raise SystemExit(f"a migration failed: {migrator.status}")
     found["beside a migration"] = forward.seen()
+    with Stretches() as stretches:
+        for p2l in [start.physical_to_logical_map, *shuffled[: len(shuffled) // 2]]:
+            target = ExpertLayout(p2l, slots - 2, topology=topology)
+            migrator.start(target)
+            Sleeper(migrator).passes(lambda: migrator.idle)
+            if migrator.layout != target:
+                raise SystemExit(f"a migration failed: {migrator.status}")
+    found["workers' stretches"] = stretches.seen()
     if not migrator.stop(10.0):
         raise SystemExit("the Migrator does not stop")
     return found
@@ -330,40 +324,79 @@ class Sleeper:
 class Forward(Sleeper):
     """Passes of a millisecond of Python code, as a busy engine's at its worst."""
 
-    least_us, least_held_us = 30, 5
+    least_us = 30
 
     def __init__(self, migrator: Migrator) -> None:
         super().__init__(migrator)
         self.us: list[float] = []
-        self.held_us: list[float] = []
         self.seconds = 0.0
 
     def compute(self) -> None:
-        """Look at the clocks, over and over."""
-        clock, process, own = time.perf_counter, time.process_time, time.thread_time
+        """Look at the clock, over and over."""
+        clock = time.perf_counter
         begin = last = clock()
-        others = process() - own()
         while last < begin + 0.001:
-            now, others_now = clock(), process() - own()
+            now = clock()
             if (now - last) * 1e6 > self.least_us:
                 self.us.append((now - last) * 1e6)
-                self.held_us.append(max(others_now - others, 0.0) * 1e6)
-            last, others = clock(), others_now
+            last = clock()
         self.seconds += last - begin
 
     def seen(self) -> dict[str, Any]:
-        """Gaps since it was asked last: median, 99th percentile, worst; of those for which a thread held something."""
-        held = [us for us in self.held_us if us >= self.least_held_us]
-        both = [[*np.percentile(some or [0.0], [50, 99]).tolist(), max(some, default=0.0)] for some in (self.us, held)]
+        """Gaps since it was asked last: median, 99th percentile, worst."""
+        us = self.us or [0.0]
         entry = {
             "a_second": len(self.us) / self.seconds,
-            "us": both[0],
-            "held_a_second": len(held) / self.seconds,
-            "held_us": both[1],
+            "us": [*np.percentile(us, [50, 99]).tolist(), max(us)],
             "gaps": len(self.us),
         }
-        self.us, self.held_us, self.seconds = [], [], 0.0
+        self.us, self.seconds = [], 0.0
         return entry
+
+
+class Stretches:
+    """Time on a core of workers' threads between two sleeps or waits, in microseconds."""
+
+    def __init__(self) -> None:
+        self.us: list[float] = []
+        self._since: dict[int, float] = {}
+        self._real: tuple[Any, Any] = (time.sleep, threading.Condition.wait)
+
+    def __enter__(self) -> Stretches:
+        sleep, wait = self._real
+
+        def measured_sleep(seconds: float) -> None:
+            if seconds > 0:  # else it comes back before another thread has the interpreter
+                self._end()
+            sleep(seconds)
+            if seconds > 0:
+                self._begin()
+
+        def measured_wait(condition: threading.Condition, timeout: float | None = None) -> bool:
+            self._end()
+            notified: bool = wait(condition, timeout)
+            self._begin()
+            return notified
+
+        time.sleep, threading.Condition.wait = measured_sleep, measured_wait  # type: ignore[assignment, method-assign]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        time.sleep, threading.Condition.wait = self._real  # type: ignore[method-assign]
+
+    def _begin(self) -> None:
+        self._since[threading.get_ident()] = time.thread_time()
+
+    def _end(self) -> None:
+        since = self._since.get(threading.get_ident())
+        if since is not None and threading.current_thread().name.startswith(("eplb-plan", "eplb-move")):
+            self.us.append((time.thread_time() - since) * 1e6)
+
+    def seen(self) -> dict[str, Any]:
+        """All of them."""
+        us = self.us or [0.0]
+        middle, high = np.percentile(us, [50, 99]).tolist()
+        return {"median_us": middle, "p99_us": high, "worst_us": max(us), "stretches": len(self.us)}
 
 
 if __name__ == "__main__":

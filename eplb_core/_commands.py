@@ -18,7 +18,7 @@ import eplb_core
 from eplb_core import formats
 from eplb_core import simulation as replays
 from eplb_core._arrays import FloatArray, IntArray
-from eplb_core._inputs import note, ranks_and_current, read_trace
+from eplb_core._inputs import note, note_faults, ranks_and_current, read_trace
 from eplb_core._inspect import pairs_on_a_rank
 from eplb_core._plan_words import conclude_plan
 from eplb_core._terminal import number, progress, to_json
@@ -39,6 +39,7 @@ def _place_options(arguments: argparse.Namespace) -> dict[str, object]:
 def plan(arguments: argparse.Namespace) -> int:
     """`eplb plan`: place experts for a recorded load, say what it gains, write the layout."""
     trace = read_trace(arguments.trace, arguments)
+    note_faults(trace)
     topology, current = ranks_and_current(arguments, trace)
     facts, layout = _plan(trace, topology, arguments.slots, current, _place_options(arguments))
     if arguments.out:
@@ -151,6 +152,7 @@ def _plan_text(facts: dict[str, Any], *, conclusion: bool = True) -> str:
 def simulate(arguments: argparse.Namespace) -> int:
     """`eplb simulate`: replay a trace through policies, side by side."""
     trace = read_trace(arguments.trace, arguments)
+    note_faults(trace)
     topology, current = ranks_and_current(arguments, trace)
     names = arguments.policy
     if names is None:

@@ -43,6 +43,11 @@ def read_trace(path: str, arguments: argparse.Namespace) -> Trace:
     return Trace(load, trace.windows[cut], trace.layer_ids, trace.top_k, trace.source, trace.path, trace.format)
 
 
+def note_faults(trace: Trace) -> None:
+    """Point out layers that no recorder of a router's answers could have written; idle layers are no fault."""
+    note(*(fault.text for fault in trace.faults if fault.kind == "first_experts"))
+
+
 def ranks_and_current(arguments: argparse.Namespace, trace: Trace) -> tuple[Topology, ExpertLayout | None]:
     """The ranks to plan for, and the layout to start from; a layout file may say the ranks by itself."""
     topology = topology_of(arguments)

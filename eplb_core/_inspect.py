@@ -10,7 +10,7 @@ import numpy as np
 
 from eplb_core import formats
 from eplb_core._arrays import FloatArray
-from eplb_core._inputs import note, read_trace, topology_of
+from eplb_core._inputs import note, note_faults, read_trace, topology_of
 from eplb_core._terminal import to_json
 from eplb_core.layout import ExpertLayout
 from eplb_core.layout_file import LayoutFile, read_layout_file
@@ -127,6 +127,7 @@ def convert(arguments: argparse.Namespace) -> int:
         facts.update(holds="a layout", was=read.format, digest=read.layout.digest)
     else:
         trace = read_trace(arguments.source, arguments)
+        note_faults(trace)
         formats.write_trace(trace, arguments.target, arguments.to)
         facts.update(holds="a trace", was=trace.format, shape=list(trace.load.shape))
     if arguments.json:

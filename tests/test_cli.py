@@ -221,6 +221,21 @@ def test_convert_of_a_trace(trace: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert "must be one of eplb, sglang for a trace" in capsys.readouterr().err
 
 
+def test_load_on_the_first_experts_alone_is_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen in public recordings; whoever converts or plans from one must hear of it."""
+    load = np.random.default_rng(0).integers(1, 99, (2, 3, 16))
+    load[:, 1, 2:] = 0
+    source = str(tmp_path / "load.npy")
+    np.save(source, load)
+    for argv in (
+        ["convert", source, str(tmp_path / "t.npz"), "--to", "eplb"],
+        ["plan", source, "--ranks", "4", "--slots", "20"],
+        ["simulate", source, "--ranks", "4", "--slots", "20", "--interval", "1", "--policy", "none"],
+    ):
+        main(argv)
+        assert "note: layers 1 put all load on the first 2 of 16 experts" in capsys.readouterr().err
+
+
 def test_convert_refuses_what_a_format_cannot_say(
     pair: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,68 +1,274 @@
-"""SGLang: load every slot that the layout names.
+"""SGLang: load every slot, place from the live layout on, and build and update its maps, without a fork.
 
 SGLang fills the slots that a rank's dispatch list has, and that list leaves the second replica on a rank out. With the
-plug-in its loaders ask the layout instead; dispatch stays as it is. It is found through SGLang's own entry point group
-`sglang.srt.plugins` and acts only where the environment has `EPLB_CORE=sglang`. An error inside it is logged once, and
-the engine's own code answers.
+plug-in its loaders ask the layout instead. It is found through SGLang's own entry point group `sglang.srt.plugins` and
+acts only where the environment has `EPLB_CORE=sglang`. `EPLB_CORE_OFF` switches parts off: `loading`, `placement`,
+`maps`, `tables`, `update`, `dispatch`. An error inside one is logged once, and the engine's own code answers.
 
     EPLB_CORE=sglang python -m sglang.launch_server ...
 
-Written against SGLang 0.5.23.
+Written against SGLang 0.5.23; a function of another signature leaves its part to the engine, and a line says so. See
+docs/engines.md.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from eplb_core.adapters import _hooking, sglang_maps
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.topology import Topology
 
-logger = logging.getLogger(__name__)
-
-_RESOLVE = "sglang.srt.eplb.expert_location.ExpertLocationMetadata.logical_to_all_physical"
-_LOAD = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader"
-_LOAD_ZERO_POINTS = "sglang.srt.layers.quantization.moe_wna16._local_expert_ids"
+PARTS = ("loading", "placement", "maps", "tables", "update", "dispatch")
+_PLACE_OPTIONS: dict[str, Callable[[str], Any]] = {"min_gain": float, "transfer_price": float, "max_transfers": int}
+_OPTIONS = {**_PLACE_OPTIONS, "tables": _hooking.one_of("sglang", "even")}
+_options: dict[str, Any] = {}
 
 # The layer whose loader is asking. Its slots are filtered to its rank's range here, where routed slots and shared
 # experts can still be told apart: after a scale-up the loader takes a new rank's slot for its own shared expert.
 _loading: ContextVar[Any] = ContextVar("_loading", default=None)
-_logged: set[str] = set()
+_registered: list[str] = []
+# On a tensor of lists: the layout that they come from, and the rank for which they were narrowed.
+_NOTED = "_eplb_core_layout"
+
+
+class _Hook(NamedTuple):
+    part: str
+    target: str
+    parameters: tuple[str, ...]
+    hook: Callable[..., Any]
+    replace: bool = False
 
 
 def register() -> None:
     """Register the hooks; SGLang calls this in each of its processes. Does nothing unless `EPLB_CORE=sglang`."""
-    if os.environ.get("EPLB_CORE") != "sglang":
+    if not _hooking.asked_for("sglang"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for target, hook in _hooks().items():  # pragma: no cover  needs SGLang: tests/engines
-        HookRegistry.register(target, hook, HookType.AROUND)
+    try:  # pragma: no cover  needs SGLang: tests/engines
+        parts = _hooking.parts_on(PARTS)
+        _options.update(_hooking.options_from(_OPTIONS))
+    except ValueError as error:  # pragma: no cover
+        _hooking.log_once(f"not active: {error}", logging.ERROR)
+        return
+    parts = tuple(part for part in parts if _fits(part))  # pragma: no cover
+    for hook in _hooks():  # pragma: no cover
+        if hook.part in parts or hook.part == "report":
+            HookRegistry.register(hook.target, hook.hook, HookType.REPLACE if hook.replace else HookType.AROUND)
+            _registered.append(hook.target)
+
+
+def _fits(part: str) -> bool:
+    """Whether all functions that a part changes are as it expects them; a line in the log if not."""
+    for hook in _hooks():
+        if hook.part == part:
+            try:
+                target = pkgutil.resolve_name(hook.target)
+            except (ImportError, AttributeError):
+                target = None
+            trouble = _hooking.mismatch(target, hook.target.removeprefix("sglang.srt."), hook.parameters)
+            if trouble:
+                _hooking.log_once(f"{part} is left to SGLang, written for 0.5.23: {trouble}")
+                return False
+    return True
 
 
 def inactive_hooks() -> list[str]:  # pragma: no cover  needs SGLang: tests/engines
     """Targets that the plug-in should have changed and did not: SGLang only logs it. Empty = all are in effect."""
-    return [target for target, hook in _hooks().items() if not _is_hooked(target, hook)]
+    by_target = {hook.target: hook for hook in _hooks()}
+    return [target for target in _registered if not _is_hooked(by_target[target])]
 
 
-def _hooks() -> dict[str, Callable[..., Any]]:  # pragma: no cover  as above
-    return {_RESOLVE: resolve, _LOAD: load_own_range, _LOAD_ZERO_POINTS: load_own_range}
+def active_parts() -> tuple[str, ...]:
+    """The parts whose hooks are registered in this process; `inactive_hooks` says which did not take effect."""
+    return tuple(part for part in PARTS if any(h.part == part and h.target in _registered for h in _hooks()))
 
 
-def _is_hooked(target: str, hook: Callable[..., Any]) -> bool:  # pragma: no cover  as above
+def _hooks() -> tuple[_Hook, ...]:
+    location, algorithms = "sglang.srt.eplb.expert_location", "sglang.srt.eplb.eplb_algorithms"
+    dispatch, experts = "sglang.srt.eplb.expert_location_dispatch", "sglang.srt.layers"
+    metadata = f"{location}.ExpertLocationMetadata"
+    sizes = ("tokens_per_expert", "num_physical_experts", "num_local_physical_experts", "num_groups", "num_nodes")
+    weight = ("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id")
+    lists = ("logical_to_all_physical_map", "ep_size", "num_physical_experts", "ep_rank")
+    return (
+        _Hook("loading", f"{metadata}.logical_to_all_physical", ("self", "layer_id", "logical_expert_id"), resolve),
+        _Hook("loading", f"{experts}.moe.fused_moe_triton.layer.FusedMoE.weight_loader", weight, load_own_range),
+        _Hook("loading", f"{experts}.quantization.moe_wna16._local_expert_ids", ("layer", "expert_id"), load_own_range),
+        _Hook("placement", f"{algorithms}.rebalance_experts", (*sizes, "algorithm"), place_from_live),
+        _Hook(
+            "maps",
+            f"{location}._compute_logical_to_all_physical_map",
+            ("physical_to_logical_map", "num_logical_experts", "ep_size", "moe_ep_rank"),
+            build_candidates,
+        ),
+        _Hook("tables", f"{location}.compute_logical_to_rank_dispatch_physical_map", lists, build_static_table),
+        _Hook("update", f"{metadata}.update", ("self", "other", "update_layer_ids"), update_layers),
+        _Hook(
+            "dispatch",
+            f"{dispatch}._topk_ids_logical_to_physical_static",
+            ("topk_ids", "info"),
+            sglang_maps.dispatch_static,
+            replace=True,
+        ),
+        _Hook(
+            "dispatch",
+            f"{dispatch}._topk_ids_logical_to_physical_dynamic",
+            ("topk_ids", "info"),
+            sglang_maps.dispatch_dynamic,
+            replace=True,
+        ),
+        _Hook("report", f"{location}.compute_initial_expert_location_metadata", (), report),
+    )
+
+
+def _is_hooked(hook: _Hook) -> bool:  # pragma: no cover  as above
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    registered = any(known is hook for _, known, _ in HookRegistry._hooks.get(target, ()))
-    return registered and target in HookRegistry._patched and hasattr(pkgutil.resolve_name(target), "__wrapped__")
+    registered = any(known is hook.hook for _, known, _ in HookRegistry._hooks.get(hook.target, ()))
+    now = pkgutil.resolve_name(hook.target)
+    changed = hasattr(now, "__wrapped__") or now is hook.hook
+    return registered and hook.target in HookRegistry._patched and changed
 
 
-# ---- hooks -----------------------------------------------------------------------------------------------------------
+def report(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # pragma: no cover  as above
+    """Around the making of the first maps: say once which parts are in effect."""
+    missing = inactive_hooks()
+    if missing:
+        _hooking.log_once(f"not in effect in SGLang: {', '.join(missing)}")
+    _hooking.log_once(f"in effect in SGLang: {', '.join(active_parts())}", logging.INFO)
+    return original(*args, **kwargs)
+
+
+# ---- placement, maps, tables, update ---------------------------------------------------------------------------------
+
+
+def place_from_live(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `rebalance_experts`: place from the map in use on; algorithms for dead ranks are left to the engine."""
+    names = next(hook.parameters for hook in _hooks() if hook.part == "placement")
+    asked = dict(zip(names, args, strict=False)) | kwargs
+
+    def place() -> Any:
+        algorithm = asked["algorithm"].name
+        if algorithm.startswith("elasticity"):
+            return original(*args, **kwargs)
+        live = _live_metadata()
+        options = {name: value for name, value in _options.items() if name in _PLACE_OPTIONS}
+        return sglang_maps.rebalance(
+            asked["tokens_per_expert"],
+            asked["num_physical_experts"],
+            asked["num_local_physical_experts"],
+            num_nodes=asked["num_nodes"],
+            num_groups=asked["num_groups"] if algorithm.endswith("hierarchical") else None,
+            live=None if live is None else live.physical_to_logical_map_cpu,
+            **options,
+        )
+
+    return _hooking.guarded(place, lambda: original(*args, **kwargs), "placement")()
+
+
+class _Context(NamedTuple):
+    """What SGLang's functions look up beside their arguments."""
+
+    narrows: bool
+    """Ranks dispatch their own tokens, so that each narrows its lists."""
+    prefer_same_node: bool
+    num_nodes: int
+
+
+def _context() -> _Context:  # pragma: no cover  needs SGLang: tests/engines
+    from sglang.srt.eplb import expert_location
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    return _Context(
+        get_exec().moe.moe_a2a_backend != "none",
+        expert_location._prefer_same_node_experts(),
+        get_parallel().nnodes,
+    )
+
+
+def _live_metadata() -> Any:  # pragma: no cover  as above
+    """The metadata in use, or None."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    return get_global_expert_location_metadata()
+
+
+def build_candidates(
+    original: Callable[..., torch.Tensor],
+    physical_to_logical_map: torch.Tensor,
+    num_logical_experts: int,
+    ep_size: int,
+    moe_ep_rank: int | None,
+) -> torch.Tensor:
+    """Around `_compute_logical_to_all_physical_map`: without a Python loop over slots and a sync for each."""
+
+    def build() -> torch.Tensor:
+        context = _context()
+        layout = ExpertLayout(
+            physical_to_logical_map.cpu(), num_logical_experts, topology=Topology(ep_size, context.num_nodes)
+        )
+        rank = moe_ep_rank if context.narrows else None
+        lists = sglang_maps.candidates(layout, rank, prefer_same_node=context.prefer_same_node)
+        lists = lists.to(physical_to_logical_map.device)
+        vars(lists)[_NOTED] = layout, rank  # the tables are built from it next
+        return lists
+
+    def engine_own() -> torch.Tensor:
+        return original(physical_to_logical_map, num_logical_experts, ep_size, moe_ep_rank)
+
+    return _hooking.guarded(build, engine_own, "maps")()
+
+
+def build_static_table(
+    original: Callable[..., torch.Tensor],
+    logical_to_all_physical_map: torch.Tensor,
+    ep_size: int,
+    num_physical_experts: int,
+    ep_rank: int,
+    seed: int = 42,
+) -> torch.Tensor:
+    """Around `compute_logical_to_rank_dispatch_physical_map`: this rank's row, the same picks or even ones."""
+    given = logical_to_all_physical_map
+
+    def build() -> torch.Tensor:
+        context = _context()
+        layout, rank = vars(given).get(_NOTED, (None, None))
+        if layout is None:
+            topology = Topology(ep_size, context.num_nodes)
+            layout = sglang_maps.layout_of_candidates(given, num_physical_experts, topology)
+        table = sglang_maps.static_table(
+            layout,
+            ep_rank,
+            seed=seed,
+            prefer_same_node=context.prefer_same_node,
+            narrowed=rank is not None,
+            even=_options.get("tables") == "even",
+        )
+        return table.to(given.dtype).to(given.device)
+
+    def engine_own() -> torch.Tensor:
+        return original(given, ep_size, num_physical_experts, ep_rank, seed)
+
+    return _hooking.guarded(build, engine_own, "tables")()
+
+
+def update_layers(original: Callable[..., None], metadata: Any, other: Any, update_layer_ids: list[int]) -> None:
+    """Around `ExpertLocationMetadata.update`: the layers' rows, in place, where the engine rewrites all maps."""
+    own = _hooking.guarded(sglang_maps.update_rows, original, "update")
+    own(metadata, other, update_layer_ids)
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
 
 
 def resolve(
@@ -88,7 +294,7 @@ def resolve(
     except IndexError:
         raise
     except Exception as error:
-        _log_once(f"this layout is left to SGLang's own lookup: {error}")
+        _hooking.log_once(f"loading: this layout is left to SGLang's own lookup: {error}")
         return original(metadata, layer_id, logical_expert_id, require_global_experts)
     layer = _loading.get()
     if layer is None:
@@ -123,9 +329,3 @@ def _resolver(metadata: Any) -> SlotResolver:
     resolver = SlotResolver(layout, 0)
     metadata.__dict__["_eplb_core_resolver"] = (layout_map, version, resolver)
     return resolver
-
-
-def _log_once(message: str) -> None:
-    if message not in _logged:
-        _logged.add(message)
-        logger.warning("eplb_core: %s", message)

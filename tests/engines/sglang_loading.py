@@ -30,13 +30,13 @@ ROW = [0, 1, 2, 3, 3, 0]
 GROWN_ROW = [0, 1, 2, 3, 3, 0, 1, 2, 3, 0, 1, 2]
 
 
-def metadata_of(rank: int, ranks: int, row: list[int], a2a: str, dispatch: str) -> tuple[Any, Any]:
+def metadata_of(rank: int, ranks: int, row: list[int], a2a: str, dispatch: str, nodes: int = 1) -> tuple[Any, Any]:
     """What rank `rank` builds when the server starts with this layout, and the context in which it lives."""
     shape = expert_location.ModelConfigForExpertLocation(num_layers=LAYERS, num_logical_experts=EXPERTS)
     arguments = get_context().override_server_args(
         device="cpu",
         ep_size=ranks,
-        nnodes=1,
+        nnodes=nodes,
         moe_a2a_backend=a2a,
         ep_dispatch_algorithm=dispatch,
         ep_num_redundant_experts=len(row) - EXPERTS,

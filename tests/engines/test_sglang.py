@@ -65,3 +65,48 @@ def test_lookups_follow_the_layout_through_moves_and_leave_the_rest_to_the_engin
     assert (without["negative"], without["layer"]) == ([3], [5])  # counted from the end
     for name in ("negative", "beyond", "layer"):
         assert within[name].startswith("IndexError: ")
+
+
+def hooked(*modes: str, **environment: str) -> dict[str, Any]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("EPLB_CORE", "PYTHONPATH"))}
+    kept |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"} | environment
+    script = Path(__file__).with_name("sglang_hooks.py")
+    result = subprocess.run([str(PYTHON), str(script), *modes], env=kept, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1]) | {"said": result.stderr}  # type: ignore[no-any-return]
+
+
+def test_maps_and_updates_are_the_engine_s_bit_for_bit_and_the_rest_differs_as_documented() -> None:
+    """R23, R43, C7, D5: 66 metadata of random layouts, narrowed and not, static and dynamic, on one node and two."""
+    without = hooked("maps", "update", "placement", "dispatch")
+    within = hooked("maps", "update", "placement", "dispatch", EPLB_CORE="sglang")
+    assert "the engine's own code goes on" not in within["said"]
+    assert "is left to SGLang" not in within["said"]
+    assert within["maps"] == without["maps"]
+    assert within["update"] == without["update"]
+    assert within["update"]["in place"]
+    # A load that gains nothing moves nothing, and an idle layer keeps its row.
+    assert without["placement"]["changed"] > 24
+    assert (within["placement"]["changed"], within["placement"]["idle"]) == (0, [0, 1, 2, 3, 0, 1])
+    assert within["placement"]["shapes"] == without["placement"]["shapes"]
+    # Masked ids stay masked; an expert that even rows alone choose uses all its replicas; one graph, no break.
+    assert (without["dispatch"]["static"][1], within["dispatch"]["static"][1]) == ([3, 3], [-1, -1])
+    assert (without["dispatch"]["replicas used"], within["dispatch"]["replicas used"]) == ([0], [0, 4])
+    assert within["dispatch"]["compiled"]
+    assert within["dispatch"]["dtypes"] == without["dispatch"]["dtypes"]
+
+
+def test_parts_that_are_off_are_the_engine_s_own() -> None:
+    without = hooked("dispatch", "placement")
+    off = hooked("dispatch", "placement", EPLB_CORE="sglang", EPLB_CORE_OFF="dispatch,placement")
+    assert (off["dispatch"], off["placement"]) == (without["dispatch"], without["placement"])
+
+
+def test_a_function_of_another_signature_leaves_its_part_to_the_engine() -> None:
+    found = hooked("other", EPLB_CORE="sglang")
+    assert "update" not in found["other"]["parts"]
+    assert "maps" in found["other"]["parts"]
+    assert (
+        "update is left to SGLang, written for 0.5.23: expected eplb.expert_location.ExpertLocationMetadata.update("
+        "self, other, update_layer_ids), found eplb.expert_location.ExpertLocationMetadata.update(self, layers"
+    ) in found["said"]

@@ -79,6 +79,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_nodes_adopt_one_version_or_all_fail_with_the_reason(nodes: list[Node]) -> None:
     """R19, R20, R67, I4: keepers of two nodes at one version; then one of them is a version ahead."""
     for node in nodes:

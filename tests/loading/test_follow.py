@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ class Standby:
         self.switched: list[tuple[int, ...]] = []
         self.stopping, self.broken = threading.Event(), threading.Event()
         self.errors: list[str] = []
+        self.on_pass: Callable[[int], object] = lambda rank: None
 
     def _follow(self, rank: int, layout: ExpertLayout, options: dict[str, Any]) -> LayoutFollower:
         agreement = self.agreements[rank]
@@ -109,6 +111,7 @@ class Standby:
             threading.Event().wait(0.0005)  # the mover, the keepers and their threads are in this process too
             if not follower.paused:
                 assert self.tables[rank].layout == follower.layout
+                self.on_pass(rank)
                 told = self.agreements[rank].gather(b"stop" if self.stopping.is_set() else b"")
                 if b"stop" in told:
                     return
@@ -202,6 +205,37 @@ def take_over(standby: Standby, stores: Any, rank: int) -> ExpertLayout:
     assert migrator.status.cause == ""
     migrator.stop(20.0)
     return migrator.layout
+
+
+def test_passes_that_still_run_on_the_device_are_waited_for(
+    stack: ExitStack, paths: list[str], device: torch.device
+) -> None:
+    """On a GPU a pass is only enqueued when the next one begins; the weights change when all of them have read."""
+    clients = mover_clients(stack, paths)
+    weights = torch.zeros(1 << 20, dtype=torch.int32, device=device)
+    standby = Standby(stack, paths, OLD)
+    passes: list[tuple[int, torch.Tensor]] = []
+
+    def read(rank: int) -> None:
+        if rank == 0 and len(passes) < 5000:
+            passes.extend((standby.followers[0].version, weights.sum(dtype=torch.int64)) for _ in range(8))
+
+    standby.on_pass = read
+    with standby.running():
+        for version in range(6):
+            calls = [partial(clients[rank].begin, [0], version) for rank in (0, 1)]
+            begun = on_threads(calls)
+            assert [reply.status for reply in begun] == ["ok", "ok"]  # type: ignore[union-attr]
+            with torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None):  # type: ignore[no-untyped-call]
+                weights.fill_(version + 1)
+                weights.sum().item()  # waits for this stream alone
+            row = (NEW, OLD)[version % 2].physical_to_logical_map[:1]
+            assert [clients[rank].commit([0], row).status for rank in (0, 1)] == ["ok", "ok"]
+        until(lambda: all(each.version == 6 for each in standby.followers), 60.0)
+    assert len({version for version, _ in passes}) > 1
+    assert all(int(total) == version * weights.numel() for version, total in passes)
+    for each in standby.followers:
+        each.close()
 
 
 def test_an_aborted_move_lets_the_standby_go_on(stack: ExitStack, paths: list[str]) -> None:

@@ -85,7 +85,7 @@ class Killing:
 @pytest.mark.parametrize(
     ("phase", "cause", "installed", "said"),
     [
-        ("before begin is answered", "refused", 1, ""),
+        pytest.param("before begin is answered", "refused", 1, "", marks=pytest.mark.long),
         ("after begin", "record", 2, "the move of layer 1 by engine 'a' from version 1 was pending when the keeper"),
         (
             "between install and commit",
@@ -93,7 +93,7 @@ class Killing:
             2,
             "the move of layer 1 by engine 'a' from version 1 was pending when",
         ),
-        ("after commit", "refused", 2, ""),
+        pytest.param("after commit", "refused", 2, "", marks=pytest.mark.long),
     ],
 )
 def test_a_keeper_that_is_killed_ends_moves_and_the_next_one_says_what_it_knows(

@@ -1,0 +1,390 @@
+"""vLLM's own rebalance with the plug-in and without: are the weights right, how many transfers, how even?
+
+    .engines/vllm/bin/python -m benchmarks.engines_vllm --json benchmarks/results/engines.json
+
+Runs in vLLM's environment (`make engines`). vLLM's `EplbState` lives in several processes over gloo, on the CPU, with a
+stand-in model of plain tensors, and rebalances every 10 windows of moe128's `drift_load` (16 layers, 128 experts, 144
+slots), synchronously and layer by layer beside the passes. After each rebalance every slot of every layer must hold the
+expert that the map says. Transfers are what vLLM's own communicator is asked to receive, summed over ranks. A second
+table replays the two policies alone at 16 ranks. What a plan costs inside the adapter is measured beside the library's
+own call on the same input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import eplb_core as eplb
+from benchmarks import measure, traces
+from eplb_core.adapters.vllm_policy import rebalance
+
+LAYERS, EXPERTS, SLOTS, EVERY = 16, 128, 144, 10
+HIDDEN = 4
+REBALANCES = 50
+# What the environment says in addition.
+POLICIES = {
+    "vLLM's default": {},
+    "eplb_core": {"EPLB_CORE": "vllm"},
+    "eplb_core and its transport": {"EPLB_CORE": "vllm", "EPLB_CORE_OPTIONS": "transport=shared_memory"},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines_vllm", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="three rebalances")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--ranks", type=int, default=4, help="processes")
+    options = parser.parse_args(argv)
+    if importlib.util.find_spec("vllm") is None:
+        print("absent: vLLM; run this in its environment (make engines)")
+        measure.write_json(options.json, {"summary": []})
+        return 0
+    times = 3 if options.quick else REBALANCES
+    measure.one_thread()
+    os.environ.update(VLLM_TARGET_DEVICE="cpu", GLOO_SOCKET_IFNAME="lo")
+    os.environ.pop("EPLB_CORE", None)
+    importlib.import_module("vllm.distributed.eplb.eplb_state")  # seconds, once: the ranks are forked
+    rows = [
+        {
+            "run": f"{'asynchronous' if beside else 'synchronous'}, {name}",
+            **_run(options.ranks, POLICIES[name], beside, times),
+        }
+        for beside in (False, True)
+        for name in POLICIES
+    ]
+    head = ["EplbState", "rebalances", "wrong weights", "transfers", "balance of the next windows"]
+    cells = [
+        [row["run"], *(f"{row[name]:,}" for name in ("rebalances", "wrong", "transfers")), f"{row['balance']:.4f}"]
+        for row in rows
+    ]
+    print(measure.table(head, cells))
+    replays = _replay(times)
+    print(
+        measure.table(
+            ["policies alone, 16 ranks", "transfers", "balance of the next windows"],
+            [[row["policy"], f"{row['transfers']:,}", f"{row['balance']:.4f}"] for row in replays],
+        )
+    )
+    plans = _plans(5 if options.quick else 100)
+    print(
+        measure.table(
+            ["a plan", "library, ms", "adapter, ms", "ratio of minima"],
+            [
+                [r["input"], *(measure.milliseconds(r[n]) for n in ("library_s", "adapter_s")), f"{r['ratio']:.3f}"]
+                for r in plans
+            ],
+        )
+    )
+    summary = ["vLLM's own rebalance:"]
+    for before, after in ((rows[0], rows[1]), (rows[0], rows[2]), (rows[3], rows[4]), (rows[3], rows[5])):
+        share = before["transfers"] / max(after["transfers"], 1)
+        summary.append(
+            f"{after['run']}: {after['rebalances']} rebalances, {after['wrong']} wrong weights, 1/{share:.0f} of the "
+            f"default's transfers at {after['balance'] / before['balance']:.4f} of its balance"
+        )
+    measure.write_json(options.json, {"summary": summary, "rows": rows, "policies": replays, "plans": plans})
+    return int(any(row["wrong"] for row in rows))
+
+
+# ---- vLLM's state in several processes -------------------------------------------------------------------------------
+
+
+def _run(ranks: int, plugin: dict[str, str], beside: bool, times: int) -> dict[str, Any]:
+    """All ranks of one run; rank 0's answer with the transfers of all."""
+    fork = multiprocessing.get_context("fork")
+    answers: dict[int, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        said = fork.SimpleQueue()
+        processes = [
+            fork.Process(target=_rank, args=(rank, ranks, Path(folder), plugin, beside, times, said))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            while len(answers) < ranks:
+                rank, answer = said.get()
+                if isinstance(answer, str):
+                    raise RuntimeError(f"rank {rank}: {answer}")
+                answers[rank] = answer
+        finally:
+            for process in processes:
+                process.kill()
+    if len({answer["digests"] for answer in answers.values()}) != 1:
+        raise RuntimeError("the ranks' maps differ")
+    return {
+        "rebalances": answers[0]["rebalances"],
+        "wrong": sum(answer["wrong"] for answer in answers.values()),
+        "transfers": sum(answer["received"] for answer in answers.values()),
+        "balance": answers[0]["balance"],
+        "parts": answers[0]["parts"],
+    }
+
+
+def _rank(rank: int, ranks: int, folder: Path, plugin: dict[str, str], beside: bool, times: int, said: Any) -> None:
+    os.environ.update(plugin)
+    try:
+        said.put((rank, _serve(rank, ranks, folder, beside, times)))
+    except BaseException:
+        said.put((rank, traceback.format_exc()))
+
+
+class _Event:
+    """Order of launches on a device; on the CPU all is in order."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+class _Layer:
+    """A layer of the stand-in model: its weights say which expert they are."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def get_expert_weights(self) -> list[torch.Tensor]:
+        return self.tensors
+
+    def set_eplb_state(self, **_: Any) -> None: ...
+
+
+def _shared(tensor: Any) -> torch.Tensor:
+    shared: torch.Tensor = tensor.clone().share_memory_()
+    return shared
+
+
+def _weights(layer: int, expert: npt.NDArray[np.int64] | int) -> torch.Tensor:
+    return (torch.as_tensor(expert)[..., None] * 1000.0 + layer) * 8 + torch.arange(HIDDEN)
+
+
+def _serve(rank: int, ranks: int, folder: Path, beside: bool, times: int) -> dict[str, Any]:
+    """One rank: feed the trace's windows to vLLM's state, step it, look at the weights after each rebalance."""
+    torch.set_num_threads(1)
+    import vllm.plugins
+
+    vllm.plugins.load_general_plugins()
+    from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state, eplb_utils, rebalance_execute
+
+    from eplb_core.adapters import vllm as adapter
+
+    if "EPLB_CORE" in os.environ and adapter.active_parts() != adapter.PARTS:
+        raise RuntimeError(f"in effect: {adapter.active_parts()}")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    groups = [torch.distributed.new_group(backend="gloo") for _ in range(4)]
+    ep = SimpleNamespace(device_group=groups[0], cpu_group=groups[1])
+    eplb_group = SimpleNamespace(device_group=groups[2], cpu_group=groups[3])
+    # What a machine without an accelerator lacks: streams and events. The rest is vLLM's.
+    torch.Event = _Event  # type: ignore[misc, assignment]
+    for module in (async_worker, eplb_communicator, eplb_utils, rebalance_execute):
+        vars(module)["device_stream"] = lambda stream: nullcontext()
+    for module in (async_worker, eplb_state):
+        vars(module)["get_eplb_group"] = lambda: eplb_group
+    eplb_state.get_ep_group = lambda: ep
+    eplb_state.get_node_count = lambda: 1
+    eplb_communicator.is_local_first_rank = lambda: False
+    eplb_state.start_async_worker = lambda state, is_profile=False: _start(async_worker, state)
+
+    local = SLOTS // ranks
+    model = _model(rank, ranks, local)
+    config = SimpleNamespace(
+        eplb_config=SimpleNamespace(
+            use_async=beside,
+            window_size=EVERY,
+            step_interval=EVERY,
+            policy="default",
+            communicator="torch_nccl",
+            log_balancedness_interval=1,
+            migration_batching_enabled=False,
+        ),
+        enable_elastic_ep=False,
+        num_ubatches=0,
+        all2all_backend="deepep_low_latency",
+        enable_expert_parallel=True,
+        use_all2all=True,
+    )
+    state = eplb_state.EplbState(config, torch.device("cpu"))
+    name = SimpleNamespace(compute_hash=lambda: "model", model="stand-in")
+    state.add_model(model, name)
+    state.start_async_loop()
+    return _drive(state, state.model_states["model"], rank, ranks, times)
+
+
+def _model(rank: int, ranks: int, local: int) -> Any:
+    from vllm.model_executor.models.interfaces import MixtureOfExperts
+
+    first = np.arange(SLOTS) % EXPERTS
+    mine = first[rank * local : (rank + 1) * local]
+    # Shared memory, so that peers may map it.
+    layers = [_Layer([_shared(_weights(layer, mine)), _shared(-_weights(layer, mine))]) for layer in range(LAYERS)]
+    model = SimpleNamespace(
+        moe_layers=layers,
+        num_moe_layers=LAYERS,
+        num_routed_experts=EXPERTS,
+        num_logical_experts=EXPERTS,
+        num_redundant_experts=SLOTS - EXPERTS,
+        num_physical_experts=SLOTS,
+        num_local_physical_experts=local,
+        num_expert_groups=1,
+    )
+    model.set_eplb_state = lambda *maps: MixtureOfExperts.set_eplb_state(model, *maps)
+    return model
+
+
+def _start(async_worker: Any, state: Any) -> threading.Thread:
+    stream = SimpleNamespace(synchronize=lambda: None)
+    thread = threading.Thread(target=async_worker.transfer_run_periodically, args=(state, stream), daemon=True)
+    thread.start()
+    return thread
+
+
+def _drive(state: Any, model_state: Any, rank: int, ranks: int, times: int) -> dict[str, Any]:
+    load = traces.drift_load()
+    communicator = model_state.communicator
+    if "EPLB_CORE_OPTIONS" in os.environ and type(communicator).__name__ != "TransportCommunicator":
+        raise RuntimeError(f"the communicator is {type(communicator).__name__}")
+    received = [0]
+    receive = communicator.add_recv
+
+    def counted(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        received[0] += 1
+        receive(tensors, *args, **kwargs)
+
+    communicator.add_recv = counted
+    state.expert_rearrangement_step = 0
+    topology = eplb.Topology(ranks)
+    wrong, done, balance, digests = 0, 0, [], []
+    for window in range(min(len(load) - EVERY, times * EVERY)):
+        model_state.expert_load_pass.copy_(_counts(load[window], model_state, rank, ranks))
+        state.step()
+        if (window + 1) % EVERY:
+            continue
+        while model_state.rebalanced:  # passes without tokens until the last layer is in
+            state.expert_rearrangement_step = 0  # or the next rebalance would begin among them
+            state.step(is_dummy=True)
+        state.expert_rearrangement_step = 0
+        done += 1
+        wrong += _wrong(model_state, rank)
+        layout = eplb.ExpertLayout(model_state.physical_to_logical_map, EXPERTS, topology=topology)
+        digests.append(layout.digest)
+        future = load[window + 1 : window + 1 + EVERY]
+        balance.append(eplb.mean_balancedness(eplb.rank_load(layout, future)))
+    from eplb_core.adapters import vllm as adapter
+
+    return {
+        "rebalances": done,
+        "wrong": wrong,
+        "received": received[0],
+        "balance": float(np.mean(balance)),
+        "digests": "".join(digests),
+        "parts": list(adapter.active_parts()),
+    }
+
+
+def _counts(window: npt.NDArray[np.int64], model_state: Any, rank: int, ranks: int) -> torch.Tensor:
+    """What this rank's router would have counted: its part of each expert's tokens, over the entries of its tables."""
+    mine = window // ranks + (np.arange(EXPERTS) % ranks == rank) * (window % ranks)
+    maps, entries = model_state.logical_to_physical_map.numpy(), model_state.logical_replica_count.numpy()
+    counts = np.zeros((LAYERS, SLOTS + 1), dtype=np.int64)
+    for entry in range(int(entries.max())):
+        share = mine // entries + (entry < mine % entries)
+        used = entry < entries
+        np.add.at(counts, (np.arange(LAYERS)[:, None], maps[:, :, entry]), share * used)
+    return torch.from_numpy(counts[:, :SLOTS].astype(np.int32))
+
+
+def _wrong(model_state: Any, rank: int) -> int:
+    """Slots of this rank whose tensors are not those of the expert that the map says."""
+    found = 0
+    for layer, (first, second) in enumerate(model_state.model.expert_weights):
+        mine = model_state.physical_to_logical_map[layer].reshape(-1, len(first))[rank]
+        expected = _weights(layer, mine.numpy())
+        found += int(((first != expected) | (second != -expected)).any(dim=1).sum())
+    return found
+
+
+# ---- the policies alone ----------------------------------------------------------------------------------------------
+
+
+def _replay(times: int) -> list[dict[str, Any]]:
+    os.environ.pop("EPLB_CORE", None)
+    from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
+
+    load, topology, rows = traces.drift_load(), eplb.Topology(16), []
+    for name, policy in (("vLLM's default", DefaultEplbPolicy.rebalance_experts), ("eplb_core", rebalance)):
+        live = eplb.ExpertLayout.trivial(LAYERS, EXPERTS, num_slots=SLOTS, topology=topology)
+        moved, balance = 0, []
+        for start in range(EVERY, (times + 1) * EVERY, EVERY):
+            weight = torch.from_numpy(load[start - EVERY : start].sum(axis=0))
+            old = torch.from_numpy(live.physical_to_logical_map.copy())
+            new = eplb.ExpertLayout(policy(weight, SLOTS, 1, 1, 16, old), EXPERTS, topology=topology)
+            moved += int(eplb.transfers(live, new).sum())
+            live = new
+            balance.append(eplb.mean_balancedness(eplb.rank_load(live, load[start : start + EVERY])))
+        rows.append({"policy": name, "transfers": moved, "balance": float(np.mean(balance))})
+    return rows
+
+
+def _plans(calls: int) -> list[dict[str, Any]]:
+    """The library's call and the adapter's, in turns, on what the engine hands over."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for name, layers, experts, slots, ranks in (
+        ("58 x 256 -> 288 on 32", 58, 256, 288, 32),
+        ("moe128, 16", 16, 128, 144, 16),
+    ):
+        topology = eplb.Topology(ranks)
+        load = torch.from_numpy((rng.lognormal(0, 1, (layers, experts)) * 1000).astype(np.int64))
+        live = torch.from_numpy(eplb.place(load, topology, num_slots=slots).layout.physical_to_logical_map.copy())
+        load = (load * torch.from_numpy(rng.lognormal(0, 0.1, load.shape))).long()
+        library, adapter = [], []
+        for _ in range(calls):
+            begun = time.perf_counter()
+            current = eplb.ExpertLayout(live, experts, topology=topology)
+            expected = eplb.place(load, topology, num_slots=slots, current=current).layout.physical_to_logical_map
+            library.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            answer = rebalance(load, slots, 1, 1, ranks, live)
+            adapter.append(time.perf_counter() - begun)
+            if not np.array_equal(answer.numpy(), expected):
+                raise RuntimeError("the adapter answers otherwise than the library")
+        rows.append(
+            {
+                "input": name,
+                "library_s": statistics.median(library),
+                "adapter_s": statistics.median(adapter),
+                "ratio": min(adapter) / min(library),
+                "ratio_of_medians": statistics.median(adapter) / statistics.median(library),
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

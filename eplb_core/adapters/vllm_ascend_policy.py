@@ -1,0 +1,101 @@
+"""A placement policy for vllm-ascend's factory, by this library; nothing of vllm-ascend is imported here.
+
+The engine's worker puts a layer back to its old table where an expert is missing, lies twice on a rank, or changes its
+slot on a rank that it stays on. Placing from the live table obeys these rules by itself; a layer for which that cannot
+be (a live table that breaks them) keeps its table here, so that what is returned is what will be applied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from eplb_core._arrays import BoolArray, IntArray, to_ids, to_numpy
+from eplb_core.adapters._hooking import guarded
+from eplb_core.layout import ExpertLayout
+from eplb_core.load import fold_slots
+from eplb_core.placement.place import place
+from eplb_core.topology import Topology
+
+
+class EplbCorePolicy:
+    """What `PolicyFactory.generate_policy` returns: an object with `rebalance_experts`.
+
+    Args:
+        options: Passed on to `place`: `min_gain`, `transfer_price`, `max_transfers`, ...; equal on all ranks.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    def rebalance_experts(
+        self, current_expert_table: torch.Tensor, expert_workload: torch.Tensor
+    ) -> tuple[int, IntArray, torch.Tensor]:
+        """Place from the live table on.
+
+        Args:
+            current_expert_table: Expert of each slot, `[L, R, S]`.
+            expert_workload: Tokens that each slot received, `[L, R, S]`, or windows of it, `[T, L, R, S]`.
+
+        Returns:
+            Whether any layer changed (1 or 0), the layers in the order of their gain, and the new table `[L, R, S]`.
+
+        Raises:
+            ValueError: The shapes do not fit, or a count is negative.
+        """
+        table = to_ids(current_expert_table, "current_expert_table")
+        counts = to_numpy(expert_workload)
+        if table.ndim != 3 or counts.shape[-3:] != table.shape or counts.ndim not in (3, 4):
+            raise ValueError(
+                f"`expert_workload` (shape {list(counts.shape)}) must be [L, R, S] or [T, L, R, S] like "
+                f"`current_expert_table` (shape {list(table.shape)})"
+            )
+        layers, ranks, stride = table.shape
+        p2l = table.reshape(layers, ranks * stride)
+        experts = int(p2l.max(initial=0)) + 1
+        load = fold_slots(counts.reshape(*counts.shape[:-3], layers, -1), p2l, experts)
+        topology = Topology(ranks)
+        current = ExpertLayout(p2l, experts, topology=topology)
+        placed = place(load, topology, num_slots=ranks * stride, current=current, **self._options)
+        answer = np.array(placed.layout.physical_to_logical_map)
+        broken = breaks_rules(p2l, answer, ranks, experts)
+        answer[broken] = p2l[broken]
+        changed = (answer != p2l).any(axis=1)
+        before = place(load, topology, num_slots=ranks * stride, current=current, max_transfers=0).balancedness
+        gain = np.where(changed, np.nan_to_num(placed.balancedness - before), 0.0)
+        order: IntArray = np.argsort(-gain, kind="stable").astype(np.int64)
+        return int(changed.any()), order, torch.from_numpy(answer.reshape(table.shape))
+
+
+def breaks_rules(old: IntArray, new: IntArray, num_ranks: int, num_experts: int) -> BoolArray:
+    """Which layers would vllm-ascend put back: `old` and `new` are `[L, P]`; bool `[L]`."""
+    layers, slots = new.shape
+    before, after = (rows.reshape(layers, num_ranks, slots // num_ranks) for rows in (old, new))
+    ordered = np.sort(after, axis=2)
+    twice = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=(1, 2))
+    missing = np.array([len(np.unique(row)) < num_experts for row in new], dtype=np.bool_)
+    # An expert that the rank held before stands where it stood.
+    stayed = (after[..., :, None] == before[..., None, :]).any(axis=3)
+    moved = (stayed & (after != before)).any(axis=(1, 2))
+    broken: BoolArray = twice | missing | moved
+    return broken
+
+
+def use_in_factory(factory: Any, **options: Any) -> None:
+    """Let vllm-ascend's `PolicyFactory` give out this policy, whatever its number; an error falls back to its own.
+
+    Args:
+        factory: The class `vllm_ascend.eplb.core.policy.policy_factory.PolicyFactory`.
+        options: As for `EplbCorePolicy`.
+    """
+    engine_own = factory.generate_policy
+
+    class _Policy:
+        def __init__(self, theirs: Any) -> None:
+            self.rebalance_experts = guarded(
+                EplbCorePolicy(**options).rebalance_experts, theirs.rebalance_experts, "policy"
+            )
+
+    factory.generate_policy = staticmethod(lambda *args, **kwargs: _Policy(engine_own(*args, **kwargs)))

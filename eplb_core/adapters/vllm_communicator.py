@@ -1,0 +1,187 @@
+"""vLLM's expert transfers over this library's transports: one-sided reads from peers' live weights into its buffer.
+
+The sender does nothing; all ranks wait for one another when a layer's reads are over, before anyone installs what it
+read, since the weights that peers read from are written then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from eplb_core._arrays import ArrayLike, IntArray, to_ids
+from eplb_core.errors import TransportError
+from eplb_core.loading.transport import ReadBatch, ReadState, Region, Transport
+
+TRANSPORTS = ("shared_memory", "cuda_ipc", "nixl")
+_NAMES = {"shared_memory": "SharedMemory", "cuda_ipc": "CudaIpc", "nixl": "Nixl"}
+
+
+class TransportCommunicator:
+    """What vLLM's `EplbCommunicator` must do, over a `Transport`.
+
+    Args:
+        transport: Reads; it must reach the weights' kind of memory.
+        weights: Tensors `[slots, ...]` of each layer, contiguous; equally many and equally shaped on all ranks.
+        buffer: Where a layer's experts land, one tensor for each of a layer's.
+        rank: This rank.
+        gather: Every rank's object, by rank; collective.
+        barrier: Returns when all ranks have come to it.
+        deadline: Seconds after which a read that has not ended is an error.
+
+    Raises:
+        TransportError: The memory cannot be registered, or a peer is not reached.
+        ValueError: A tensor is not contiguous, or ranks have different tensors.
+    """
+
+    needs_profile_buffer_reservation = False
+
+    def __init__(
+        self,
+        transport: Transport,
+        weights: Sequence[Sequence[torch.Tensor]],
+        buffer: Sequence[torch.Tensor],
+        *,
+        rank: int,
+        gather: Callable[[Any], Sequence[Any]],
+        barrier: Callable[[], object],
+        deadline: float = 300.0,
+    ) -> None:
+        tensors = [tensor for layer in weights for tensor in layer]
+        for number, tensor in enumerate([*tensors, *buffer]):
+            if not tensor.is_contiguous():
+                raise ValueError(f"tensor {number} (shape {list(tensor.shape)}) must be contiguous, slots first")
+        self._transport, self._rank, self._barrier, self._deadline = transport, rank, barrier, deadline
+        self._buffer = list(buffer)
+        self._each = len(self._buffer)
+        self._first = len(tensors)
+        self._slots = int(tensors[0].shape[0])
+        self._stride = [tensor.nbytes // self._slots for tensor in tensors]
+        self._stream: Any = None
+        self._cuda = tensors[0].is_cuda
+        regions = [Region(tensor.data_ptr(), tensor.nbytes, str(tensor.device)) for tensor in (*tensors, *self._buffer)]
+        said = gather((transport.export(regions), self._slots, self._stride))
+        for peer, (_, slots, stride) in enumerate(said):
+            if (slots, stride) != (self._slots, self._stride):
+                raise ValueError(f"rank {peer} has {slots} slots of other tensors than this rank's {self._slots}")
+        for peer, (blob, _, _) in enumerate(said):
+            if peer != rank:
+                transport.connect(peer, blob)
+        self._layer = -1
+        self._row_of: list[dict[int, int]] = []
+        self._asked: dict[int, list[tuple[int, int, int, int, int]]] = {}
+
+    def set_stream(self, stream: Any) -> None:
+        """The stream on which what was read is used."""
+        self._stream = stream
+
+    def set_transfer_context(self, old_indices: ArrayLike, layer_idx: int) -> None:
+        """Which expert each slot of layer `layer_idx` holds before the move, `[P]`; -1 = none."""
+        if self._cuda:  # pragma: no cover  needs a GPU
+            # Copies out of the buffer may only be queued; the read would overtake them.
+            torch.cuda.current_stream().synchronize()
+            if self._stream is not None:
+                self._stream.synchronize()
+        rows: IntArray = to_ids(old_indices, "old_indices").reshape(-1, self._slots)
+        self._layer = layer_idx
+        self._row_of = [{expert: row for row, expert in enumerate(rank) if expert >= 0} for rank in rows.tolist()]
+
+    def add_send(self, tensors: Sequence[torch.Tensor], dst_rank: int, expert_id: int) -> None:
+        """Nothing: the receiver reads."""
+
+    def add_recv(self, tensors: Sequence[torch.Tensor], src_rank: int, expert_id: int) -> None:
+        """Note down a read of an expert into rows of the buffer; `execute` does it."""
+        row = self._row_of[src_rank][int(expert_id)]
+        for number, tensor in enumerate(tensors):
+            source = self._layer * self._each + number
+            nbytes = self._stride[source]
+            offset = tensor.data_ptr() - self._buffer[number].data_ptr()
+            self._asked.setdefault(src_rank, []).append((self._first + number, offset, source, row * nbytes, nbytes))
+
+    def execute(self) -> None:
+        """Read all that was noted down; returns when every rank's reads are over.
+
+        Raises:
+            TransportError: A read failed or took too long; the text names the rank.
+        """
+        asked, self._asked = self._asked, {}
+        tickets = []
+        most = self._transport.caps.max_batch
+        for peer in sorted(asked):
+            for start in range(0, len(asked[peer]), most):
+                columns = np.array(asked[peer][start : start + most], dtype=np.int64).T
+                tickets.append((peer, self._transport.read(peer, ReadBatch(*map(np.ascontiguousarray, columns)))))
+        end = time.monotonic() + self._deadline
+        for peer, ticket in tickets:
+            self._wait(peer, ticket, end)
+        self._barrier()
+
+    def _wait(self, peer: int, ticket: Any, end: float) -> None:
+        while True:
+            status = self._transport.poll(ticket)
+            if status.state is ReadState.DONE:
+                return
+            if status.state is not ReadState.PENDING:
+                raise TransportError(
+                    f"a read from rank {peer} ended as {status.state.name}: {status.reason}", rank=peer
+                )
+            if time.monotonic() > end:
+                self._transport.abandon(ticket)
+                raise TransportError(f"a read from rank {peer} took more than {self._deadline:g} s", rank=peer)
+            time.sleep(0.0002)
+
+
+def create(
+    name: str,
+    cpu_group: Any,
+    weights: Sequence[Sequence[torch.Tensor]],
+    buffer: Sequence[torch.Tensor],
+) -> TransportCommunicator:
+    """The communicator over a named transport for the ranks of a torch group; collective.
+
+    Raises:
+        TransportError: Some rank cannot; then it is raised on every rank, so that all go on in the same way.
+    """
+    import torch.distributed as dist
+
+    from eplb_core.loading import transports
+
+    def gather(own: Any) -> list[Any]:
+        answers: list[Any] = [None] * cpu_group.size()
+        dist.all_gather_object(answers, own, group=cpu_group)
+        return answers
+
+    def barrier() -> None:
+        dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=cpu_group)
+
+    trouble = ""
+    transport: Any = None
+    made: TransportCommunicator | None = None
+    try:
+        transport = getattr(transports, _NAMES[name])()
+    except Exception as error:
+        trouble = f"rank {cpu_group.rank()}: {error}"
+    _agree(gather(trouble))
+    try:
+        made = TransportCommunicator(
+            transport,
+            weights,
+            buffer,
+            rank=cpu_group.rank(),
+            gather=gather,
+            barrier=barrier,
+        )
+    except Exception as error:
+        trouble = f"rank {cpu_group.rank()}: {error}"
+    _agree(gather(trouble))
+    return cast(TransportCommunicator, made)  # None has trouble, and that has raised
+
+
+def _agree(troubles: Sequence[str]) -> None:
+    found = [trouble for trouble in troubles if trouble]
+    if found:
+        raise TransportError("; ".join(found))
