@@ -7,7 +7,8 @@ is moe128's `drift_load` (16 layers, 128 experts, 512 windows whose mixture of t
 slots on 16 ranks. Realized balancedness is the mean over all windows lived on and all layers: of replicas that share
 evenly, and of shares solved exactly in each window, as quota dispatch would have them. The clairvoyant line is placed
 on the windows that it then lives on: what is left of the gap to it is not for the search to close. Lines with 128
-windows see up to four times as much of the past as the protocol gives the others.
+windows see up to four times as much of the past as the protocol gives the others. FlashLB is given the windows one by
+one, as its engine does, and remembers as many: once with its own thresholds for what to leave alone, once without.
 """
 
 from __future__ import annotations
@@ -51,6 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     past, longer, future = (EVERY, 0), (4 * EVERY, 0), (0, EVERY)
     choosers: list[tuple[str, Chooser, tuple[int, int]]] = [("trivial layout kept", lambda _, live: live, past)]
     choosers += [(policy.name, peer(policy), past) for policy in theirs]
+    flash = peers.flashlb(options.peers_dir)
+    if isinstance(flash, str):
+        print(f"absent: {flash}")
+    else:
+        choosers += [
+            ("FlashLB", flashlb(flash, EVERY, thresholds=True), past),
+            ("FlashLB, no thresholds", flashlb(flash, EVERY, thresholds=False), past),
+            ("FlashLB, no thresholds, 128 windows", flashlb(flash, 4 * EVERY, thresholds=False), longer),
+        ]
     choosers += [(f"eplb_core place, transfer_price={price:g}", ours(price, "even"), past) for price in PRICES]
     choosers += [(f"eplb_core weighted, transfer_price={price:g}", ours(price, "weighted"), past) for price in PRICES]
     choosers += [(f"128 windows place, transfer_price={price:g}", ours(price, "even"), longer) for price in PRICES]
@@ -71,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ]
         )
         record.append(row)
-    head = ["policy", "realized balance", "with shares solved", "transfers", "median ms a call"]
+    head = ["policy", "realized balance", "with shares solved", "transfers", "median CPU ms a call"]
     print(measure.table(head, rows))
     if options.plot is not None:
         plot(record, options.plot)
@@ -113,14 +123,14 @@ def plot(record: Sequence[dict[str, Any]], path: Path) -> None:
                 [row[field] for row in others],
                 "x",
                 color="black",
-                label="DeepSeek, vLLM, SGLang",
+                label="DeepSeek, vLLM, SGLang, FlashLB",
             )
         axis.set_xscale("log")
         axis.set_xlabel("transfers in all")
         axis.set_title(title, fontsize=10)
         axis.grid(True, which="both", linewidth=0.3)
-        axis.legend(frameon=False, fontsize=8)
     axes[0].set_ylabel("realized balancedness")
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
@@ -141,16 +151,34 @@ def peer(policy: peers.Policy) -> Chooser:
     return choose
 
 
+def flashlb(make: Callable[[int, int], Any], windows: int, *, thresholds: bool) -> Chooser:
+    """It remembers windows, and with `thresholds` what it reached before; it reads what its memory holds once full."""
+    memory: list[Any] = []
+
+    def choose(seen: npt.NDArray[np.int64], live: eplb.ExpertLayout) -> eplb.ExpertLayout:
+        if not (memory and thresholds):
+            memory[:] = [make(RANKS, min(windows, len(seen)))]
+        slots = np.zeros((len(seen), live.num_layers, live.num_slots), dtype=np.int64)
+        first = live.logical_to_physical_map[:, :, 0]
+        np.put_along_axis(slots, np.broadcast_to(first, seen.shape), seen, axis=2)
+        table = live.physical_to_logical_map.reshape(live.num_layers, RANKS, -1)
+        _, _, rows = memory[0].rebalance_experts(table.copy(), slots.reshape(len(seen), *table.shape))
+        rows = np.asarray(rows, dtype=np.int64).reshape(live.num_layers, -1)
+        return eplb.ExpertLayout(rows, live.num_experts, topology=live.topology)
+
+    return choose
+
+
 def replay(load: npt.NDArray[np.int64], choose: Chooser, seen: tuple[int, int], stride: int) -> dict[str, Any]:
     """Realized mean balancedness, even and with shares solved in every window or each `stride`-th; transfers; time."""
     topology = eplb.Topology(RANKS)
     live = eplb.ExpertLayout.trivial(load.shape[1], load.shape[2], num_slots=SLOTS, topology=topology)
     realized, solved, seconds, moved = [], [], [], 0
-    choose(load[:EVERY], live)  # compiles, so as not to be timed
+    choose(load[:EVERY], live)  # compiles, so as not to be timed; what it remembers is what comes first anyway
     for start in range(EVERY, len(load), EVERY):
-        begun = time.perf_counter()
+        begun = time.thread_time()
         chosen = choose(load[max(0, start - seen[0]) : start + seen[1]], live)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.thread_time() - begun)
         moved += int(eplb.transfers(live, chosen).sum())
         live = chosen
         lived = load[start : start + EVERY]

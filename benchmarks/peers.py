@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -27,8 +28,12 @@ import torch
 Ids = npt.NDArray[np.int64]
 Call = Callable[[], Ids]
 
-WHEELS = {"vllm": "0.33.0", "sglang": "0.5.23"}
-FOLDERS = {"vllm": "vllm/distributed/eplb/policy", "sglang": "sglang/srt/eplb/eplb_algorithms"}
+WHEELS = {"vllm": "0.33.0", "sglang": "0.5.23", "vllm-ascend": "0.18.0"}
+FOLDERS = {
+    "vllm": "vllm/distributed/eplb/policy",
+    "sglang": "sglang/srt/eplb/eplb_algorithms",
+    "vllm-ascend": "vllm_ascend/eplb/core/policy",
+}
 DEFAULT_FOLDER = ".peers"
 
 
@@ -129,6 +134,28 @@ def _sglang(folder: Path) -> list[Policy]:
 
     prepares = {"deepseek": deepseek, "deepseek_vec": deepseek_vec, "elasticity_aware": elasticity_aware}
     return [Policy(f"SGLang {WHEELS['sglang']} {name}", prepare) for name, prepare in prepares.items()]
+
+
+def flashlb(folder: Path) -> Callable[[int, int], Any] | str:
+    """From ranks and windows to remember to vllm-ascend's FlashLB, which has a memory; or why it is absent."""
+    name = f"vllm-ascend {WHEELS['vllm-ascend']}"
+    if not (folder / FOLDERS["vllm-ascend"]).is_dir():
+        return f"{name}: not in {folder}; `make peers` fetches it"
+    compiler: Any = numba
+    njit = compiler.njit
+    # Its cache would name modules that are not there in the next process.
+    compiler.njit = lambda *function, **options: njit(*function, **{**options, "cache": False})
+    try:
+        policy = _import_with_stubs(folder, "vllm_ascend.eplb.core.policy.policy_flashlb").FlashLB
+    except ImportError as error:  # it needs scipy
+        return f"{name}: {error}"
+    finally:
+        compiler.njit = njit
+
+    def make(ranks: int, windows: int) -> Any:
+        return policy(types.SimpleNamespace(ep_worldsize=ranks, num_die_per_host=8, max_stage_window=windows))
+
+    return make
 
 
 def _import_with_stubs(folder: Path, name: str) -> Any:

@@ -90,7 +90,7 @@ def placement(record: dict[str, Any]) -> str:
 
 def over_time(record: dict[str, Any]) -> str:
     """A line a policy: balance on windows not seen yet, and transfers."""
-    shown = ("old map", "SGLang 0.5.23 deepseek", "EPLB", "place, transfer_price=0.001", "transfer_price=0.00025")
+    shown = ("old map", "EPLB", "FlashLB", "place, transfer_price=0.001", "transfer_price=0.00025")
     rows = [
         [
             row["policy"],
@@ -102,7 +102,7 @@ def over_time(record: dict[str, Any]) -> str:
         for row in record["rows"]
         if row["policy"].endswith(shown) and not row["policy"].startswith(("128", "clairvoyant"))
     ]
-    head = ["policy", "balance", "shares solved", "transfers", "ms a call"]
+    head = ["policy", "balance", "shares solved", "transfers", "CPU ms a call"]
     return f"{measure.table(head, rows)}\n\n{_machine(record)}."
 
 

@@ -90,7 +90,6 @@ if TYPE_CHECKING:
     from eplb_core.metrics import transfers as transfers
     from eplb_core.placement.budget import SlotPlan as SlotPlan
     from eplb_core.placement.budget import plan_slots as plan_slots
-    from eplb_core.placement.budget import spend_budget as spend_budget
     from eplb_core.placement.costs import CostModel as CostModel
     from eplb_core.placement.decide import Verdict as Verdict
     from eplb_core.placement.decide import should_rebalance as should_rebalance
@@ -103,6 +102,7 @@ if TYPE_CHECKING:
     from eplb_core.placement.place import place as place
     from eplb_core.placement.report import GainReport as GainReport
     from eplb_core.placement.report import gain_report as gain_report
+    from eplb_core.placement.spend import spend_budget as spend_budget
     from eplb_core.simulation import StepCost as StepCost
     from eplb_core.simulation import TokenTrace as TokenTrace
     from eplb_core.simulation import Traffic as Traffic
@@ -160,7 +160,7 @@ _HOMES = {
     "backtesting": "backtest",
     "simulation": "StepCost TokenTrace Traffic compare_policies cost_preset generate_trace simulate stream_trace sweep",
     "trace": "Trace load_trace save_trace",
-    "placement.budget": "SlotPlan plan_slots spend_budget",
+    "placement.budget": "SlotPlan plan_slots",
     "placement.costs": "CostModel",
     "placement.decide": "Verdict should_rebalance",
     "placement.deepseek": "rebalance_experts",
@@ -168,6 +168,7 @@ _HOMES = {
     "placement.forecast": "forecast",
     "placement.place": "Placement place",
     "placement.report": "GainReport gain_report",
+    "placement.spend": "spend_budget",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError "
     "AgreementError HostAbsent HostBusy HostRefused LayoutAgreementError MigrationError RecordLostError "
     "SocketInUseError SocketOwnerError",

@@ -41,13 +41,15 @@ _LOAD = np.array([[3, 1, 2, 1], [1, 1, 1, 4]])
 
 
 def _warm_place() -> None:
-    from eplb_core.placement.budget import spend_budget
     from eplb_core.placement.decide import should_rebalance
     from eplb_core.placement.place import place
+    from eplb_core.placement.spend import spend_budget
 
     live = place(_LOAD, _TOPOLOGY, num_slots=6).layout
     should_rebalance(live, _LOAD, live, dispatch="weighted")
     spend_budget([1.0, 2.0], [1, 1], 1)
+    uneven = ExpertLayout([[0, -1, -1, 1, 2, 3]] * 2, num_experts=4, topology=_TOPOLOGY)  # rank 1 has 2 of the 5 slots
+    place(_LOAD, _TOPOLOGY, num_slots=5, current=uneven, max_node_transfers=[[-1, 1], [1, -1]])
     for load in (_LOAD, np.stack([_LOAD, _LOAD[::-1]])):  # one window and several
         place(load, _TOPOLOGY, num_slots=6)
         place(load, _TOPOLOGY, num_slots=6, current=live)

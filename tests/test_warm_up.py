@@ -42,8 +42,13 @@ with event.install_recorder("numba:compile") as compiled:
         eplb.place(load, topology, num_slots=22, current=live, max_transfers=3, transfer_price=0.01)
         eplb.place(load, topology, num_slots=22, current=live, transfer_cost=cost)
         eplb.place(load, topology, num_slots=22, current=live, dispatch="weighted", transfer_price=0)
+        ones, no = np.ones((4, 4), int), [[-1, 1], [1, -1]]
+        eplb.place(load, topology, num_slots=22, current=live, max_total_transfers=5, max_rank_transfers=ones)
+        eplb.place(load, topology, num_slots=22, current=live, dispatch="weighted", max_node_transfers=no)
         for locality in ("group", "first_copy"):
-            eplb.place(load, topology, num_slots=20, locality=locality, num_groups=4)
+            grouped = eplb.place(load, topology, num_slots=20, locality=locality, num_groups=4).layout
+            eplb.place(load[..., ::-1] if hasattr(load, "strides") else load, topology, num_slots=20, locality=locality,
+                       num_groups=4, current=grouped, transfer_price=0, transfer_cost=cost)
         rows = load if np.ndim(load) == 2 else np.asarray(load)[0]
         eplb.rebalance_experts(rows, 20, 4, 2, 4)
         eplb.rebalance_experts(torch.tensor(np.array(rows)), 16, 1, 1, 16)

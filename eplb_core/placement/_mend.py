@@ -6,18 +6,29 @@ import numpy as np
 
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import kernel
+from eplb_core.placement._links import Links, book, book_row, find_sender
 
 
 @kernel
-def restore_lost(load: FloatArray, capacity: IntArray, p2l: IntArray) -> None:
+def restore_lost(
+    load: FloatArray, capacity: IntArray, old: IntArray, links: Links, p2l: IntArray, senders: IntArray
+) -> None:
     """Give each expert without a slot one, where the least is lost: an empty slot, else the smallest share of another.
+
+    Where links have limits, a slot to which one with room leads comes before all others; where none has, the expert
+    gets its slot all the same.
 
     Args:
         load: `[L, E]`.
         capacity: Slots to fill of each rank `[R]`; their sum must be at least E.
+        old: Layout that the weights are in `[L, P]`.
+        links: Their limits.
         p2l: `[L, P]`, changed in place; slots of ranks that are not active must be -1.
+        senders: Written where an expert is restored `[L, P]`: the rank that it comes from, -1 = over no link.
     """
     experts = load.shape[1]
+    limited = links.rank_limit.size > 0
+    held = np.zeros((experts, capacity.size), np.int8)
     stride = p2l.shape[1] // capacity.size
     count = np.zeros(experts, dtype=np.int64)
     filled = np.zeros(capacity.size, dtype=np.int64)
@@ -29,25 +40,38 @@ def restore_lost(load: FloatArray, capacity: IntArray, p2l: IntArray) -> None:
             if row[p] >= 0:
                 count[row[p]] += 1
                 filled[p // stride] += 1
+        if limited:
+            book_row(senders[layer], links)
+            for p in range(row.size):
+                if old[layer, p] >= 0:
+                    held[old[layer, p], p // stride] = 1
         for e in range(experts):
             if count[e] > 0:
                 continue
-            place = -1
+            place = sender = -1
             least = np.inf
             for p in range(row.size):
-                f = row[p]
-                if f < 0 and filled[p // stride] < capacity[p // stride] and least > -1.0:
-                    least = -1.0
-                    place = p
-                elif f >= 0 and count[f] > 1 and load[layer, f] / count[f] < least:
-                    least = load[layer, f] / count[f]
-                    place = p
+                f, r = row[p], p // stride
+                if f < 0 and filled[r] < capacity[r]:
+                    lost = -1.0
+                elif f >= 0 and count[f] > 1:
+                    lost = load[layer, f] / count[f]
+                else:
+                    continue
+                source = find_sender(e, r, held, links) if limited else -1
+                if (source >= 0) > (sender >= 0) or ((source >= 0) == (sender >= 0) and lost < least):
+                    place, sender, least = p, source, lost
+            senders[layer, place] = sender
+            book(sender, place // stride, 1, links)
             if row[place] >= 0:
                 count[row[place]] -= 1
             else:
                 filled[place // stride] += 1
             row[place] = e
             count[e] = 1
+        for p in range(row.size if limited else 0):
+            if old[layer, p] >= 0:
+                held[old[layer, p], p // stride] = 0
 
 
 @kernel

@@ -101,18 +101,26 @@ def time_layers(
 def _solved_times(layout: ExpertLayout, load: FloatArray, active: BoolArray, lost: BoolArray) -> FloatArray:
     """Tokens over speed of the fullest rank under the best shares of each window, mean over windows, `[L]`."""
     windows, layers, _ = load.shape
-    topology = layout.topology
-    capacity = np.where(active, layout.slots_per_rank, 0).astype(np.int64)
-    rows = np.where(np.repeat(active, layout.slots_per_rank), layout.physical_to_logical_map, -1)
-    rows[lost] = np.arange(layout.num_slots) % layout.num_experts  # any: the time of these layers is not asked for
-    even, balance = np.zeros((windows, layers)), np.zeros(layers)
+    even = np.zeros((windows, layers))
     mean: FloatArray = np.zeros(layers)
-    _even_times(load, active, topology.rank_speed, even)
+    _even_times(load, active, layout.topology.rank_speed, even)
+    balance = solved_balancedness(layout, load, active, lost)
     for window in range(windows):
-        score_weighted(load[window : window + 1], np.ones(1), rows, capacity, 1.0 / topology.rank_speed, balance)
-        mean += np.divide(even[window], balance, out=np.zeros(layers), where=even[window] > 0.0)
+        mean += np.divide(even[window], balance[window], out=np.zeros(layers), where=even[window] > 0.0)
     mean /= windows
     return mean
+
+
+def solved_balancedness(layout: ExpertLayout, load: FloatArray, active: BoolArray, lost: BoolArray) -> FloatArray:
+    """Balancedness under the best shares of each window, `[T, L]`; NaN without load, anything where layers are lost."""
+    capacity = np.where(active, layout.slots_per_rank, 0).astype(np.int64)
+    rows = np.where(np.repeat(active, layout.slots_per_rank), layout.physical_to_logical_map, -1)
+    rows[lost] = np.arange(layout.num_slots) % layout.num_experts
+    balance = np.zeros(load.shape[:2])
+    pace = 1.0 / layout.topology.rank_speed
+    for window in range(len(load)):
+        score_weighted(load[window : window + 1], np.ones(1), rows, capacity, pace, balance[window])
+    return balance
 
 
 @kernel

@@ -9,6 +9,8 @@ from eplb_core._numba import kernel
 
 # Above this many interchangeable ranks the exact assignment, O(n^3), gives way to a greedy one.
 _MOST_EXACT = 256
+# Costs of transfers are compared in so many parts of the dearest.
+_PARTS = 1 << 20
 
 
 @kernel
@@ -19,11 +21,12 @@ def keep_in_place(
     capacity: IntArray,
     rank_speed: FloatArray,
     rank_to_node: IntArray,
+    link_cost: FloatArray,
     across_nodes: bool,
     num_experts: int,
     transfers: IntArray,
 ) -> None:
-    """Rename the ranks of `new` so that few experts are new to their rank, and leave those that stay in their slots.
+    """Rename the ranks of `new` so that transfers cost least, and leave what stays on its rank in its slot.
 
     Ranks of equal speed and slots (and of one node, unless `across_nodes`) may exchange their contents without any
     change of balance; which takes whose is an assignment problem, solved exactly (Hungarian method) for up to 256 ranks
@@ -36,6 +39,8 @@ def keep_in_place(
         capacity: Live slots of each rank `[R]`.
         rank_speed: `[R]`.
         rank_to_node: `[R]`.
+        link_cost: Cost of a transfer from rank to rank `[R, R]`; each comes from the cheapest holder. Where all are
+            equal, and beyond the exact size, transfers are counted.
         across_nodes: Contents may change nodes.
         num_experts: E.
         transfers: Written `[L]` for the layers that are not skipped.
@@ -50,6 +55,13 @@ def keep_in_place(
     kept = np.zeros((ranks, ranks), dtype=np.int64)
     group = np.zeros(ranks, dtype=np.int64)
     taker = np.zeros(ranks, dtype=np.int64)
+    cheapest, dearest = np.inf, 0.0
+    for r in range(ranks):
+        for q in range(ranks):
+            if q != r:
+                cheapest, dearest = min(cheapest, link_cost[r, q]), max(dearest, link_cost[r, q])
+    unequal = cheapest < dearest and ranks <= _MOST_EXACT
+    fetch = np.zeros((num_experts if unequal else 0, ranks), dtype=np.int64)
     for layer in range(layers):
         if skip[layer]:
             continue
@@ -67,8 +79,13 @@ def keep_in_place(
                     group[first] = r
                     break
         _list_homes(old[layer], stride, experts_first, home)
+        if unequal:
+            _price_fetches(experts_first, home, link_cost, dearest, fetch)
         for r in range(ranks):
-            _count_kept(new[layer], r, stride, experts_first, home, kept[r])
+            if unequal:
+                _price_contents(new[layer], r, stride, fetch, kept[r])
+            else:
+                _count_kept(new[layer], r, stride, experts_first, home, kept[r])
         for first in range(ranks):
             if group[first] == first:
                 _assign(first, group, kept, taker)
@@ -149,6 +166,30 @@ def _count_kept(new: IntArray, r: int, stride: int, first: IntArray, home: IntAr
             if i == first[e] or home[i] != home[i - 1]:
                 kept[home[i]] += 1
     return distinct
+
+
+@kernel
+def _price_fetches(first: IntArray, home: IntArray, link_cost: FloatArray, dearest: float, fetch: IntArray) -> None:
+    """Cost for each rank to receive each expert from its cheapest holder, in parts of the dearest link's: `[E, R]`."""
+    for e in range(fetch.shape[0]):
+        for r in range(fetch.shape[1]):
+            least = dearest
+            for i in range(first[e], first[e + 1]):
+                least = 0.0 if home[i] == r else min(least, link_cost[home[i], r])
+            fetch[e, r] = int(least / dearest * _PARTS + 0.5)
+
+
+@kernel
+def _price_contents(new: IntArray, r: int, stride: int, fetch: IntArray, kept: IntArray) -> None:
+    """What it saves, against nothing, that the contents of new rank r go to each old rank: `kept`, 0 or less."""
+    kept[:] = 0
+    for p in range(r * stride, r * stride + stride):
+        seen = new[p] < 0
+        for q in range(r * stride, p):
+            seen = seen or new[q] == new[p]
+        if not seen:
+            for rank in range(kept.size):
+                kept[rank] -= fetch[new[p], rank]
 
 
 @kernel

@@ -11,7 +11,7 @@ import numpy as np
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, check_real
 from eplb_core.layout import ExpertLayout, rank_capacity
 from eplb_core.metrics import rank_load
-from eplb_core.placement._pass_time import check_active, time_layers
+from eplb_core.placement._pass_time import check_active, solved_balancedness, time_layers
 from eplb_core.placement.costs import CostModel
 from eplb_core.placement.place import place
 from eplb_core.topology import Topology
@@ -96,6 +96,7 @@ def gain_report(
     current: ExpertLayout | None = None,
     cost: CostModel | None = None,
     window_passes: float = 1.0,
+    dispatch: str = "even",
 ) -> GainReport:
     """How much can placement gain on this load, with how many redundant slots, for how much memory?
 
@@ -111,6 +112,8 @@ def gain_report(
         current: Layout to compare with. Default: the trivial one without redundant slots.
         cost: Seconds of a pass and bytes of an expert. Default: shares of time only.
         window_passes: Passes that a window covers, for the seconds of a pass.
+        dispatch: How replicas share their expert's tokens, as for `place`: "even", or "weighted" as is best for each
+            window, those that are judged on too.
 
     Returns:
         Numbers, and the answer in words; `str` makes a table of them.
@@ -141,12 +144,15 @@ def gain_report(
             f"`current` ({start!r}) must have the load's {layers} layers, {experts} experts and `topology`"
         )
     model = CostModel() if cost is None else cost
-    now_s = _seconds(start, test, model, passes)
+    if dispatch not in ("even", "weighted"):
+        raise ValueError(f"`dispatch` (={dispatch!r}) must be 'even' or 'weighted'")
+    weighted = dispatch == "weighted"
+    now_s = _seconds(start, test, model, passes, weighted)
     least_s = _least_seconds(test, topology, model, passes)
     rows = []
     for slots in _slot_counts(num_slots, experts, topology.num_ranks):
-        placement = place(train, topology, num_slots=slots)
-        saved_s = now_s - _seconds(placement.layout, test, model, passes)
+        placement = place(train, topology, num_slots=slots, dispatch=dispatch)
+        saved_s = now_s - _seconds(placement.layout, test, model, passes, weighted)
         spare = int(rank_capacity(slots, topology.num_ranks)[0] - rank_capacity(experts, topology.num_ranks)[0])
         rows.append(
             GainRow(
@@ -154,7 +160,7 @@ def gain_report(
                 redundant=slots - experts,
                 seen=_mean(placement.balancedness),
                 bound=_mean(placement.bound),
-                unseen=_balancedness(placement.layout, test) if half else float("nan"),
+                unseen=_balancedness(placement.layout, test, weighted) if half else float("nan"),
                 saved=saved_s / now_s,
                 saved_s=float("nan") if cost is None else saved_s,
                 memory_bytes=spare * layers * model.expert_bytes,
@@ -166,7 +172,7 @@ def gain_report(
     best = min((i for i in range(len(rows)) if rows[i].saved >= enough), key=lambda i: rows[i].num_slots)
     pays = rows[best].saved >= _WORTH
     words = _conclude(rows[best], ceiling, pays, topology.num_ranks)
-    now = _balancedness(start, test)
+    now = _balancedness(start, test, weighted)
     return GainReport(topology, layers, experts, windows, now, ceiling, tuple(rows), best, pays, words)
 
 
@@ -180,10 +186,12 @@ def _slot_counts(num_slots: Sequence[int] | None, experts: int, ranks: int) -> l
     return counts
 
 
-def _seconds(layout: ExpertLayout, load: IntArray | FloatArray, model: CostModel, passes: float) -> float:
+def _seconds(
+    layout: ExpertLayout, load: IntArray | FloatArray, model: CostModel, passes: float, weighted: bool
+) -> float:
     """Time of all layers in a pass."""
     active = check_active(None, layout.topology.num_ranks)
-    times, _ = time_layers(layout, check_load(load, "trace", (3,)), active, None, "shares", model, passes)
+    times, _ = time_layers(layout, check_load(load, "trace", (3,)), active, None, "shares", model, passes, weighted)
     return float(sum(times.tolist()))
 
 
@@ -197,8 +205,11 @@ def _least_seconds(load: IntArray | FloatArray, topology: Topology, model: CostM
     return float(spread + model.layer_s * load.shape[1])
 
 
-def _balancedness(layout: ExpertLayout, load: IntArray | FloatArray) -> float:
+def _balancedness(layout: ExpertLayout, load: IntArray | FloatArray, weighted: bool) -> float:
     """Mean over layers and windows with load of the even time over the fullest rank's time."""
+    if weighted:
+        active, none = check_active(None, layout.topology.num_ranks), np.zeros(layout.num_layers, dtype=np.bool_)
+        return _mean(solved_balancedness(layout, check_load(load, "trace", (3,)), active, none))
     tokens, speed = rank_load(layout, load), layout.topology.rank_speed
     top = (tokens / speed).max(axis=2)
     even = tokens.sum(axis=2) / speed.sum()

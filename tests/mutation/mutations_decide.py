@@ -12,6 +12,7 @@ ELASTIC = "eplb_core/placement/elastic.py"
 FORECAST = "eplb_core/placement/forecast.py"
 BACKTEST = "eplb_core/backtesting.py"
 BUDGET = "eplb_core/placement/budget.py"
+SPEND = "eplb_core/placement/spend.py"
 TEST_COSTS = "tests/placement/test_costs.py"
 TEST_DECIDE = "tests/placement/test_decide.py"
 TEST_REPORT = "tests/placement/test_report.py"
@@ -19,12 +20,15 @@ TEST_ELASTIC = "tests/placement/test_elastic.py"
 TEST_FORECAST = "tests/placement/test_forecast.py"
 TEST_BACKTEST = "tests/test_backtesting.py"
 TEST_BUDGET = "tests/placement/test_budget.py"
+TEST_SPEND = "tests/placement/test_spend.py"
 
 GAIN = f"{TEST_DECIDE}::test_gain_is_the_difference_of_the_slowest_ranks_times"
 WORTH = f"{TEST_DECIDE}::test_a_layer_moves_exactly_if_it_gains_and_pays_back"
 WEIGHTED = f"{TEST_DECIDE}::test_weighted_dispatch_is_judged_by_the_best_shares_of_each_window"
 DIED = f"{TEST_DECIDE}::test_an_expert_that_died_with_its_rank_moves_its_layer_whatever_that_costs"
-OPTIMAL = f"{TEST_BUDGET}::test_no_other_choice_within_the_budget_gains_more"
+OPTIMAL = f"{TEST_SPEND}::test_no_other_choice_within_the_budget_gains_more"
+NOISE = f"{TEST_DECIDE}::test_noise_of_one_percent_moves_nothing"
+PAYBACK = f"{TEST_DECIDE}::test_a_layer_that_does_not_pay_for_itself_is_not_paid_for_by_others"
 RETIRE = f"{TEST_ELASTIC}::test_retiring_moves_exactly_what_only_the_leaving_ranks_hold"
 
 # (file, text before, text after, test that must fail)
@@ -47,7 +51,7 @@ MUTATIONS = [
     ),
     # weighted dispatch: tokens counted twice, or a window whose load is not divided by what balance it reaches
     (TIMES, "0.0 if solved else model.token_s", "model.token_s", WEIGHTED),
-    (TIMES, "np.divide(even[window], balance,", "np.divide(even[window], 1.0,", WEIGHTED),
+    (TIMES, "np.divide(even[window], balance[window],", "np.divide(even[window], 1.0,", WEIGHTED),
     # an expert that the rank holds crosses the wire, or one counted twice
     (
         TIMES,
@@ -69,8 +73,8 @@ MUTATIONS = [
         f"{TEST_DECIDE}::test_holders_share_the_sending",
     ),
     # verdicts: any gain, no pay-back, the wrong way round
-    (DECIDE, "elif not (saved > 0.0 and saved > least * time):", "elif not saved > 0.0:", WORTH),
-    (DECIDE, "elif horizon is not None and not saved * horizon", "elif horizon is None and not saved * 10", WORTH),
+    (DECIDE, "elif not (saved > 0.0 and saved > least * time):", "elif not saved > 0.0:", NOISE),
+    (DECIDE, "elif horizon is not None and not saved * horizon", "elif horizon is None and not saved * 10", PAYBACK),
     (DECIDE, "gain, price = before - after,", "gain, price = after - before,", GAIN),
     (
         DECIDE,
@@ -177,20 +181,20 @@ MUTATIONS = [
         f"{TEST_BACKTEST}::test_placing_for_all_windows_is_the_policy_of_place",
     ),
     # budgets: gains that are none; the dearer of equals; what must be had is not first
-    (BUDGET, "if p > left or not gain[c, layer] > 0.0:", "if p > left:", OPTIMAL),
-    (BUDGET, "if p > left or not gain", "if p > left + 1 or not gain", OPTIMAL),
-    (BUDGET, "(whole < cost or (whole == cost and take < 0))", "(take < 0)", OPTIMAL),
+    (SPEND, "if p > left or not gain[c, layer] > 0.0:", "if p > left:", OPTIMAL),
+    (SPEND, "if p > left or not gain", "if p > left + 1 or not gain", OPTIMAL),
+    (SPEND, "(whole < cost or (whole == cost and take < 0))", "(take < 0)", OPTIMAL),
     (
-        BUDGET,
+        SPEND,
         "(whole == cost and take < 0)",
         "(whole == cost and False)",
-        f"{TEST_BUDGET}::test_of_equal_layers_the_first_are_served",
+        f"{TEST_SPEND}::test_of_equal_layers_the_first_are_served",
     ),
     (
-        BUDGET,
+        SPEND,
         "all_else += 2.0 * value",
         "all_else += 0.0 * value",
-        f"{TEST_BUDGET}::test_what_must_be_had_comes_first",
+        f"{TEST_SPEND}::test_what_must_be_had_comes_first",
     ),
     (
         BUDGET,

@@ -5,6 +5,8 @@ from __future__ import annotations
 INTERPRETED = True
 
 PLACE = "eplb_core/placement/place.py"
+PROBLEM = "eplb_core/placement/_problem.py"
+FROM = "eplb_core/placement/_from_current.py"
 SEARCH = "eplb_core/placement/_search.py"
 KERNELS = "eplb_core/placement/_kernels.py"
 REFINE = "eplb_core/placement/_refine.py"
@@ -240,6 +242,13 @@ MUTATIONS = [
         f"{TEST_RELABEL}::test_only_ranks_that_are_alike_exchange",
     ),
     (RELABEL, "u[match[j]] += delta", "u[match[j]] -= delta", FEWEST),
+    # renaming: links that cost unequally count alike
+    (
+        RELABEL,
+        "    unequal = cheapest < dearest and ranks <= _MOST_EXACT\n",
+        "    unequal = False\n",
+        f"{TEST_RELABEL}::test_no_exchange_of_ranks_would_cost_less",
+    ),
     # renaming: an expert that fills two slots of a rank is received twice
     (
         RELABEL,
@@ -262,29 +271,29 @@ MUTATIONS = [
         f"{TEST_PLACE}::test_layers_without_load_get_the_trivial_spread_and_no_balancedness",
     ),
     (
-        PLACE,
+        PROBLEM,
         "    if count == 1 and weights[0] > 0.0:\n",
         "    if False:\n",
         f"{TEST_PLACE}::test_the_weight_of_the_only_window_changes_nothing",
     ),
     # place: limits
     (
-        PLACE,
-        "    near[stays if problem.pin else fits] = present[stays if problem.pin else fits]\n",
-        "    near[fits & (problem.pin == 0)] = present[fits & (problem.pin == 0)]\n",
+        FROM,
+        "    anew = ~stays if problem.pin else ~fits\n",
+        "    anew = ~stays | (problem.pin > 0) if problem.pin else ~fits\n",
         f"{TEST_PLACE}::test_groups_bind_the_limit_of_transfers_too",
     ),
     # place: refusals
     (
-        PLACE,
+        PROBLEM,
         "    if live < experts:\n",
         "    if False:\n",
         f"{TEST_PLACE}::test_too_few_live_slots_raise_with_the_numbers",
     ),
-    (PLACE, "    if experts % groups:\n", "    if False:\n", REFUSALS),
-    (PLACE, "    if fit.sum() < groups:\n", "    if False:\n", REFUSALS),
-    (PLACE, "    if locality not in _PIN:\n", "    if False:\n", REFUSALS),
-    (PLACE, "        if mine != theirs:\n", "        if False:\n", REFUSALS),
+    (PROBLEM, "    if experts % groups:\n", "    if False:\n", REFUSALS),
+    (PROBLEM, "    if fit.sum() < groups:\n", "    if False:\n", REFUSALS),
+    (PROBLEM, "    if locality not in _PIN:\n", "    if False:\n", REFUSALS),
+    (PROBLEM, "        if mine != theirs:\n", "        if False:\n", REFUSALS),
     (
         SEARCH,
         "            others = others or (row[a] == e and a != p)\n",

@@ -1,10 +1,8 @@
-"""One budget for all layers: optimal against every choice, and slots where they are worth most."""
+"""Slots of each layer: where they are worth most."""
 
 from __future__ import annotations
 
 import itertools
-import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,103 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eplb_core as eplb
-from eplb_core import InfeasiblePlacementError, Topology, place, plan_slots, spend_budget
-
-
-@st.composite
-def offers(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
-    """Gains and prices `[C, L]`; integers, so that sums are exact."""
-    candidates, layers = draw(st.integers(1, 3)), draw(st.integers(1, 5))
-
-    def table(least: int, most: int) -> Any:
-        row = st.lists(st.integers(least, most), min_size=layers, max_size=layers)
-        return draw(st.lists(row, min_size=candidates, max_size=candidates))
-
-    return table(-2, 9), table(0, 5)
-
-
-def value_of(gains: Any, prices: Any, choice: Any) -> tuple[float, int]:
-    taken = [(gains[c][layer], prices[c][layer]) for layer, c in enumerate(choice) if c >= 0]
-    return sum(gain for gain, _ in taken), sum(price for _, price in taken)
-
-
-@pytest.mark.slow
-@given(offers(), st.integers(0, 16))
-def test_no_other_choice_within_the_budget_gains_more(case: Any, budget: int) -> None:
-    gains, prices = case
-    chosen = spend_budget(gains, prices, budget).tolist()
-    gain, price = value_of(gains, prices, chosen)
-    assert price <= budget
-    others = [
-        value_of(gains, prices, choice)
-        for choice in itertools.product(range(-1, len(gains)), repeat=len(gains[0]))
-        if value_of(gains, prices, choice)[1] <= budget
-    ]
-    best = max(other for other, _ in others)
-    assert gain == best
-    assert price == min(cost for other, cost in others if other == best)
-    assert all(gains[c][layer] > 0 for layer, c in enumerate(chosen) if c >= 0)
-
-
-@pytest.mark.slow
-@given(offers())
-def test_more_budget_never_gains_less(case: Any) -> None:
-    gains, prices = case
-    worth = [value_of(gains, prices, spend_budget(gains, prices, budget))[0] for budget in range(20)]
-    assert worth == sorted(worth)
-
-
-def test_of_equal_layers_the_first_are_served() -> None:
-    assert spend_budget([1.0] * 4, [2] * 4, 5).tolist() == [0, 0, -1, -1]
-    assert spend_budget([[1.0, 1.0], [1.0, 1.0]], [[2, 2], [2, 2]], 2).tolist() == [0, -1]
-    assert spend_budget([[1.0], [1.0]], [[2], [1]], 2).tolist() == [1]
-
-
-def test_a_budget_that_does_not_bind_takes_all_that_gains() -> None:
-    assert spend_budget([3.0, 0.0, -1.0, 2.0], [1, 1, 1, 1], 10**9).tolist() == [0, -1, -1, 0]
-    assert spend_budget([3.0, 1.0], [0, 7], 0).tolist() == [0, -1]
-
-
-def test_what_must_be_had_comes_first() -> None:
-    """An expert that nobody holds gains infinitely much: `should_rebalance` says so."""
-    assert spend_budget([100.0, math.inf, 100.0, math.inf], [1, 2, 1, 2], 4).tolist() == [-1, 0, -1, 0]
-    assert spend_budget([100.0, math.inf, 100.0, math.inf], [1, 2, 1, 2], 3).tolist() == [0, 0, -1, -1]
-
-
-def test_a_verdict_is_cut_to_a_budget_of_transfers() -> None:
-    rng = np.random.default_rng(4)
-    load = rng.lognormal(3, 1, (6, 24))
-    topology = Topology(4)
-    live = eplb.ExpertLayout.trivial(6, 24, num_slots=28, topology=topology)
-    offered = place(load, topology, num_slots=28, current=live)
-    verdict = eplb.should_rebalance(live, load, offered)
-    gains = np.where(verdict.layers, verdict.layer_gain, 0.0)
-    taken = spend_budget(gains, verdict.layer_transfers, 15) >= 0
-    assert 0 < eplb.transfers(live, live.replace(offered.layout, taken)).sum() <= 15
-
-
-def test_nothing_to_choose_from_is_nothing_chosen() -> None:
-    assert spend_budget([], [], 3).tolist() == []
-    assert spend_budget(np.zeros((0, 2)), np.zeros((0, 2), np.int64), 3).tolist() == [-1, -1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (([1.0, 2.0], [1], 3), r"`gains` \(shape \[2\]\) and `prices` \(shape \[1\]\) must both be \[C, L\] or \[L\]"),
-        (([1.0, math.nan], [1, 1], 3), r"`gains` \(=nan\) must be a number at candidate 0, layer 1"),
-        (([[1.0], [1.0]], [[1], [-2]], 3), r"`prices` \(=-2\) must be 0 or more at candidate 1, layer 0"),
-        (([1.0], [1], -1), r"`budget` \(=-1\) must be at least 0"),
-        ((np.ones((128, 1)), np.ones((128, 1), np.int64), 1), r"`gains` \(128 candidates\) must have 127 or fewer"),
-        (([1e308, 1e308], [1, 1], 1), r"`gains` \(up to 1e\+308\) are too large to be added up"),
-    ],
-)
-def test_bad_arguments_raise_with_their_values(arguments: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        spend_budget(*arguments)
-
-
-# ---- slots -----------------------------------------------------------------------------------------------------------
+from eplb_core import InfeasiblePlacementError, Topology, plan_slots
 
 
 def test_slots_go_to_the_layers_that_need_them() -> None:
@@ -160,3 +62,16 @@ def test_slot_plans_refuse_what_holds_no_model() -> None:
         plan_slots(load, Topology(2), total_slots=9, choices=[3])
     with pytest.raises(ValueError, match=r"`choices` \(=\[\]\) must name one number of slots or more"):
         plan_slots(load, Topology(2), total_slots=9, choices=[])
+
+
+def test_shares_by_weight_need_no_more_slots() -> None:
+    """What a slot is worth is judged with the shares that will be used."""
+    load = np.random.default_rng(8).integers(1, 200, (3, 2, 8))
+    topology = Topology(2)
+    even, weighted = (plan_slots(load, topology, total_slots=11, dispatch=name) for name in ("even", "weighted"))
+    assert weighted.slots_per_rank.sum() <= 11
+    assert (weighted.layer_time.min(axis=0) <= even.layer_time.min(axis=0) + 1e-3).all()
+    later = eplb.place(
+        load, topology, num_slots=weighted.slots_per_rank * 2, current=weighted.layout, dispatch="weighted"
+    )
+    assert later.balancedness == pytest.approx(weighted.balancedness, abs=0.02)

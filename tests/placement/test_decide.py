@@ -214,6 +214,13 @@ def test_a_cost_of_any_rebalance_must_be_paid_by_all_layers_together() -> None:
     assert alone.cost == 70.0
 
 
+def test_a_layer_that_does_not_pay_for_itself_is_not_paid_for_by_others() -> None:
+    both = ExpertLayout([[0, 2, 1, 3]] * 2, num_experts=4, topology=TWO)
+    load = [[10 * tokens for tokens in LOAD[0]], LOAD[0]]
+    verdict = should_rebalance(LIVE, load, both, cost=CostModel(token_s=1.0, install_s=100.0), passes_since=1)
+    assert verdict.layer_reasons == ("pays", "not paid back")
+
+
 def test_frozen_layers_stay_until_they_thaw() -> None:
     for frozen in ([True, False], [0]):
         verdict = should_rebalance(LIVE, LOAD, BETTER, frozen=frozen)

@@ -132,7 +132,10 @@ def test_a_layout_covers_all_experts_without_pairs_and_fills_the_slots_it_should
 @settings(max_examples=EXAMPLES)
 @given(problems())
 def test_groups_are_where_the_locality_says(problem: Problem) -> None:
-    placement = problem.solve()
+    check_groups(problem, problem.solve())
+
+
+def check_groups(problem: Problem, placement: Placement) -> None:
     size = problem.load.shape[1] // problem.num_groups
     for layer in range(len(problem.load)):
         rows = contents(placement, layer)
@@ -223,6 +226,24 @@ def test_rows_change_only_for_a_gain_and_within_the_limit(
             assert np.array_equal(new[layer], old[layer])
         if not np.array_equal(new[layer], old[layer]):
             assert placement.balancedness[layer] - before[layer] >= min_gain - 1e-12
+
+
+@settings(max_examples=EXAMPLES)
+@given(problems(), st.integers(0, 10**6), st.sampled_from([None, 1, 3]), st.sampled_from([0.0, 0.001]))
+def test_groups_stay_where_they_are_while_experts_move(
+    problem: Problem, seed: int, max_transfers: int | None, price: float
+) -> None:
+    """The search from a layout keeps the locality, and is worth no less than staying."""
+    other = random_load(np.random.default_rng(seed), "lognormal", *problem.load.shape)
+    current = problem.solve(load=other).layout
+    placement = problem.solve(current=current, min_gain=0.0, max_transfers=max_transfers, transfer_price=price)
+    stay = problem.solve(current=current, max_transfers=0, min_gain=1e9)
+    assert stay.layout == current
+    check_groups(problem, placement)
+    known = ~np.isnan(placement.balancedness)
+    worth = placement.balancedness - price * placement.transfers
+    assert (worth >= stay.balancedness - 1e-9)[known].all()
+    assert placement.transfers.max() <= (max_transfers or 10**9)
 
 
 @settings(max_examples=EXAMPLES)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eplb_core._arrays import FloatArray as Floats
 from eplb_core._arrays import IntArray
 from eplb_core.placement import _relabel
 from eplb_core.placement._relabel import keep_in_place, settle
@@ -22,6 +23,7 @@ def relabel(
     speed: list[float] | None = None,
     node: list[int] | None = None,
     across: bool = True,
+    link: Floats | None = None,
 ) -> tuple[list[list[int]], int]:
     ranks, stride = len(old), len(old[0])
     before, after = np.array(old).reshape(1, -1), np.array(new).reshape(1, -1)
@@ -33,6 +35,7 @@ def relabel(
         np.array(capacity or [stride] * ranks),
         np.array(speed or [1.0] * ranks),
         np.array(node or [0] * ranks),
+        np.ones((ranks, ranks)) if link is None else link,
         across,
         int(max(before.max(), after.max())) + 1,
         moved,
@@ -61,6 +64,25 @@ def test_no_exchange_of_ranks_would_move_less(given_maps: tuple[list[list[int]],
     answer, moved = relabel(old, new)
     assert sorted(map(sorted, answer)) == sorted(map(sorted, new))
     assert moved == received(old, answer) == min(received(old, list(order)) for order in permutations(new))
+
+
+@settings(max_examples=60)
+@given(maps, st.integers(0, 10**6))
+def test_no_exchange_of_ranks_would_cost_less(given_maps: tuple[list[list[int]], list[list[int]]], seed: int) -> None:
+    """A10: bytes that cross nodes cost more. Each expert comes from its cheapest holder, one without from far away."""
+    old, new = given_maps
+    link = np.random.default_rng(seed).choice([0.25, 0.5, 1.0], (len(old), len(old)))
+    off = link[~np.eye(len(old), dtype=bool)]
+
+    def cost(rows: list[list[int]]) -> float:
+        total = 0.0
+        for r, (mine, was) in enumerate(zip(rows, old, strict=True)):
+            for e in set(mine) - set(was):
+                total += min((link[q, r] for q in range(len(old)) if e in old[q]), default=off.max(initial=0.0))
+        return total
+
+    answer, _ = relabel(old, new, link=link)
+    assert cost(answer) == min(cost(list(order)) for order in permutations(new))
 
 
 @given(maps)
@@ -124,6 +146,7 @@ def test_layers_that_are_skipped_stay_as_they_are() -> None:
         np.ones(2, dtype=np.int64),
         np.ones(2),
         np.zeros(2, dtype=np.int64),
+        np.ones((2, 2)),
         True,
         2,
         moved,

@@ -116,3 +116,22 @@ def test_traces_are_taken_too() -> None:
 def test_bad_arguments_raise_with_their_values(load: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         gain_report(load, FOUR, **options)
+
+
+def test_shares_by_weight_are_reported_as_place_and_the_solver_find_them() -> None:
+    rng = np.random.default_rng(7)
+    load = rng.integers(1, 200, (4, 2, 12))
+    topology = Topology(3)
+    even, weighted = (gain_report(load, topology, num_slots=[15], dispatch=name) for name in ("even", "weighted"))
+    placement = eplb.place(load[:2], topology, num_slots=15, dispatch="weighted")
+    assert weighted.rows[0].seen == pytest.approx(placement.balancedness.mean())
+    reached = []
+    for window in load[2:]:
+        shares = eplb.replica_shares(placement.layout, window)
+        reached.append(eplb.balancedness(eplb.rank_load(placement.layout, window, shares=shares)))
+    assert weighted.rows[0].unseen == pytest.approx(np.mean(reached), abs=2e-3)
+    assert weighted.rows[0].unseen > even.rows[0].unseen
+    assert weighted.rows[0].saved > even.rows[0].saved
+    assert weighted.now == pytest.approx(even.now)
+    with pytest.raises(ValueError, match=r"`dispatch` \(='hash'\) must be 'even' or 'weighted'"):
+        gain_report(load, topology, dispatch="hash")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import eplb_core as eplb
 from eplb_core import ExpertLayout, Topology
+from eplb_core.placement._links import NO_LIMIT, new_links
 from eplb_core.placement._search import improve_layers, score_weighted
 
 EXAMPLES = 60
@@ -37,8 +38,16 @@ class Case(NamedTuple):
     def stride(self) -> int:
         return len(self.row) // self.ranks
 
-    def run(self, steps: int, budget: float = np.inf, weighted: bool = False) -> tuple[Ints, float]:
-        row, spent = self.row[None].copy(), np.zeros(1)
+    def run(
+        self,
+        steps: int,
+        budget: int = NO_LIMIT,
+        weighted: bool = False,
+        limits: tuple[Ints, Ints] | None = None,
+        home: Ints | None = None,
+        whole: bool = False,
+    ) -> tuple[Ints, float]:
+        row, none = self.row[None].copy(), np.zeros((0, 0), dtype=np.int64)
         windows = self.windows[:, None].copy()
         windows.setflags(write=False)
         improve_layers(
@@ -48,16 +57,25 @@ class Case(NamedTuple):
             np.zeros(1, dtype=np.bool_),
             self.capacity,
             self.pace,
-            self.link,
+            new_links(
+                self.link, self.node, none if limits is None else limits[0], none if limits is None else limits[1]
+            ),
+            none if home is None else home[None],
+            whole,
             self.price,
             np.array([budget]),
             steps,
             1,
             weighted,
             row,
-            spent,
+            np.full(row.shape, -1),
         )
-        return row[0], float(spent[0])
+        return row[0], self.cost(row[0])
+
+    @property
+    def node(self) -> Ints:
+        """Two nodes, if there are ranks for them."""
+        return np.arange(self.ranks) * min(2, self.ranks) // self.ranks
 
     def times(self, row: Ints) -> Floats:
         """Of each window and rank, the even time 1, replicas sharing equally."""
@@ -84,6 +102,11 @@ class Case(NamedTuple):
             for e in set(row[mine]) - set(self.row[mine]) - {-1}:
                 total += min(self.link[p // self.stride, r] for p in np.flatnonzero(self.row == e))
         return total
+
+    def received(self, row: Ints) -> int:
+        """Transfers from the start."""
+        ranks = (slice(r * self.stride, (r + 1) * self.stride) for r in range(self.ranks))
+        return sum(len(set(row[mine]) - set(self.row[mine]) - {-1}) for mine in ranks)
 
     def steps(self, full: int) -> list[Ints]:
         """Rows one step away: exchanges with rank `full`, and slots given to its experts.
@@ -132,7 +155,7 @@ def cases(draw: st.DrawFn, most_ranks: int = 4) -> Case:
         row,
         capacity,
         rng.choice([1.0, 0.5], ranks),
-        rng.choice([1.0, 1.0, 3.0], (ranks, ranks)),
+        rng.choice([1.0, 1.0, 3.0, 0.0], (ranks, ranks)),
         draw(st.sampled_from([0.0, 0.001, 0.02])),
     )
 
@@ -141,7 +164,7 @@ def cases(draw: st.DrawFn, most_ranks: int = 4) -> Case:
 @given(cases())
 def test_a_step_is_the_best_of_the_fullest_rank(case: Case) -> None:
     """Gain and cost of each step by a full evaluation of the row after it."""
-    row, spent = case.run(steps=1)
+    row, _ = case.run(steps=1)
     power = np.mean(case.times(case.row) ** 8, axis=0)
     unit = case.balance(case.row) / (8 * power.sum())
 
@@ -156,7 +179,6 @@ def test_a_step_is_the_best_of_the_fullest_rank(case: Case) -> None:
     best = 0.0
     for full in order[:2]:
         best = best or max((rate(after) for after in case.steps(full)), default=0.0)
-    assert spent == pytest.approx(case.cost(row))
     if (row != case.row).any():
         assert rate(row) >= best * (1 - 1e-6)
     elif best > 1e-7:
@@ -170,8 +192,7 @@ def test_a_step_is_the_best_of_the_fullest_rank(case: Case) -> None:
 @given(cases(most_ranks=7), st.integers(0, 5), st.booleans())
 def test_the_end_is_a_layout_within_the_budget_and_no_worse(case: Case, budget: int, weighted: bool) -> None:
     row, spent = case.run(steps=40, budget=budget, weighted=weighted)
-    assert spent == pytest.approx(case.cost(row))
-    assert spent <= budget
+    assert case.received(row) <= budget
     assert set(row[row >= 0]) == set(case.row[case.row >= 0])
     assert_no_new_pairs(case, row)
     for r in range(case.ranks):
@@ -198,8 +219,8 @@ def test_budgets_hold_where_there_is_much_to_do(seed: int, budget: int) -> None:
     rng = np.random.default_rng(seed)
     row = np.r_[rng.permutation(12), rng.integers(0, 12, 6)].reshape(3, 6).T.reshape(-1)
     case = Case(rng.lognormal(0, 1, (1, 12)), row, np.full(6, 3), np.ones(6), np.ones((6, 6)), 0.0)
-    after, spent = case.run(steps=40, budget=budget)
-    assert spent == case.cost(after) <= budget
+    after, _ = case.run(steps=40, budget=budget)
+    assert case.received(after) <= budget
     assert set(after) == set(range(12))
     assert_no_new_pairs(case, after)
 

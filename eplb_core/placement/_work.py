@@ -1,0 +1,282 @@
+"""What the search knows of the row that it is at: who holds what, shares, times, and how shares follow a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_core._arrays import FloatArray, IntArray
+from eplb_core._numba import inline_kernel, kernel
+
+# Passes over the replicated experts by which shares come near the best at the start.
+FIRST_SWEEPS = 12
+# Shares that change by less, in units of an even rank's time, have settled.
+_STILL = 1e-4
+# What a slot that cannot be exchanged costs.
+NEVER = 1e30
+
+
+class Work(NamedTuple):
+    """Arrays of one call, for all layers in turn."""
+
+    load: FloatArray
+    """Of each window and expert `[T, E]`, in units of the time that an even layout would take."""
+    share: FloatArray
+    """Load of each slot `[T, P]`."""
+    time: FloatArray
+    """Of each rank `[T, R]`."""
+    power: FloatArray
+    """Sum over windows of weight * time^8 `[R]`."""
+    fetch: FloatArray
+    """Cost for a rank to hold an expert `[E, R]`; 0 where it does in the layout that is in place."""
+    replicas: IntArray
+    """Of each expert `[E]`."""
+    holds: npt.NDArray[np.int8]
+    """Slots of an expert on a rank `[E, R]`."""
+    homes: IntArray
+    """Ranks that hold an expert `[E, R]`, the first `num_homes[e]`."""
+    num_homes: IntArray
+    """`[E]`."""
+    filled: IntArray
+    """Slots in use `[R]`."""
+    others: IntArray
+    """Ranks that the fullest may exchange with `[R]`, the first n."""
+    other_pace: FloatArray
+    """Their paces `[R]`."""
+    other_power: FloatArray
+    """Their powers `[R]`."""
+    other_time: FloatArray
+    """Their times `[T, R]`."""
+    other_share: FloatArray
+    """Shares of their slots `[T, P]`: first all ranks' first slots, then their second ones ..."""
+    other_pay: FloatArray
+    """What it costs the fullest rank to take each of these `[P]`."""
+    pay: FloatArray
+    """What it costs the others to take one expert `[R]`."""
+    after: FloatArray
+    """Power of the two ranks after each exchange, then its net gain by transfer `[P]`."""
+    gift_slot: IntArray
+    """Slots that can be given away `[P]`."""
+    gift_time: FloatArray
+    """Time of their rank without them `[T, P]`."""
+    gift_pace: FloatArray
+    """Pace of their rank `[P]`."""
+    gift_other: IntArray
+    """Rank that takes over what the slot gives up `[P]`; -1 = nothing to take over, or all other holders."""
+    gift_burden: FloatArray
+    """Power that their expert's other holders gain, less the power of their rank `[P]`."""
+    gift_after: FloatArray
+    """Power after each gift `[P]`."""
+    spot: IntArray
+    """Slots of one expert `[R]`."""
+    debt: FloatArray
+    """Power that all holders of an expert would gain with one replica less `[E]`."""
+    held: npt.NDArray[np.int8]
+    """Whether a rank holds an expert in the layout that is in place `[E, R]`: no transfer."""
+    home: IntArray
+    """Node in which a copy of the expert must stay `[E]`; -1 = any."""
+
+
+@kernel
+def new_work(num_windows: int, experts: int, ranks: int, stride: int) -> Work:
+    slots = ranks * stride
+    by_window = (num_windows, slots)
+    return Work(
+        np.zeros((num_windows, experts)),
+        np.zeros(by_window),
+        np.zeros((num_windows, ranks)),
+        np.zeros(ranks),
+        np.zeros((experts, ranks)),
+        np.zeros(experts, np.int64),
+        np.zeros((experts, ranks), np.int8),
+        np.zeros((experts, ranks), np.int64),
+        np.zeros(experts, np.int64),
+        np.zeros(ranks, np.int64),
+        np.zeros(ranks, np.int64),
+        np.zeros(ranks),
+        np.zeros(ranks),
+        np.zeros((num_windows, ranks)),
+        np.zeros(by_window),
+        np.zeros(slots),
+        np.zeros(ranks),
+        np.zeros(slots),
+        np.zeros(slots, np.int64),
+        np.zeros(by_window),
+        np.zeros(slots),
+        np.zeros(slots, np.int64),
+        np.zeros(slots),
+        np.zeros(slots),
+        np.zeros(ranks, np.int64),
+        np.zeros(experts),
+        np.zeros((experts, ranks), np.int8),
+        np.full(experts, -1, np.int64),
+    )
+
+
+@kernel
+def begin(weight: FloatArray, pace: FloatArray, weighted: bool, row: IntArray, work: Work) -> None:
+    """Derive counts, holders, shares and times from the row."""
+    ranks = pace.size
+    stride = row.size // ranks
+    count, share, load = work.replicas, work.share, work.load
+    count[:] = 0
+    for e in range(count.size):
+        for i in range(work.num_homes[e]):
+            work.holds[e, work.homes[e, i]] = 0
+    work.num_homes[:] = 0
+    work.filled[:] = 0
+    for p in range(row.size):
+        if row[p] >= 0:
+            count[row[p]] += 1
+            add_home(row[p], p // stride, work)
+            work.filled[p // stride] += 1
+    for t in range(load.shape[0]):
+        for p in range(row.size):
+            share[t, p] = load[t, row[p]] / count[row[p]] if row[p] >= 0 else 0.0
+    if weighted:
+        solve_shares(FIRST_SWEEPS, weight, pace, row, work)
+    else:
+        for r in range(ranks):
+            retime(r, weight, pace, work)
+
+
+@kernel
+def add_home(e: int, r: int, work: Work) -> None:
+    if work.holds[e, r] == 0:
+        work.homes[e, work.num_homes[e]] = r
+        work.num_homes[e] += 1
+    work.holds[e, r] += 1
+
+
+@kernel
+def drop_home(e: int, r: int, work: Work) -> None:
+    homes = work.homes
+    work.holds[e, r] -= 1
+    if work.holds[e, r] == 0:
+        i = 0
+        while homes[e, i] != r:
+            i += 1
+        work.num_homes[e] -= 1
+        homes[e, i] = homes[e, work.num_homes[e]]
+
+
+@kernel
+def share_evenly(e: int, row: IntArray, work: Work) -> None:
+    share, load = work.share, work.load
+    ranks = work.homes.shape[1]
+    stride = row.size // ranks
+    for i in range(work.num_homes[e]):
+        r = work.homes[e, i]
+        for p in range(r * stride, r * stride + stride):
+            if row[p] == e:
+                for t in range(load.shape[0]):
+                    share[t, p] = load[t, e] / work.replicas[e]
+
+
+@kernel
+def retime(r: int, weight: FloatArray, pace: FloatArray, work: Work) -> None:
+    """Add up a rank's shares anew, always in the same order: what it says depends on the row alone."""
+    share, time = work.share, work.time
+    stride = share.shape[1] // pace.size
+    power = 0.0
+    for t in range(share.shape[0]):
+        total = 0.0
+        for p in range(r * stride, r * stride + stride):
+            total += share[t, p]
+        time[t, r] = total * pace[r]
+        power += weight[t] * eighth(time[t, r])
+    work.power[r] = power
+
+
+@kernel
+def add_up(values: FloatArray) -> float:
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+@kernel
+def balance_of(weight: FloatArray, time: FloatArray) -> float:
+    """Mean over windows of 1 / largest time, which is the balancedness: the even time is 1."""
+    balance = 0.0
+    for t in range(time.shape[0]):
+        worst = 0.0
+        for r in range(time.shape[1]):
+            worst = max(worst, time[t, r])
+        if worst > 0.0:
+            balance += weight[t] / worst
+    return balance
+
+
+@inline_kernel
+def eighth(x: float) -> float:
+    x = x * x
+    x = x * x
+    return x * x
+
+
+@kernel
+def solve_shares(sweeps: int, weight: FloatArray, pace: FloatArray, row: IntArray, work: Work) -> None:
+    """Bring the shares of replicated experts near those with the most even times, in each window; then the times.
+
+    One expert after the other takes back its shares and pours them over its holders, lowest first, as water would
+    stand. That lowers any sum of convex functions of the times, and settles where none of them can be lowered.
+    """
+    ranks = pace.size
+    for r in range(ranks):
+        retime(r, weight, pace, work)
+    for _ in range(sweeps):
+        change = 0.0
+        for e in range(work.replicas.size):
+            if work.num_homes[e] > 1:
+                change = max(change, _pour(e, pace, row, work))
+        if change < _STILL:
+            break
+    for r in range(ranks):
+        retime(r, weight, pace, work)
+
+
+@kernel
+def _pour(e: int, pace: FloatArray, row: IntArray, work: Work) -> float:
+    """Pour an expert's load over its holders in each window; returns the largest change of a share.
+
+    A rank that holds it twice takes its part in the first of the slots.
+    """
+    share, time, load, spot = work.share, work.time, work.load, work.spot
+    stride = row.size // pace.size
+    n = work.num_homes[e]
+    home = work.homes[e]
+    for i in range(n):
+        spot[i] = -1
+        for p in range(home[i] * stride, home[i] * stride + stride):
+            if row[p] == e and spot[i] < 0:
+                spot[i] = p
+            elif row[p] == e:
+                for t in range(load.shape[0]):
+                    share[t, spot[i]] += share[t, p]
+                    share[t, p] = 0.0
+    change = 0.0
+    for t in range(load.shape[0]):
+        for i in range(n):
+            time[t, home[i]] -= share[t, spot[i]] * pace[home[i]]
+        # The level at which the poured load is used up: that of the lowest ranks which stand under it.
+        level = np.inf
+        while True:
+            rest, room = load[t, e], 0.0
+            for i in range(n):
+                if time[t, home[i]] < level:
+                    rest += time[t, home[i]] / pace[home[i]]
+                    room += 1.0 / pace[home[i]]
+            if room == 0.0 or rest / room >= level:
+                break
+            level = rest / room
+        for i in range(n):
+            r = home[i]
+            part = max(level - time[t, r], 0.0) / pace[r]
+            change = max(change, abs(part - share[t, spot[i]]))
+            share[t, spot[i]] = part
+            time[t, r] += part * pace[r]
+    return change
