@@ -51,6 +51,8 @@ def test_a_function_of_another_signature_is_named_with_what_was_expected() -> No
 
 
 def test_an_error_is_logged_once_and_the_engine_answers(caplog: pytest.LogCaptureFixture) -> None:
+    """FAULTS K3: never silently off; each part that is not on is named with its reason."""
+
     def ours(value: int) -> str:
         if value < 0:
             raise ValueError(f"{value} is negative")

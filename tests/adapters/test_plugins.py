@@ -18,7 +18,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_installed_and_not_asked_for_nothing_happens_and_nothing_is_imported() -> None:
-    """Engines call this in each of their processes."""
+    """R60: engines call this in each of their processes."""
     code = (
         "import sys; from eplb_core.adapters import plugins; plugins.register_vllm(); plugins.register_sglang(); "
         "print(sorted({'torch', 'numba', 'numpy', 'vllm', 'sglang'} & set(sys.modules)))"

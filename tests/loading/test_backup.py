@@ -60,7 +60,7 @@ def test_a_folder_a_node_holds_every_expert_of_all_nodes(tmp_path: Path) -> None
 
 
 def test_a_dead_rank_s_experts_come_from_the_files(tmp_path: Path) -> None:
-    """H1."""
+    """R42, H1."""
     topology = Topology(3)
     old = ExpertLayout([[0, 1, 2, 3, 0, 1]], 4, topology=topology)
     new = ExpertLayout([[2, 1, -1, -1, 0, 3]], 4, topology=topology)

@@ -62,7 +62,7 @@ def test_rows_that_change_are_installed_one_a_pass_in_order() -> None:
 
 
 def test_a_function_of_the_live_layout_runs_on_a_worker() -> None:
-    """R52; and None means no move."""
+    """R58, R52; and None means no move."""
     threads = []
 
     def target(live: ExpertLayout) -> ExpertLayout | None:
@@ -168,7 +168,7 @@ def ends(ranks: Fleet, cause: str, rank: int | None, layout: ExpertLayout, text:
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_read_that_fails_ends_the_migration_in_the_same_pass_everywhere(at: int) -> None:
-    """F6: layers before it stay new, later ones old, serving goes on; the next migration moves the rest."""
+    """F6, H8: layers before it stay new, later ones old, serving goes on; the next migration moves the rest."""
     failing = FailsAt(at)
     with fleet(OLD, transports={1: failing}) as ranks:
         ranks.start(NEW)

@@ -160,7 +160,7 @@ def test_passes_go_on_while_nothing_comes_and_each_installs_one_layer_at_most() 
 
 
 def test_reads_need_nothing_of_their_owner_but_memory() -> None:
-    """E12: rank 1 sits in something that waits for all cores and calls nothing; rank 0 reads from it all the same."""
+    """R50, E12: rank 1 waits for all cores and calls nothing; rank 0 reads from it all the same."""
     reads = DeferredCopy()
     with fleet(OLD, transports={1: reads}) as ranks:
         ranks.start(NEW)
@@ -218,7 +218,7 @@ def test_layers_that_were_registered_twice_are_refused() -> None:
 
 
 def test_a_second_migrator_registers_nothing_anew() -> None:
-    """E15: export and connect are idempotent; the blobs are the same, byte by byte."""
+    """R56, E15: export and connect are idempotent; the blobs are the same, byte by byte."""
     staging = torch.zeros(2 * SLOT, dtype=torch.uint8)
     stores, transport = stores_of(OLD, 0), LocalCopy()
     alone = ExpertLayout([[0, 1]] * 3, 2, topology=Topology(1))

@@ -82,6 +82,7 @@ def labelled(old: ExpertLayout) -> dict[tuple[int, int], str]:
 def test_all_plans_applied_to_the_old_layout_give_the_new_one_in_any_order_of_installs(
     layouts: tuple[ExpertLayout, ExpertLayout], random: Random
 ) -> None:
+    """R51."""
     old, new = layouts
     order = list(range(old.topology.num_ranks))
     random.shuffle(order)

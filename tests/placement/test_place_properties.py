@@ -108,6 +108,7 @@ def candidates(problem: Problem, rows: list[list[int]], rank: int) -> set[int]:
 @settings(max_examples=2 * EXAMPLES)
 @given(problems())
 def test_a_layout_covers_all_experts_without_pairs_and_fills_the_slots_it_should(problem: Problem) -> None:
+    """R48."""
     placement = problem.solve()
     for layer in range(len(problem.load)):
         rows = contents(placement, layer)
