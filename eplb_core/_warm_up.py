@@ -54,6 +54,7 @@ def _warm_place() -> None:
         place(load, _TOPOLOGY, num_slots=6)
         place(load, _TOPOLOGY, num_slots=6, current=live)
         place(load, _TOPOLOGY, num_slots=6, dispatch="weighted")
+        place(load, _TOPOLOGY, num_slots=6, dispatch="weighted", current=live)
 
 
 def _warm_dispatch() -> None:

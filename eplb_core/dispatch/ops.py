@@ -370,7 +370,7 @@ def _map_on_host(
 ) -> None:
     """`_map_torch`, in one loop where the mode needs no more; an id that is no expert raises before anything counts."""
     rest = (num_shared, num_experts, num_entries, mode, debug)
-    if mode not in SOLVED_MODES:
+    if mode not in SOLVED_MODES and len(ids):
         given, into = _as_2d(ids), _as_2d(out)
         if map_rows(given, into, table, settings, draws, count, state, num_tokens, *rest):
             return

@@ -123,13 +123,14 @@ class Passes:
 
     # ---- moving ----------------------------------------------------------------------------------------------------
 
-    def start(self, target: Target, *, shares: ArrayLike | None = None) -> bool:
+    def start(self, target: Target, *, shares: ArrayLike | None = None, senders: ArrayLike | None = None) -> bool:
         """Begin a migration; every rank calls it in the same pass, when `idle`.
 
         Args:
-            target: A layout, or a function of the live layout that returns one, or one and shares, or None for no move.
-                It runs on a worker thread and must give the same on every rank.
+            target: A layout, or a function of the live layout that returns one; or one and shares; or one, shares and
+                senders; or None for no move. It runs on a worker thread and must give the same on every rank.
             shares: Fractions `[L, P]` for the tables, installed with each layer. Default: equal ones.
+            senders: Rank to read each slot's expert from, as in `plan_pull`: `Placement.senders`. Default: any.
 
         Returns:
             False if there are no more moves: see `status.off`.
@@ -153,11 +154,11 @@ class Passes:
         run = Run(self._number, self.rank, self._layout, self._word, self._changed)
         self._last = Ending("", "", None, 0, 0)
         self._run = run
-        self._planner.submit(lambda: self._plan(run, target, shares))
+        self._planner.submit(lambda: self._plan(run, target, shares, senders))
         return True
 
-    def _plan(self, run: Run, target: Target, shares: ArrayLike | None) -> None:
-        if self._work.plan(run, target, shares):
+    def _plan(self, run: Run, target: Target, shares: ArrayLike | None, senders: ArrayLike | None) -> None:
+        if self._work.plan(run, target, shares, senders):
             self._mover.submit(lambda: self._work.announce(run))
 
     def poll(self) -> tuple[int, ...]:

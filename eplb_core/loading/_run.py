@@ -24,8 +24,11 @@ from eplb_core.loading.move_record import Recorder
 from eplb_core.loading.mover import Tables, restore
 from eplb_core.loading.pull_plan import RESTORE
 
-Plan: TypeAlias = "ExpertLayout | tuple[ExpertLayout, ArrayLike] | None"
-"""What a migration goes to: a layout, or a layout and shares `[L, P]`, or None for no move."""
+Plan: TypeAlias = (
+    "ExpertLayout | tuple[ExpertLayout, ArrayLike | None] "
+    "| tuple[ExpertLayout, ArrayLike | None, ArrayLike | None] | None"
+)
+"""What a migration goes to: a layout, or a layout, shares `[L, P]` and senders `[L, P]`, or None for no move."""
 Target: TypeAlias = "Plan | Callable[[ExpertLayout], Plan]"
 
 
@@ -111,12 +114,12 @@ class RunWorker:
 
     # ---- the planning thread ---------------------------------------------------------------------------------------
 
-    def plan(self, run: Run, target: Target, shares: ArrayLike | None) -> bool:
+    def plan(self, run: Run, target: Target, shares: ArrayLike | None, senders: ArrayLike | None) -> bool:
         """Work out the target and the steps; False if that failed."""
         try:
             goal: Plan = target(run.live) if callable(target) else target
             if isinstance(goal, tuple):
-                goal, shares = goal
+                goal, shares, senders = goal if len(goal) == 3 else (*goal, senders)
             goal = run.live if goal is None else goal
             run.live.check_same_frame(goal)
             self._check_tables(goal, shares)
@@ -128,6 +131,7 @@ class RunWorker:
                 rank=self.puller.rank,
                 capacity=self.puller.capacity,
                 avoid_ranks=self.puller.avoid_ranks,
+                senders=senders,
             ):
                 self._check_backup(step)
                 steps.append(step)

@@ -37,6 +37,7 @@ def plan_steps(
     capacity: int,
     layers: ArrayLike | None = None,
     avoid_ranks: Iterable[int] = (),
+    senders: ArrayLike | None = None,
 ) -> Iterator[Step]:
     """Yield the steps from `old` to `new`, layer by layer; the same number with the same rows on every rank.
 
@@ -50,6 +51,7 @@ def plan_steps(
         capacity: Slots of staging, 1 or more, the same on every rank.
         layers: Rows to move. Default: all. Rows that do not change cost nothing.
         avoid_ranks: As in `plan_pull`: their copies of an expert count for nothing on the way.
+        senders: As in `plan_pull`.
 
     Raises:
         ValueError: `new` takes the last copy of an expert from the ranks that may be read.
@@ -62,7 +64,7 @@ def plan_steps(
     readable = ~np.isin(np.arange(old.num_slots) // old.slots_per_rank, avoided)
     if avoided:
         _check_last_copies(old, new, rows, readable)
-    plan = plan_pull(old, new, rank=rank, layers=rows, avoid_ranks=avoided)
+    plan = plan_pull(old, new, rank=rank, layers=rows, avoid_ranks=avoided, senders=senders)
     live = old
     for i, layer in enumerate(rows.tolist()):
         if plan.most_staged[i] <= capacity:
@@ -72,7 +74,7 @@ def plan_steps(
             continue
         while not np.array_equal(live.physical_to_logical_map[layer], new.physical_to_logical_map[layer]):
             after = _part_of_the_way(live, new, layer, capacity, readable)
-            part = plan_pull(live, after, rank=rank, layers=[layer], avoid_ranks=avoided)
+            part = plan_pull(live, after, rank=rank, layers=[layer], avoid_ranks=avoided, senders=senders)
             last = np.array_equal(after.physical_to_logical_map[layer], new.physical_to_logical_map[layer])
             yield Step(layer, live, after, part.kind[0], part.source_slot[0], last)
             live = after

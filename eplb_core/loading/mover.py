@@ -48,6 +48,7 @@ def move_experts(
     staging: int | torch.Tensor | None = None,
     backup: Backup | None = None,
     reference: ArrayLike | None = None,
+    senders: ArrayLike | None = None,
     deadline: float = 60.0,
 ) -> ExpertLayout:
     """Bring the weights of all ranks from `old` to `new`, and dispatch with them; every rank calls it at once.
@@ -69,6 +70,7 @@ def move_experts(
             rank reads for a layer, the layer is moved in parts; one slot is always enough. Default: S slots.
         backup: Where experts come from that no live rank holds.
         reference: `by_expert` of `verify_weights`: what arrives is printed and compared before it is installed.
+        senders: As in `plan_pull`, the same on every rank.
         deadline: Seconds for the reads of one step.
 
     Returns:
@@ -94,7 +96,9 @@ def move_experts(
     facts = {"target": new.digest, "record": record is not None}
     puller = Puller(stores, old, rank, transport, agreement, space, facts)
     recorder = Recorder(record)
-    steps = plan_steps(old, new, rank=rank, capacity=puller.capacity, layers=layers, avoid_ranks=puller.avoid_ranks)
+    steps = plan_steps(
+        old, new, rank=rank, capacity=puller.capacity, layers=layers, avoid_ranks=puller.avoid_ranks, senders=senders
+    )
     try:
         return _carry_out(steps, old, puller, installer, recorder, agreement, tables, backup, prints, seconds)
     finally:  # also after an interrupt: reads that were given up on outlive the call

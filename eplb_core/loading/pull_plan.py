@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core._arrays import ArrayLike, BoolArray, IntArray, check_int, read_only, to_numpy
+from eplb_core._arrays import ArrayLike, BoolArray, IntArray, check_int, read_only, to_ids, to_numpy
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.layout import ExpertLayout, layer_rows
 
@@ -70,6 +70,7 @@ def plan_pull(
     layers: ArrayLike | None = None,
     avoid_ranks: Iterable[int] = (),
     loaded: ArrayLike | None = None,
+    senders: ArrayLike | None = None,
 ) -> PullPlan:
     """Say for each slot of `rank` where its expert in `new` comes from.
 
@@ -86,12 +87,15 @@ def plan_pull(
         avoid_ranks: Ranks that nobody reads from: dead, leaving or slow ones. Their own slots still serve themselves.
         loaded: bool `[L, P]`: slots whose bytes are those of their expert in `old`. Others are no source, and are
             filled even if they keep their expert. Default: all.
+        senders: Rank to read each slot's expert from, ints `[L, P]`, -1 = any: `Placement.senders`, so that limits of
+            links hold. One that does not hold it, or may not be read, counts as -1. Default: any.
 
     Returns:
         The plan; see `PullPlan`.
 
     Raises:
-        ValueError: Layouts differ in shape, experts or topology; `rank` is out of range; `loaded` has another shape.
+        ValueError: Layouts differ in shape, experts or topology; `rank` is out of range; `loaded` or `senders` has
+            another shape, or a sender is no rank.
         IndexError: A layer or a rank of `avoid_ranks` is out of range.
 
     Cost:
@@ -120,7 +124,7 @@ def plan_pull(
         if not 0 <= avoided < ranks:
             raise IndexError(f"`avoid_ranks` (={avoided}) must be in [0, {ranks})")
         readable[avoided] = False
-    is_loaded = _check_loaded(loaded, old)
+    is_loaded, wanted = _check_loaded(loaded, old), _check_senders(senders, old)
     count, per_rank = len(rows), old.slots_per_rank
     kind = np.empty((count, per_rank), dtype=np.int8)
     source = np.empty((count, per_rank), dtype=np.int64)
@@ -129,7 +133,7 @@ def plan_pull(
     scratch = np.empty((8, max(old.num_slots, old.num_experts, ranks) + 2), dtype=np.int64)
     _plan_layers(
         old.physical_to_logical_map, new.physical_to_logical_map, rows, rank, per_rank, old.num_experts,
-        old.topology.rank_to_node, readable, is_loaded, kind, source, reads_from, most_staged, scratch,
+        old.topology.rank_to_node, readable, is_loaded, wanted, kind, source, reads_from, most_staged, scratch,
     )  # fmt: skip
     num_reads = reads_from.sum(axis=1, dtype=np.int64)
     return PullPlan(rank, *map(read_only, (rows, kind, source, num_reads, reads_from, most_staged)))
@@ -145,6 +149,21 @@ def _check_loaded(loaded: ArrayLike | None, layout: ExpertLayout) -> BoolArray:
     return array
 
 
+def _check_senders(senders: ArrayLike | None, layout: ExpertLayout) -> IntArray:
+    shape, ranks = layout.physical_to_logical_map.shape, layout.topology.num_ranks
+    if senders is None:
+        return read_only(np.full(shape, -1, dtype=np.int64))
+    array = to_ids(senders, "senders")
+    if array.shape != shape:
+        raise ValueError(f"`senders` (shape {list(array.shape)}) must be {list(shape)}, a rank a slot")
+    if (array >= ranks).any():
+        layer, slot = (int(i) for i in np.argwhere(array >= ranks)[0])
+        raise ValueError(
+            f"`senders` (={array[layer, slot]}) must be ranks in [0, {ranks}) or -1 at layer {layer}, slot {slot}"
+        )
+    return read_only(array.astype(np.int64))
+
+
 @kernel
 def _plan_layers(
     old: IntArray,
@@ -156,6 +175,7 @@ def _plan_layers(
     rank_to_node: IntArray,
     readable: BoolArray,
     loaded: BoolArray,
+    senders: IntArray,
     kind: Int8Array,
     source: IntArray,
     reads_from: IntArray,
@@ -175,15 +195,25 @@ def _plan_layers(
         )  # fmt: skip
         _sort_needs(needs, len(rank_to_node), need_choices, order, load)
         load[: len(rank_to_node)] = 0
-        for k in range(needs):
-            slot = need_slot[order[k]]
-            found = _choose_holder(
-                new[layer, slot], rank_of[slot], layer, rank_of, rank_to_node, readable, starts, by_expert, load
-            )
-            load[rank_of[found]] += 1
-            if rank_of[slot] == rank:
-                source[i, slot - rank * per_rank] = found
-                reads_from[i, rank_of[found]] += 1
+        for told in (True, False):  # reads whose sender is settled leave the others what room there is
+            for k in range(needs):
+                slot = need_slot[order[k]]
+                expert, found = new[layer, slot], -1
+                sender = senders[layer, slot]
+                if sender >= 0 and readable[sender]:
+                    for j in range(starts[expert], starts[expert + 1]):
+                        if found < 0 and rank_of[by_expert[j]] == sender:
+                            found = by_expert[j]
+                if (found >= 0) != told:
+                    continue
+                if not told:
+                    found = _choose_holder(
+                        expert, rank_of[slot], layer, rank_of, rank_to_node, readable, starts, by_expert, load
+                    )
+                load[rank_of[found]] += 1
+                if rank_of[slot] == rank:
+                    source[i, slot - rank * per_rank] = found
+                    reads_from[i, rank_of[found]] += 1
 
 
 @kernel

@@ -61,6 +61,36 @@ def test_rows_that_change_are_installed_one_a_pass_in_order() -> None:
         assert 0 < status.worst_install_s <= status.install_s
 
 
+class Noted(LocalCopy):
+    """Remembers whom it read from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peers: list[int] = []
+
+    def read(self, rank: int, batch: ReadBatch, *, stream: Any = None) -> Any:
+        self.peers.append(rank)
+        return super().read(rank, batch, stream=stream)
+
+
+@pytest.mark.parametrize("how", ["given", "returned"])
+def test_senders_that_come_with_a_layout_are_read_from(how: str) -> None:
+    topology = Topology(3)
+    old = ExpertLayout([[0, 1, 0, 2, 3, 2]], 4, topology=topology)
+    new = ExpertLayout([[0, 1, 0, 2, 3, 0]], 4, topology=topology)
+    for sender in (0, 1):
+        senders = np.full((1, 6), sender)
+        noted = Noted()
+        with fleet(old, transports={2: noted}) as ranks:
+            if how == "given":
+                ranks.start(new, senders=senders)
+            else:
+                ranks.start(lambda live, senders=senders: (new, None, senders))
+            ranks.until_idle()
+            assert ranks.first.layout == new
+            assert noted.peers == [sender]
+
+
 def test_a_function_of_the_live_layout_runs_on_a_worker() -> None:
     """R58, R52; and None means no move."""
     threads = []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_core import ExpertLayout, Topology, transfers
+from eplb_core import ExpertLayout, Topology, place, transfers
 from eplb_core.loading.pull_plan import COPY_NEW, COPY_OLD, EMPTY, KEEP, READ, RESTORE, PullPlan, plan_pull
 
 
@@ -219,6 +219,67 @@ def test_a_copy_inside_the_rank_prefers_a_slot_that_stays() -> None:
     plan = plan_pull(layout([[0, 0, 1, 2]], 3, 1), layout([[1, 0, 0, 2]], 3, 1), rank=0)
     assert plan.kind.tolist() == [[COPY_OLD, KEEP, COPY_OLD, KEEP]]
     assert plan.source_slot.tolist() == [[2, 1, 1, 3]]
+
+
+def test_reads_come_from_the_senders_that_were_booked_so_limits_of_links_hold() -> None:
+    rng = np.random.default_rng(0)
+    topology = Topology(num_ranks=8, num_nodes=4)
+    load = rng.lognormal(3.0, 1.2, (3, 4, 24))
+    live = place(load[0], topology, num_slots=32).layout
+    limits = np.ones((8, 8), dtype=np.int64)
+    placement = place(
+        load[1], topology, num_slots=32, current=live, max_rank_transfers=limits, transfer_price=0.0, min_gain=0.0
+    )
+    assert placement.senders is not None
+    assert placement.transfers.sum() > 8
+    plans = [plan_pull(live, placement.layout, rank=rank, senders=placement.senders) for rank in range(8)]
+    by_link = np.stack([plan.reads_from for plan in plans], axis=2)  # [L, from, to]
+    assert by_link.sum() == placement.transfers.sum()
+    assert by_link.max() == 1
+    free = np.stack([plan_pull(live, placement.layout, rank=rank).reads_from for rank in range(8)], axis=2)
+    assert free.max() > 1  # nearest and fewest reads alone do not keep them
+    weights = labelled(live)
+    apply(plans, weights, live.slots_per_rank, list(range(8)))
+    check(weights, placement.layout)
+
+
+def test_a_sender_that_cannot_be_read_counts_for_nothing() -> None:
+    old = ExpertLayout([[0, 1, 0, 2, 0, 3]], num_experts=4, topology=Topology(3))
+    new = ExpertLayout([[0, 1, 2, 0, 3, 1]], num_experts=4, topology=Topology(3))
+    for sender in (-1, 1, 2):  # expert 1 is on rank 0 alone
+        senders = np.full((1, 6), sender)
+        assert plan_pull(old, new, rank=2, senders=senders).source_slot.tolist() == [[5, 1]]
+    kinds = plan_pull(old, new, rank=2, senders=[[0] * 6], avoid_ranks=[0]).kind
+    assert kinds.tolist() == [[COPY_OLD, RESTORE]]
+    new = ExpertLayout([[0, 1, 0, 2, 3, 0]], num_experts=4, topology=Topology(3))  # expert 0 is on rank 1 too
+    assert plan_pull(old, new, rank=1, senders=[[0] * 6]).kind.tolist() == [[KEEP, KEEP]]
+    old = ExpertLayout([[0, 1, 0, 2, 3, 3]], num_experts=4, topology=Topology(3))
+    assert plan_pull(old, new, rank=2, senders=[[0] * 6]).source_slot.tolist() == [[4, 0]]
+    assert plan_pull(old, new, rank=2, senders=[[0] * 6], avoid_ranks=[0]).source_slot.tolist() == [[4, 2]]
+
+
+def test_reads_whose_sender_is_settled_leave_others_what_room_there_is() -> None:
+    old = ExpertLayout([[0, 1, 0, 1, 2, 3, 2, 3]], num_experts=4, topology=Topology(4))
+    new = ExpertLayout([[3, 1, 0, 1, 2, 0, 2, 1]], num_experts=4, topology=Topology(4))
+    senders = np.full((1, 8), -1)
+    senders[0, 7] = 0  # expert 1 for rank 3 comes from rank 0, so expert 0 for rank 2 comes from rank 1
+    plans = plans_of(old, new, senders=senders)
+    assert plans[3].reads_from.tolist() == [[1, 0, 0, 0]]
+    assert plans[2].reads_from.tolist() == [[0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("senders", "error", "message"),
+    [
+        ([[0] * 5], ValueError, r"`senders` \(shape \[1, 5\]\) must be \[1, 6\]"),
+        ([[0, 0, 0, 3, 0, 0]], ValueError, r"`senders` \(=3\) must be ranks in \[0, 3\) or -1 at layer 0, slot 3"),
+        ([[0.0] * 6], TypeError, r"`senders` \(dtype float64\) must be signed integers"),
+    ],
+)
+def test_bad_senders_are_named(senders: list[list[int]], error: type[Exception], message: str) -> None:
+    layout = ExpertLayout([[0, 1, 0, 2, 0, 3]], num_experts=4, topology=Topology(3))
+    with pytest.raises(error, match=message):
+        plan_pull(layout, layout, rank=0, senders=senders)
 
 
 def test_the_last_holder_left_out_means_a_restore() -> None:

@@ -211,8 +211,8 @@ MUTATIONS = [
     # the plug-in acts without being asked for
     (
         SGLANG,
-        'if os.environ.get("EPLB_CORE") != "sglang":',
-        'if not os.environ.get("EPLB_CORE"):',
+        '    if not _hooking.asked_for("sglang"):\n        return\n',
+        "",
         f"{TEST_SGLANG}::test_an_installed_plug_in_does_nothing_unless_asked_for",
     ),
     # ids out of range fall back to the engine, which counts from the end

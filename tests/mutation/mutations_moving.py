@@ -29,6 +29,25 @@ TEST_AGREEMENT = "tests/loading/test_agreement.py"
 
 # (file, text before, text after, test that must fail)
 MUTATIONS = [
+    # limits of links hold for the placement and not for the reads
+    (
+        PLAN,
+        "if sender >= 0 and readable[sender]:",
+        "if sender >= 0 and readable[sender] and layer < 0:",
+        f"{TEST_PLAN}::test_reads_come_from_the_senders_that_were_booked_so_limits_of_links_hold",
+    ),
+    (
+        PLAN,
+        "        for told in (True, False):",
+        "        for told in (False, True):",
+        f"{TEST_PLAN}::test_reads_whose_sender_is_settled_leave_others_what_room_there_is",
+    ),
+    (
+        PLAN,
+        "if sender >= 0 and readable[sender]:",
+        "if sender >= 0:",
+        f"{TEST_PLAN}::test_a_sender_that_cannot_be_read_counts_for_nothing",
+    ),
     # a connection that ended unseen ends every migration
     (
         PULL,
