@@ -13,6 +13,9 @@ from eplb_core._arrays import FloatArray
 if TYPE_CHECKING:
     from eplb_core.layout import ExpertLayout
     from eplb_core.loading.pull_plan import PullPlan
+    from eplb_core.placement.decide import Verdict
+    from eplb_core.placement.place import Placement
+    from eplb_core.placement.report import GainReport
 
 _LAYERS, _CELLS = 8, 400
 _CELL = "padding:1px 4px;text-align:center;border:1px solid #ccc;font:11px monospace"
@@ -85,6 +88,58 @@ def plan_html(plan: PullPlan) -> str:
     ]
     more = f"<div>{layers - _LAYERS} more layers</div>" if layers > _LAYERS else ""
     return f"<div><b>PullPlan</b>: slots of one rank{table_html(['row', *words], rows)}{more}</div>"
+
+
+def placement_html(placement: Placement) -> str:
+    """Balance against its bound, layer by layer, and the layout."""
+    known = ~np.isnan(placement.balancedness)
+    facts = f"<b>Placement</b> for {escape(placement.dispatch)} dispatch: {int(placement.transfers.sum())} transfers"
+    if known.any():
+        mean, bound = float(placement.balancedness[known].mean()), float(placement.bound[known].mean())
+        facts += f", balancedness {mean:.4f} on average, bound {bound:.4f}"
+    worst = np.argsort(np.where(known, placement.balancedness, np.inf), kind="stable")[: min(_LAYERS, known.sum())]
+    rows = [
+        [layer, f"{placement.balancedness[layer]:.4f}", f"{placement.bound[layer]:.4f}", placement.transfers[layer]]
+        for layer in worst.tolist()
+    ]
+    table = table_html(["least even layers", "balancedness", "bound", "transfers"], rows) if rows else ""
+    return f"<div>{facts}{table}</div>{layout_html(placement.layout)}"
+
+
+def verdict_html(verdict: Verdict) -> str:
+    """The verdict, and the layers that gain most with their reasons."""
+    order = np.argsort(-verdict.layer_gain, kind="stable")[:_LAYERS].tolist()
+    rows = [
+        [
+            layer,
+            "moves" if verdict.layers[layer] else "stays",
+            f"{verdict.layer_gain[layer]:.3g}",
+            f"{verdict.layer_cost[layer]:.3g}",
+            verdict.layer_transfers[layer],
+            verdict.layer_reasons[layer],
+        ]
+        for layer in order
+    ]
+    head = ["layer", "", "gain a pass", "cost", "transfers", "why"]
+    return f"<div><b>Verdict</b>: {escape(verdict.reason)}{table_html(head, rows)}</div>"
+
+
+def gain_report_html(report: GainReport) -> str:
+    """One row for each number of slots; the one to take is marked."""
+    rows = [
+        [
+            "*" if number == report.best else "",
+            row.redundant,
+            row.num_slots,
+            f"{row.seen:.3f}",
+            f"{row.bound:.3f}",
+            "-" if np.isnan(row.unseen) else f"{row.unseen:.3f}",
+            f"{row.saved:.1%}",
+        ]
+        for number, row in enumerate(report.rows)
+    ]
+    head = ["", "redundant", "slots", "seen", "bound", "unseen", "time saved"]
+    return f"<div><b>GainReport</b>: {escape(report.conclusion)}{table_html(head, rows)}</div>"
 
 
 def line_svg(values: Sequence[FloatArray], *, low: float | None = None, width: int = 480, height: int = 90) -> str:

@@ -197,14 +197,18 @@ def on_skewed_load(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
         cluster.start(options.ranks)
         scheduler = Scheduler(Traffic(setup.config, setup.seed, skew=1.5, drift=0.0), setup.num_rows)
         before = drive(cluster, scheduler, setup.interval - 1, window=setup.window)
-        moving = drive(cluster, scheduler, setup.interval // 2, first=setup.interval, window=setup.window)
-        first = setup.interval + setup.interval // 2
+        first, installed = setup.interval, 0
+        for _ in range(12):  # until what the first decision chose is installed
+            moving = drive(cluster, scheduler, setup.window, first=first, window=setup.window)
+            first, installed = first + setup.window, installed + moving.installed
+            if cluster.call("status")[0][1]["phase"] == "idle":
+                break
         after = drive(cluster, scheduler, setup.interval // 2, first=first, window=setup.window)
         cluster.call("close")
     return {
         "before": before.times() | balance_of(before),
         "after": after.times() | balance_of(after),
-        "installed": moving.installed,
+        "installed": installed,
     }
 
 

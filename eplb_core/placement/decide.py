@@ -78,6 +78,11 @@ class Verdict:
     def __bool__(self) -> bool:
         return bool(self.layers.any())
 
+    def _repr_html_(self) -> str:
+        from eplb_core._html import verdict_html
+
+        return verdict_html(self)
+
     def __repr__(self) -> str:
         return f"Verdict({self.reason})"
 

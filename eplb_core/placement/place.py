@@ -73,6 +73,11 @@ class Placement:
             f"Placement({self.layout!r}, balancedness={mean:.4f}, bound={bound:.4f}, transfers={self.transfers.sum()})"
         )
 
+    def _repr_html_(self) -> str:
+        from eplb_core._html import placement_html
+
+        return placement_html(self)
+
 
 def place(
     expert_load: ArrayLike,

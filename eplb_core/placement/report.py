@@ -87,6 +87,11 @@ class GainReport:
             )
         return "\n".join([*lines, "", self.conclusion])
 
+    def _repr_html_(self) -> str:
+        from eplb_core._html import gain_report_html
+
+        return gain_report_html(self)
+
 
 def gain_report(
     trace: Trace | ArrayLike,

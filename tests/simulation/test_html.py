@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_core import CostModel, ExpertLayout, StepCost, Topology, Trace, compare_policies, plan_pull
+from eplb_core import (
+    CostModel,
+    ExpertLayout,
+    StepCost,
+    Topology,
+    Trace,
+    compare_policies,
+    gain_report,
+    place,
+    plan_pull,
+    should_rebalance,
+)
 from eplb_core._html import line_svg
 from eplb_core.simulation import Comparison
 from eplb_core.simulation.html import _averaged, report_html, write_report
@@ -214,3 +226,27 @@ def test_a_pull_plan_counts_what_is_kept_copied_and_read() -> None:
 def test_curves_leave_gaps_out() -> None:
     assert line_svg([np.array([np.nan])]) == ""
     assert line_svg([np.array([0.5, np.nan, 1.0]), np.array([0.5])], low=0.0).count("points=") == 2
+
+
+def test_placements_verdicts_and_reports_show_what_they_are() -> None:
+    live = place(LOAD[0], TOPOLOGY, num_slots=12).layout
+    placement = place(LOAD, TOPOLOGY, num_slots=12, current=live, dispatch="weighted", transfer_price=0.0)
+    shown = placement._repr_html_()
+    assert "<b>Placement</b> for weighted dispatch" in shown
+    assert f"{int(placement.transfers.sum())} transfers" in shown
+    assert placement.layout.digest[:12] in shown
+    worst = int(placement.balancedness.argmin())
+    assert f"<td>{worst}</td><td>{placement.balancedness[worst]:.4f}</td>" in shown
+    verdict = should_rebalance(live, LOAD, placement, dispatch="weighted")
+    shown = verdict._repr_html_()
+    assert escape(verdict.reason) in shown
+    assert shown.count("<tr>") == 1 + live.num_layers
+    report = gain_report(LOAD, TOPOLOGY)
+    shown = report._repr_html_()
+    assert escape(report.conclusion) in shown
+    assert shown.count("<td>*</td>") == 1
+
+
+def test_a_placement_without_load_has_no_balance_to_show() -> None:
+    shown = place(np.zeros((2, 4)), Topology(2), num_slots=4)._repr_html_()
+    assert "balancedness" not in shown
