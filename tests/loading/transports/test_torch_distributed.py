@@ -159,7 +159,9 @@ def test_nccl_carries_experts_from_gpu_to_gpu(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     ranks = json.loads((tmp_path / "nccl.json").read_text())["ranks"]["by_rank"]
-    assert [entry["check"] for rank in ranks for entry in rank["ipc"]["nccl"]] == ["exact"] * len(ranks)
+    checks = [entry["check"] for rank in ranks for entry in rank["ipc"]["nccl"]]
+    assert set(checks) == {"exact"}
+    assert len(checks) >= len(ranks)
 
 
 @pytest.mark.slow
