@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ from eplb_core.loading.install import Staging
 from eplb_core.loading.pull_plan import READ, RESTORE, Int8Array
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.transport import ReadBatch, ReadState, Transport
+
+_RAISED = (Exception, asyncio.CancelledError)
+"""What a transport may raise that is no interrupt; where asyncio cancels a task it is no Exception."""
 
 
 class Backup(Protocol):
@@ -161,7 +165,7 @@ class Puller:
         try:
             self.num_quarantined()
             return self._begin(step)
-        except Exception:  # what lasts is met again, and told, in its turn
+        except _RAISED:  # what lasts is met again, and told, in its turn
             return None
 
     def _begin(self, step: Step) -> Pull | None:
@@ -227,7 +231,7 @@ class Puller:
         try:
             if not pull.has_ended and all(self.transport.poll(ticket).state.is_end for ticket, _, _ in pull.tickets):
                 self._note_end(pull)
-        except Exception:  # a transport's own: `is_done` raises it again
+        except _RAISED:  # a transport's own: `is_done` raises it again
             pull.has_ended = True
         return pull.has_ended
 
@@ -242,7 +246,8 @@ class Puller:
         for ticket, _, rows in tickets:
             self._taken[rows] = True
             self._quarantined.append((ticket, rows))
-            with contextlib.suppress(Exception):  # it stays in quarantine until the transport says otherwise
+        for ticket, _, _ in tickets:
+            with contextlib.suppress(*_RAISED):  # it stays in quarantine until the transport says otherwise
                 self.transport.abandon(ticket)
 
     def release(self, pull: Pull) -> None:
@@ -265,7 +270,7 @@ class Puller:
     def _may_write(self, ticket: Any) -> bool:
         try:
             return not self.transport.poll(ticket).state.is_end
-        except Exception:  # nothing is known of it
+        except _RAISED:  # nothing is known of it
             return True
 
     def drain(self, until: float) -> bool:

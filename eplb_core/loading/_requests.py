@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from eplb_core.loading import _wire
-from eplb_core.loading._record_state import RecordState, Reply
+from eplb_core.loading._record_state import MAX_ENGINE_ID, RecordState, Reply
 from eplb_core.loading._wire import Message, WireError
 from eplb_core.loading.record import LayoutRecord
 
@@ -138,7 +139,9 @@ class Keeper:
         before = record.state
         engine = message.get("engine")
         if engine in before.engines:  # a restart under the same name while the former process is still there
-            engine = f"{engine}#{session.number}"
+            ends = itertools.chain([f"#{session.number}"], (f"#{session.number}.{k}" for k in itertools.count(1)))
+            names = (f"{engine[: MAX_ENGINE_ID - len(end)]}{end}" for end in ends)
+            engine = next(name for name in names if name not in before.engines)
         reply = self._promised(record.attach(engine), before)  # type: ignore[arg-type]
         if reply.status == "ok":
             session.engine = engine

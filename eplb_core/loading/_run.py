@@ -143,7 +143,7 @@ class RunWorker:
         except Trouble as why:
             run.fail(why)
             return False
-        except Exception as error:
+        except BaseException as error:  # this thread is nobody else's: what ends it would end all later plans
             run.fail(Trouble("plan", f"no target: {type(error).__name__}: {error}"))
             return False
         with run.changed:
@@ -174,7 +174,7 @@ class RunWorker:
             self.puller.check_registered()
         except Trouble as why:
             run.fail(why)
-        except Exception as error:  # a transport's own
+        except BaseException as error:  # a transport's own, such as asyncio's CancelledError
             run.fail(Trouble("read", f"{type(error).__name__}: {error}"))
         with run.changed:
             run.publish(_words.TARGET, run.bits)
@@ -245,7 +245,7 @@ class RunWorker:
             return self._stage(run, step, pull)
         except Trouble as why:
             run.fail(why)
-        except Exception as error:  # a transport's own
+        except BaseException as error:  # a transport's own, such as asyncio's CancelledError
             run.fail(Trouble("read", f"layer {step.layer}: {type(error).__name__}: {error}"))
         return None
 

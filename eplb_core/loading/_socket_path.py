@@ -62,6 +62,7 @@ class SocketPlace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = check_path(path)
+        self._process = os.getpid()
         lock = self.path + ".lock"
         for place in (self.path, lock):
             if os.path.lexists(place):
@@ -98,12 +99,12 @@ class SocketPlace:
         return listener
 
     def release(self) -> None:
-        """Remove the socket, if it is still the one that was made here, and let others serve."""
+        """Remove the socket, if it is still the one that was made here by this process, and let others serve."""
         if self._lock < 0:
             return
         try:
             status = os.lstat(self.path)
-            if (status.st_dev, status.st_ino) == self._inode:
+            if self._process == os.getpid() and (status.st_dev, status.st_ino) == self._inode:
                 os.unlink(self.path)
         except OSError:
             pass  # somebody removed it, or the folder

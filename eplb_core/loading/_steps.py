@@ -49,7 +49,8 @@ def plan_steps(
         new: Layout to reach.
         rank: This rank.
         capacity: Slots of staging, 1 or more, the same on every rank.
-        layers: Rows to move. Default: all. Rows that do not change cost nothing.
+        layers: Rows to move. Default: all. Rows that do not change cost nothing; one that is named twice
+            moves once.
         avoid_ranks: As in `plan_pull`: their copies of an expert count for nothing on the way.
         senders: As in `plan_pull`.
 
@@ -60,6 +61,7 @@ def plan_steps(
     changed = (old.physical_to_logical_map != new.physical_to_logical_map).any(axis=1)
     rows = np.arange(old.num_layers) if layers is None else layer_rows(layers, old.num_layers)
     rows = rows[changed[rows]]
+    rows = rows[np.sort(np.unique(rows, return_index=True)[1])]  # a second time, what was read would be read too late
     avoided = tuple(avoid_ranks)
     readable = ~np.isin(np.arange(old.num_slots) // old.slots_per_rank, avoided)
     if avoided:

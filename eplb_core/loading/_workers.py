@@ -79,7 +79,7 @@ class Worker:
             return False
         try:
             job()
-        except Exception:  # a migration that hangs on it ends by its deadline
+        except BaseException:  # the thread goes on; a migration that hangs on it ends by its deadline
             _log.exception("a job of %s failed", threading.current_thread().name)
         return True
 

@@ -92,6 +92,7 @@ class LayoutFollower:
         agreement: Of all ranks of this engine; nobody else uses it meanwhile.
         tables: Dispatch tables to keep in step, or None.
         on_switch: Called for each layer that has changed as `on_switch(layer, layout)`, on the thread of the passes.
+            What it raises comes out of `poll`; the engine has switched.
 
     Raises:
         LayoutAgreementError: A rank's keeper does not let it follow; on every rank, with the same text. The engine may
@@ -218,7 +219,10 @@ class LayoutFollower:
             return ()
         rows = self._switch(state) if settled.action == "switch" else ()
         self._paused = False
-        self._agreement.post(self._word())
+        self._agreement.post(self._word())  # before `on_switch`: if it raises, ranks are in step all the same
+        if self._on_switch is not None:
+            for row in rows:
+                self._on_switch(row, self._layout)
         return rows
 
     def _look(self, state: RecordState) -> Look:
@@ -243,9 +247,6 @@ class LayoutFollower:
         if self._tables is not None and rows:
             self._tables.install(layout, layers=list(rows))
         self._layout, self.version, self._client.adopted = layout, state.version, state.version
-        if self._on_switch is not None:
-            for row in rows:
-                self._on_switch(row, layout)
         return rows
 
     def close(self) -> None:

@@ -130,15 +130,17 @@ class LayoutClient:
         rows = _ints(layers)
         message = {"do": "begin", "layers": rows, "version": int(version)}
         until = time.monotonic() + self._follow_deadline
-        while True:
-            answer = self._answer(message, undo={"do": "abort", "layers": rows})
-            asked = bool(answer.get("asked"))
-            if not asked or answer["status"] == "refused" or time.monotonic() >= until:
-                break
-            time.sleep(ASK_S)
-        if asked:
-            self.abort(rows)
-        return _reply(answer)
+        asked = False
+        try:
+            while True:
+                answer = self._answer(message, undo={"do": "abort", "layers": rows})
+                asked = bool(answer.get("asked"))
+                if not asked or answer["status"] == "refused" or time.monotonic() >= until:
+                    return _reply(answer)
+                time.sleep(ASK_S)
+        finally:  # also if a signal's handler raised: followers would stand still for a move that nobody makes
+            if asked:
+                self.abort(rows)
 
     def commit(self, layers: Iterable[int], rows: ArrayLike) -> Reply:
         """Say that the move is done and every byte in place; `rows` are ints `[len(layers), P]`."""
@@ -196,15 +198,21 @@ class LayoutClient:
     def close(self) -> None:
         """Leave. A move that is pending makes the record dirty. Ends a request that waits. Idempotent."""
         connection = self._socket
-        if connection is not None and self._process == os.getpid():  # a child's would end it for the parent too
+        if self._process != os.getpid():  # whoever had the lock at the fork is not here to give it back
+            self._let_go()
+            return
+        if connection is not None:  # a child's would end it for the parent too
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            for each in (self._socket, self._silent):
-                if each is not None:
-                    each.close()
-                    self.error = self.error or RecordLostError(f"{self.path}: this side has left", path=self.path)
-            self._socket = self._silent = None
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for each in (self._socket, self._silent):
+            if each is not None:
+                each.close()
+                self.error = self.error or RecordLostError(f"{self.path}: this side has left", path=self.path)
+        self._socket = self._silent = None
 
     def __enter__(self) -> LayoutClient:
         return self
@@ -288,9 +296,9 @@ class LayoutClient:
             deadline: Seconds to wait; None: for ever; default: the client's.
         """
         limit = self._deadline if deadline == math.inf else deadline
+        if self._process != os.getpid():  # before the lock, which nobody here may ever give back
+            raise RecordLostError(f"{self.path}: the connection is that of the parent process", path=self.path)
         with self._lock:
-            if self._process != os.getpid():
-                raise RecordLostError(f"{self.path}: the connection is that of the parent process", path=self.path)
             if self._socket is None:
                 raise self.error or RecordLostError(f"nobody listens at {self.path}", path=self.path)
             sent = False
@@ -299,15 +307,22 @@ class LayoutClient:
                 sent = True
                 return _receive(self._socket, limit)
             except TimeoutError as error:
-                if sent and undo is not None:
-                    self._socket.setblocking(False)
-                    with contextlib.suppress(OSError):
-                        self._socket.send(_wire.pack(undo))
+                self._undo(undo if sent else None)
                 raise self._lost(f"has not answered for {self._deadline:g} s") from error
             except OSError as error:
                 raise self._lost(f"closed the connection: {error}", ended=True) from error
             except WireError as error:
                 raise self._lost(f"answers with {error}") from error
+            except BaseException:  # a signal's handler raised: the reply is still to come
+                self._undo(undo if sent else None)
+                self._lost("was interrupted in an answer")
+                raise
+
+    def _undo(self, undo: Message | None) -> None:
+        if undo is not None and self._socket is not None:
+            self._socket.setblocking(False)
+            with contextlib.suppress(OSError):
+                self._socket.send(_wire.pack(undo))
 
     def _lost(self, what: str, *, ended: bool = False) -> RecordLostError:
         """What comes next on this connection is no answer to what is asked next: nothing is asked any more."""

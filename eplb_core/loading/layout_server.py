@@ -71,6 +71,7 @@ class LayoutServer:
     ) -> None:
         if record is not None and not isinstance(record, LayoutRecord):
             raise TypeError(f"`record` (={type(record).__name__}) must be a LayoutRecord or None")
+        self._process = os.getpid()
         self._place = place or SocketPlace(path)
         try:
             write = None if state_file is None else (lambda state: save_record(state_file, state, memory=memory))
@@ -95,7 +96,14 @@ class LayoutServer:
         return self._keeper.state
 
     def close(self) -> None:
-        """Stop: engines see the connection end, and move nothing any more. Idempotent."""
+        """Stop: engines see the connection end, and move nothing any more. Idempotent.
+
+        In a forked child it closes the child's descriptors alone, and the parent serves on.
+        """
+        if self._process != os.getpid():  # a child would end it for the parent too
+            self._loop.end()
+            self._place.release()
+            return
         self._loop.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -150,7 +158,7 @@ class _Loop:
         while True:
             for key, _ in self._selector.select(0 if self._more else None):
                 if key.fileobj is self._woken:
-                    self._end()
+                    self.end()
                     return
                 if key.fileobj is self._listener:
                     self._accept()
@@ -161,7 +169,7 @@ class _Loop:
                 connection.queued = False
                 if connection.socket in self._connections:
                     self._answer_one(connection)
-            if self._keeper.changes != self._seen:
+            while self._keeper.changes != self._seen:  # who cannot be told leaves, which is news again
                 self._tell_watchers()
 
     def _tell_watchers(self) -> None:
@@ -175,7 +183,8 @@ class _Loop:
         with contextlib.suppress(OSError):  # it has ended already
             self._wake.send(b"x")
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Close everything in this process, on the loop's thread or in a forked child, which has none."""
         # Presence ends with this process's record: nobody's leaving makes it dirty now.
         for connection in list(self._connections.values()):
             connection.socket.close()

@@ -214,12 +214,16 @@ class Migrator(Passes):
             MigrationError: Ranks cannot be brought to one layout; on every rank.
         """
         run = self._run
+        raised: Exception | None = None
         own = [self.rank, self._number, run.installed if run else self._last.installed]
         told = [json.loads(blob) for blob in agreement.gather(json.dumps(own).encode())]
         most = max((number, installed) for _, number, installed in told)
         if run is not None:
             if (run.number, run.installed + 1) == most and run.staged > run.installed:
-                self._install_step(run)
+                try:
+                    self._install_step(run)
+                except Exception as error:  # after the weights have changed: the other ranks wait for this one
+                    raised = error
             self._end(run, "agreement", self._lost or "ranks joined anew", None)
         self._number = most[0]
         self._word[0] = _words.word(self._number, _words.DONE, 0)
@@ -230,6 +234,8 @@ class Migrator(Passes):
         self._mover.wait_quiet(self._deadline)
         self._check_digests([blob.decode() for blob in agreement.gather(self._layout.digest.encode())])
         self._agreement, self._lost = agreement, ""
+        if raised is not None:  # of `on_install` or of the tables, as `poll` raises it
+            raise raised
         return self._layout
 
 

@@ -11,7 +11,7 @@ import torch
 
 from eplb_core._arrays import ArrayLike, IntArray, check_real
 from eplb_core.errors import AgreementError, MigrationError
-from eplb_core.layout import ExpertLayout
+from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.loading._joining import check_frame
 from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble, keep_while_written
 from eplb_core.loading._staged import check_staged, to_reference
@@ -64,7 +64,7 @@ def move_experts(
         transport: How to read other ranks' memory.
         agreement: Of all ranks, or of those that live: others are not read from. Its `gather` alone is used.
         tables: Dispatch tables to keep in step, or None.
-        layers: Rows to move, ints or bools. Default: all.
+        layers: Rows to move, ints or bools, the same in the same order on every rank. Default: all.
         record: Keeper to tell of every step, or None.
         staging: Memory for incoming slots: bytes, or uint8 `[bytes]` on the stores' device. With less than what any
             rank reads for a layer, the layer is moved in parts; one slot is always enough. Default: S slots.
@@ -93,7 +93,8 @@ def move_experts(
     prints = to_reference(reference, old, len(stores[0].names))
     space = Staging(staging, stores)
     installer = Installer(stores, space)
-    facts = {"target": new.digest, "record": record is not None}
+    rows = list(range(old.num_layers)) if layers is None else layer_rows(layers, old.num_layers).tolist()
+    facts = {"target": new.digest, "layers to move": rows, "record": record is not None}
     puller = Puller(stores, old, rank, transport, agreement, space, facts)
     recorder = Recorder(record)
     steps = plan_steps(

@@ -187,6 +187,35 @@ def test_a_standby_switches_with_the_engine_that_moves_and_takes_over(stack: Exi
         assert wrong_slots(stores[rank], OLD, rank) == []
 
 
+def test_a_rank_whose_on_switch_raises_stays_in_step(stack: ExitStack, paths: list[str]) -> None:
+    def fail(layer: int, layout: ExpertLayout) -> None:
+        raise ZeroDivisionError(f"layer {layer}")
+
+    with fleet(OLD, records=mover_clients(stack, paths)) as ranks:
+        standby = Standby(stack, paths, OLD)
+        follower = standby.followers[1]
+        follower._on_switch, poll, raised = fail, follower.poll, list[str]()
+
+        def caught() -> tuple[int, ...]:
+            try:
+                return poll()  # type: ignore[no-any-return]
+            except ZeroDivisionError as error:
+                raised.append(str(error))
+                return ()
+
+        follower.poll = caught
+        with standby.running():
+            ranks.start(NEW)
+            ranks.until_idle()
+            assert ranks.first.status.cause == ""
+            until(lambda: all(each.version == 3 for each in standby.followers), 60.0)
+        assert raised == ["layer 0", "layer 1", "layer 2"]
+        assert standby.errors == []
+        assert standby.switched == [(0,), (1,), (2,)]
+        for each in standby.followers:
+            each.close()
+
+
 def take_over(standby: Standby, stores: Any, rank: int) -> ExpertLayout:
     """The engine that followed moves experts itself."""
     migrator = Migrator(

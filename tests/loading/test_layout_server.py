@@ -16,6 +16,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -29,7 +30,7 @@ from hypothesis import strategies as st
 from benchmarks.fuzz_record import kept, messages
 from eplb_core import ExpertLayout, SocketInUseError, SocketOwnerError, Topology
 from eplb_core.errors import FileFormatError, RecordLostError
-from eplb_core.loading import _socket_path, _wire, record_file
+from eplb_core.loading import _socket_path, _wire, layout_client, record_file
 from eplb_core.loading._record_state import RecordState
 from eplb_core.loading._requests import Keeper, Session
 from eplb_core.loading.layout_client import LayoutClient
@@ -116,6 +117,117 @@ def test_an_engine_that_restarts_under_its_name_is_a_second_engine(server: Layou
     with LayoutClient(path, "a") as former, LayoutClient(path, "a") as restarted:
         assert (former.engine_id, restarted.engine_id) == ("a", "a#2")
         assert former.begin([0], 0).reason.startswith("engine 'a#2' is attached too")
+
+
+def test_a_name_need_not_be_unique_however_long_it_is_and_whoever_has_the_next_one(
+    server: LayoutServer, path: Path
+) -> None:
+    with ExitStack() as stack:
+        names = [
+            stack.enter_context(LayoutClient(path, name)).engine_id for name in ("a", "a#3", "a", "x" * 200, "x" * 200)
+        ]
+    assert names == ["a", "a#3", "a#3.1", "x" * 200, "x" * 198 + "#5"]
+
+
+def test_a_reply_that_was_not_listened_to_answers_no_other_request(
+    server: LayoutServer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a signal's handler raises: the next request would take the reply that is still to come for its own."""
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with LayoutClient(path, "a") as a, LayoutClient(path, "b") as b:
+        with monkeypatch.context() as patch:
+            patch.setattr(layout_client, "_receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                a.query()
+        assert a.begin([0], 0).reason == f"the keeper at {path} was interrupted in an answer"
+        assert a.present
+        assert b.begin([0], 0).reason.startswith("engine 'a' is attached too")
+
+
+def test_a_move_whose_answer_was_not_listened_to_does_not_stay(
+    server: LayoutServer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with LayoutClient(path, "a") as a, LayoutClient(path, "b") as b:
+        assert b.follow(LAYOUT.digest).status == "ok"
+        for begun, (place, name) in enumerate([(time, "sleep"), (layout_client, "_receive")], 1):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    a.begin([0], 0)
+            until(lambda: state_of(server).begun == begun and state_of(server).pending is None)  # noqa: B023
+        assert not a.connected
+
+
+def test_a_forked_child_waits_for_no_thread_of_its_parent(server: LayoutServer, path: Path) -> None:
+    with LayoutClient(path, "a") as client, ThreadPoolExecutor(1) as threads:
+        client._lock.acquire()  # as a request has that is under way at the fork
+        client._process += 1
+        try:
+            reason = threads.submit(lambda: client.begin([0], 0).reason).result(20)
+            assert reason == f"{path}: the connection is that of the parent process"
+            threads.submit(client.close).result(20)
+            assert not client.connected
+        finally:
+            client._lock.release()
+
+
+def test_a_forked_child_that_closes_the_server_leaves_the_parent_serving(server: LayoutServer, path: Path) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", FORKS, str(path.with_name("forked.sock"))], capture_output=True, text=True, timeout=60
+    )
+    assert child.stdout.split() == ["0", "ok", "True"], child.stderr
+
+
+FORKS = """
+import os, sys
+from eplb_core import ExpertLayout, LayoutClient, LayoutRecord, LayoutServer, Topology
+record = LayoutRecord(ExpertLayout([[0, 1]], 2, topology=Topology(2)))
+with LayoutServer(sys.argv[1], record) as server, LayoutClient(server.path, "a") as client:
+    child = os.fork()
+    if child == 0:
+        server.close()
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], client.begin([0], 0).status, os.path.exists(server.path))
+"""
+
+
+def test_who_watches_hears_of_one_that_left_while_others_were_told(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, writing = threading.Event(), threading.Event()
+
+    def slow(*arguments: object, **options: object) -> None:
+        if threading.current_thread().name.startswith("eplb record") and not gate.is_set():
+            writing.set()
+            gate.wait(20)
+
+    with LayoutServer(path, LayoutRecord(LAYOUT), state_file=tmp_path / "record.json") as server, ExitStack() as stack:
+        leaver = raw(path)
+        ask(leaver, {"do": "attach", "engine": "leaver"})
+        seen = ask(leaver, {"do": "watch", "seen": -1})
+        assert seen is not None
+        leaver.sendall(_wire.pack({"do": "watch", "seen": seen["number"]}))
+        watchers = [stack.enter_context(raw(path)) for _ in range(16)]
+        for each in watchers:
+            each.sendall(_wire.pack({"do": "watch", "seen": seen["number"]}))
+        until(lambda: len(server._loop._watching) == 17)
+        monkeypatch.setattr("eplb_core.loading.layout_server.save_record", slow)
+        late = stack.enter_context(raw(path))
+        late.sendall(_wire.pack({"do": "attach", "engine": "late"}))
+        assert writing.wait(20)
+        leaver.close()
+        gate.set()
+        for each in watchers:
+            news = ask(each, b"")
+            while news is not None and "leaver" in news["state"]["engines"]:
+                news = ask(each, {"do": "watch", "seen": news["number"]})
+            assert news is not None
 
 
 def test_requests_of_many_threads_queue_up(server: LayoutServer, path: Path) -> None:

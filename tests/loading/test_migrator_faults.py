@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from pathlib import Path
@@ -194,6 +195,59 @@ def test_a_small_gain_at_a_high_price_moves_nothing(install_s: float, moved: int
         ranks.start(decide)
         ranks.until_idle()
         assert (ranks.first.status.cause, ranks.first.status.installed) == ("", moved)
+
+
+@pytest.mark.parametrize("call", ["read", "poll", "abandon"])
+def test_a_transport_that_raises_what_is_no_exception_ends_a_migration_and_no_thread(call: str) -> None:
+    """What asyncio raises where a task is cancelled is a BaseException."""
+
+    class Cancels(DeferredCopy):
+        left = 1
+
+        def _cancel_once(self, where: str) -> None:
+            if call == where and self.left:
+                self.left -= 1
+                raise asyncio.CancelledError
+
+        def read(self, *arguments: Any, **options: Any) -> Any:
+            self._cancel_once("read")
+            return super().read(*arguments, **options)
+
+        def poll(self, ticket: Any) -> Any:
+            self._cancel_once("poll")
+            return super().poll(ticket)
+
+        def abandon(self, ticket: Any) -> None:
+            self._cancel_once("abandon")
+            super().abandon(ticket)
+
+    reads = Cancels()
+    with fleet(OLD, transports={0: reads}, deadline=0.2 if call == "abandon" else LONG) as ranks:
+        ranks.start(NEW)
+        ranks.until_idle()
+        assert ranks.first.status.cause == ("deadline" if call == "abandon" else "read")
+        assert ranks.first.layout == OLD
+        ranks.check(OLD)
+        for migrator in ranks.migrators.values():
+            migrator._deadline = migrator._work._deadline = LONG
+        reads.complete()
+        ranks.start(NEW)
+        ranks.until_idle(meanwhile=reads.complete)
+        assert (ranks.first.status.cause, ranks.first.layout) == ("", NEW)
+        ranks.check(NEW)
+
+
+def test_a_target_that_leaves_the_process_ends_a_migration_and_no_thread() -> None:
+    def leaves(live: ExpertLayout) -> ExpertLayout:
+        raise SystemExit(3)
+
+    with fleet(OLD) as ranks:
+        ranks.start(leaves)
+        ranks.until_idle()
+        assert ranks.first.status.cause == "plan"
+        ranks.start(NEW)
+        ranks.until_idle()
+        assert ranks.first.layout == NEW
 
 
 def test_layers_that_were_registered_twice_are_refused() -> None:

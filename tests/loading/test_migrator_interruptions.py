@@ -317,6 +317,32 @@ def test_a_rank_that_missed_the_last_agreement_catches_up_when_they_rejoin() -> 
         assert ranks.stop() == [True, True]
 
 
+def test_a_rank_whose_on_install_raises_when_it_catches_up_holds_nobody_up() -> None:
+    def fail(layer: int, layout: ExpertLayout) -> None:
+        raise ZeroDivisionError(f"layer {layer}")
+
+    with fleet(OLD, clean=False) as ranks:
+        wrapped = OneSided(ranks.agreements[1])
+        ranks.migrators[1]._agreement = wrapped
+        ranks.start(NEW)
+        staged = _words.word(1, _words.MOVING, 1)
+        ranks.passes(lambda: all(migrator._posted == staged for migrator in ranks.migrators.values()))
+        wrapped.fails = True
+        assert ranks.migrators[0].poll() == (0,)
+        with pytest.raises(MigrationError):
+            ranks.migrators[1].poll()
+        ranks.migrators[1]._on_install = fail
+        first, second = rejoin(ranks)
+        assert first == ranks.migrators[1].layout == OLD.replace(NEW, [0])
+        assert isinstance(second, ZeroDivisionError)
+        ranks.migrators[1]._on_install = None
+        ranks.look()
+        ranks.start(NEW)
+        ranks.until_idle()
+        assert ranks.first.layout == NEW
+        assert ranks.stop() == [True, True]
+
+
 def test_a_migration_is_not_announced_while_the_one_before_is_being_settled() -> None:
     """F3: on a GPU its last install may not have run, and a peer would read slots that are being written."""
     gate = threading.Event()

@@ -77,6 +77,25 @@ SWAP = (
 )
 
 
+def test_a_layer_that_is_named_twice_is_moved_once() -> None:
+    old = ExpertLayout([[0, 1, 2, 3], [0, 1, 2, 3]], 4, topology=Topology(2))
+    new = ExpertLayout([[2, 0, 3, 1], [3, 2, 1, 0]], 4, topology=Topology(2))
+    world = World(old)
+    assert move(world, new, layers=[1, 0, 1]) == [new, new]
+    world.check(new)
+
+
+def test_ranks_that_move_other_layers_are_refused() -> None:
+    """Each would be done after as many steps, in a layout of its own."""
+    old = ExpertLayout([[0, 1, 2, 3], [0, 1, 2, 3]], 4, topology=Topology(2))
+    new = ExpertLayout([[2, 1, 0, 3], [0, 3, 2, 1]], 4, topology=Topology(2))
+    world = World(old)
+    for result in move(world, new, layers=lambda rank: [rank]):
+        assert isinstance(result, MigrationError)
+        assert "layers to move of rank 1 (=[1]) must be as on rank 0 (=[0])" in str(result)
+    world.check(old)
+
+
 def test_a_read_that_fails_ends_the_move_on_every_rank_between_two_layers() -> None:
     """F6: layers 0 and 1 are new, 2 is old, on both ranks."""
     old, new = SWAP
