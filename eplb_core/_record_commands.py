@@ -145,7 +145,7 @@ def serve(arguments: argparse.Namespace) -> int:
     """`eplb record serve`: until SIGINT or SIGTERM."""
     layout = _read_layout(arguments).layout
     memory, state = arguments.memory, arguments.state
-    place = SocketPlace(arguments.socket)  # first: nobody else writes the file from now on
+    place = SocketPlace(arguments.socket, state)  # first: nobody else writes the file from now on
     try:
         record = open_record(state, layout, memory=memory) if state else LayoutRecord(layout)
     except BaseException:

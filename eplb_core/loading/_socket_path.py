@@ -52,17 +52,25 @@ class SocketPlace:
     """The right to serve at a path, from the constructor to `release`; the kernel takes it from a dead process.
 
     A lock on `PATH.lock` says who serves, so a socket without a holder of the lock is stale and may be removed, and two
-    servers that start at once cannot both think so. The file of the lock stays; removing it would undo that.
+    servers that start at once cannot both think so. A lock beside the file of the record's state says who writes that:
+    two servers at different paths could each overwrite what the other has promised. The files of the locks stay;
+    removing them would undo that.
+
+    Args:
+        path: Of the socket.
+        state_file: Where this server will keep its record, or None.
 
     Raises:
-        SocketInUseError: A server lives there, or the path is no socket.
+        SocketInUseError: A server lives there, or the path is no socket, or another server keeps its record in
+            `state_file`.
         SocketOwnerError: What is there belongs to somebody else.
         OSError: No such folder, or no permission in it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], state_file: str | os.PathLike[str] | None = None) -> None:
         self.path = check_path(path)
         self._process = os.getpid()
+        self._state_lock = -1
         lock = self.path + ".lock"
         for place in (self.path, lock):
             if os.path.lexists(place):
@@ -77,6 +85,8 @@ class SocketPlace:
                     raise
                 raise self._in_use(f"is served by another process{_holder(self._lock)}") from error
             self._check_free()
+            if state_file is not None:
+                self._state_lock = _lock_state(os.path.realpath(os.fspath(state_file)))
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         except BaseException:
@@ -110,6 +120,9 @@ class SocketPlace:
             pass  # somebody removed it, or the folder
         os.close(self._lock)
         self._lock = -1
+        if self._state_lock >= 0:
+            os.close(self._state_lock)
+            self._state_lock = -1
 
     def _check_free(self) -> None:
         """With the lock held: nothing is there, or a socket at which nobody listens."""
@@ -129,6 +142,24 @@ class SocketPlace:
 
     def _in_use(self, what: str) -> SocketInUseError:
         return SocketInUseError(f"{self.path} {what}", path=self.path)
+
+
+def _lock_state(path: str) -> int:
+    """Descriptor that holds the lock beside the record's file."""
+    try:
+        lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, "No such folder for the record's file", path) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):  # pragma: no cover  a folder without locks
+            raise
+        raise SocketInUseError(
+            f"{path} holds the record of another server that runs; give each server a state file of its own", path=path
+        ) from error
+    return lock
 
 
 def _holder(lock: int) -> str:

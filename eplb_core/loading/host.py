@@ -75,7 +75,7 @@ class WeightHost:
     ) -> None:
         frame = frame_of(layout, rank)
         self._exports = _Exports(check_config(config, frame), frame)
-        place = SocketPlace(path)
+        place = SocketPlace(path, state_file)
         try:
             former = _former_engines(state_file)
             if former:

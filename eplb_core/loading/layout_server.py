@@ -72,7 +72,7 @@ class LayoutServer:
         if record is not None and not isinstance(record, LayoutRecord):
             raise TypeError(f"`record` (={type(record).__name__}) must be a LayoutRecord or None")
         self._process = os.getpid()
-        self._place = place or SocketPlace(path)
+        self._place = place or SocketPlace(path, state_file)
         try:
             write = None if state_file is None else (lambda state: save_record(state_file, state, memory=memory))
             self._keeper = Keeper(record, exports, write)

@@ -19,7 +19,7 @@ from eplb_core.loading._steps import Step, plan_steps
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install import Installer, Staging
 from eplb_core.loading.move_record import MoveRecord, Recorder
-from eplb_core.loading.pull_plan import RESTORE
+from eplb_core.loading.pull_plan import RESTORE, check_senders
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.transport import Transport
 
@@ -90,7 +90,7 @@ def move_experts(
     seconds = check_real(deadline, "deadline", above=0.0)
     stores = check_frame(stores, old, rank)
     old.check_same_frame(new)
-    prints = to_reference(reference, old, len(stores[0].names))
+    prints, told = to_reference(reference, old, len(stores[0].names)), check_senders(senders, old)
     space = Staging(staging, stores)
     installer = Installer(stores, space)
     rows = list(range(old.num_layers)) if layers is None else layer_rows(layers, old.num_layers).tolist()
@@ -98,7 +98,7 @@ def move_experts(
     puller = Puller(stores, old, rank, transport, agreement, space, facts)
     recorder = Recorder(record)
     steps = plan_steps(
-        old, new, rank=rank, capacity=puller.capacity, layers=layers, avoid_ranks=puller.avoid_ranks, senders=senders
+        old, new, rank=rank, capacity=puller.capacity, layers=layers, avoid_ranks=puller.avoid_ranks, senders=told
     )
     try:
         return _carry_out(steps, old, puller, installer, recorder, agreement, tables, backup, prints, seconds)

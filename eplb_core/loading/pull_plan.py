@@ -124,7 +124,7 @@ def plan_pull(
         if not 0 <= avoided < ranks:
             raise IndexError(f"`avoid_ranks` (={avoided}) must be in [0, {ranks})")
         readable[avoided] = False
-    is_loaded, wanted = _check_loaded(loaded, old), _check_senders(senders, old)
+    is_loaded, wanted = _check_loaded(loaded, old), check_senders(senders, old)
     count, per_rank = len(rows), old.slots_per_rank
     kind = np.empty((count, per_rank), dtype=np.int8)
     source = np.empty((count, per_rank), dtype=np.int64)
@@ -149,7 +149,8 @@ def _check_loaded(loaded: ArrayLike | None, layout: ExpertLayout) -> BoolArray:
     return array
 
 
-def _check_senders(senders: ArrayLike | None, layout: ExpertLayout) -> IntArray:
+def check_senders(senders: ArrayLike | None, layout: ExpertLayout) -> IntArray:
+    """Senders as int64 `[L, P]`, -1 = any."""
     shape, ranks = layout.physical_to_logical_map.shape, layout.topology.num_ranks
     if senders is None:
         return read_only(np.full(shape, -1, dtype=np.int64))

@@ -671,6 +671,20 @@ def test_a_second_server_on_the_path_is_an_error_and_the_first_stays(server: Lay
         assert client.connected
 
 
+def test_two_servers_cannot_keep_their_records_in_one_file(path: Path, tmp_path: Path) -> None:
+    """Each would overwrite what the other has promised: a restart would take a layout for clean that is none."""
+    file = tmp_path / "record.json"
+    (tmp_path / "link.json").symlink_to(file)
+    with LayoutServer(path, LayoutRecord(LAYOUT), state_file=file, memory="m"), LayoutClient(path, "a") as client:
+        client.begin([0], version=0)
+        before = file.read_bytes()
+        for other in (file, tmp_path / "link.json"):
+            with pytest.raises(SocketInUseError, match=r"record\.json holds the record of another server that runs"):
+                LayoutServer(f"{path}2", LayoutRecord(LAYOUT), state_file=other, memory="m")
+        assert file.read_bytes() == before
+    LayoutServer(f"{path}2", LayoutRecord(LAYOUT), state_file=file, memory="m").close()
+
+
 def test_a_stale_socket_is_replaced(path: Path) -> None:
     """R65."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:

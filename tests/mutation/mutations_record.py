@@ -421,8 +421,8 @@ MUTATIONS = [
     # loads before it knows whether the path is free
     (
         HOST,
-        "        place = SocketPlace(path)\n",
-        "        load(layout, rank)\n        place = SocketPlace(path)\n",
+        "        place = SocketPlace(path, state_file)\n",
+        "        load(layout, rank)\n        place = SocketPlace(path, state_file)\n",
         f"{TEST_HOST}::test_a_second_host_fails_before_it_loads",
     ),
     # tensors that nobody fills stay on the meta device
