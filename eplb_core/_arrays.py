@@ -78,6 +78,14 @@ def _raise_bad_load(load: FloatArray, name: str) -> None:
     )
 
 
+def add_up(windows: IntArray | FloatArray) -> IntArray | FloatArray:
+    """Sum of loads `[T, ...]` over windows: of integers an integer where int64 holds it, else float64."""
+    if windows.dtype == np.int64 and int(windows.max(initial=0)) * len(windows) >= 2**63:
+        windows = windows.astype(np.float64)
+    total: IntArray | FloatArray = windows.sum(axis=0)
+    return total
+
+
 def check_int(value: object, name: str, at_least: int) -> int:
     """An integer argument; bool and float are refused."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):

@@ -17,7 +17,7 @@ import numpy as np
 import eplb_core
 from eplb_core import formats
 from eplb_core import simulation as replays
-from eplb_core._arrays import FloatArray, IntArray
+from eplb_core._arrays import FloatArray, IntArray, add_up
 from eplb_core._inputs import note, note_faults, ranks_and_current, read_trace
 from eplb_core._inspect import pairs_on_a_rank
 from eplb_core._plan_words import conclude_plan
@@ -65,7 +65,7 @@ def _plan(
         seconds = time.perf_counter() - begun
     after: ExpertLayout = placed.layout
     received = transfers(before, after) if before.num_slots == after.num_slots else None
-    summed = trace.load.sum(axis=0)[None]
+    summed = add_up(trace.load)[None]
     facts = {
         "trace": {"path": trace.path, "windows": trace.num_windows, "layers": trace.num_layers},
         "num_experts": trace.num_experts,

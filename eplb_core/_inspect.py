@@ -58,7 +58,8 @@ def _layout_facts(path: str, read: LayoutFile) -> dict[str, Any]:
 
 def pairs_on_a_rank(layout: ExpertLayout) -> list[tuple[int, int, int]]:
     """Layer, rank and expert wherever a rank holds an expert more than once, by layer, rank and expert."""
-    by_rank = np.sort(layout.physical_to_logical_map.reshape(layout.num_layers, layout.topology.num_ranks, -1), axis=2)
+    shape = (layout.num_layers, layout.topology.num_ranks, layout.slots_per_rank)
+    by_rank = np.sort(layout.physical_to_logical_map.reshape(shape), axis=2)
     again = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] >= 0)
     layer, rank, at = np.nonzero(again)
     return list(dict.fromkeys(zip(layer.tolist(), rank.tolist(), by_rank[layer, rank, at].tolist(), strict=True)))

@@ -152,7 +152,7 @@ def _place_options(command: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text) if text.strip().lstrip("+-").isdigit() and len(text) < 19 else 0
+    number = int(text) if text.strip().lstrip("+-").isdecimal() and len(text) < 19 else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
     return number
@@ -170,7 +170,7 @@ def _amount(text: str) -> float:
 
 def _span(text: str) -> slice:
     first, colon, last = text.partition(":")
-    if not colon or not all(part == "" or part.isdigit() for part in (first, last)):
+    if not colon or not all(part == "" or part.isdecimal() for part in (first, last)):
         raise argparse.ArgumentTypeError(f"{text!r} must be A:B, for instance 0:64")
     return slice(int(first or 0), int(last) if last else None)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_core._arrays import check_int, check_load, check_real, read_only, to_ids, to_numpy
+from eplb_core._arrays import add_up, check_int, check_load, check_real, read_only, to_ids, to_numpy
 
 
 def test_tensors_arrays_and_lists_give_the_same_values() -> None:
@@ -108,3 +108,12 @@ def test_numbers_are_finite_and_in_range() -> None:
         check_real(0, "x", above=0.0)
     with pytest.raises(ValueError, match=r"`x` \(=-1.0\) must be at least 0"):
         check_real(-1, "x", at_least=0.0)
+
+
+def test_windows_are_added_up_as_integers_where_those_hold_the_sum() -> None:
+    whole = add_up(np.full((2, 1, 2), 2**53 + 1))
+    assert whole.dtype == np.int64
+    assert whole.tolist() == [[2**54 + 2] * 2]
+    assert add_up(np.full((4, 1, 2), 2**62)).tolist() == [[2.0**64] * 2]
+    assert add_up(np.full((3, 1, 2), 0.5)).tolist() == [[1.5] * 2]
+    assert add_up(np.zeros((0, 1, 2), dtype=np.int64)).tolist() == [[0] * 2]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from eplb_core import ExpertLayout, Topology, load_layout, load_trace, save_layout, save_trace
+from eplb_core._inspect import pairs_on_a_rank
 from eplb_core._plan_words import conclude_plan
 from eplb_core.cli import main
 from eplb_core.trace import Trace, demo_trace
@@ -177,6 +178,10 @@ def test_inspect_of_an_empty_load_says_so(tmp_path: Path, capsys: pytest.Capture
     assert "layers 0, 1 have no load" in capsys.readouterr().out
 
 
+def test_a_layout_without_layers_has_no_pairs() -> None:
+    assert len(pairs_on_a_rank(ExpertLayout.trivial(0, 8, num_slots=12, topology=Topology(4)))) == 0
+
+
 def test_inspect_finds_an_expert_twice_on_a_rank(pair: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", pair, "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
@@ -287,6 +292,7 @@ def test_bad_numbers_and_files_end_with_status_2(
         ["fly"],
         ["plan", "t", "--ranks", "0", "--slots", "1"],
         ["plan", "t", "--ranks", "1e3", "--slots", "1"],
+        ["plan", "t", "--ranks", "\N{SUPERSCRIPT TWO}", "--slots", "1"],
         ["plan", "t", "--ranks", "1", "--slots", "9" * 30],
         ["plan", "t", "--ranks", "1"],
         ["plan", "t", "--slots", "4", "--rank-speed", "a,b"],
@@ -300,7 +306,9 @@ def test_wrong_usage_ends_with_status_2_and_the_usage(argv: list[str], capsys: p
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
-    assert "usage: eplb" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "usage: eplb" in said
+    assert "value: " not in said  # argparse's own words, which name a function and not what is wanted
 
 
 @pytest.mark.slow

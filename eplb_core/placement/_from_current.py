@@ -153,7 +153,7 @@ def _find_homes(p2l: IntArray, problem: Problem) -> tuple[BoolArray, IntArray]:
     here: BoolArray = np.zeros((layers, nodes, experts + 1), dtype=np.bool_)
     node = np.repeat(problem.topology.rank_to_node, problem.stride)
     here[np.arange(layers)[:, None], node[None, :], p2l] = True  # empty slots mark the column beyond the experts
-    groups = here[:, :, :-1].reshape(layers, nodes, problem.num_groups, -1)
+    groups = here[:, :, :-1].reshape(layers, nodes, problem.num_groups, experts // problem.num_groups)
     in_node: BoolArray = np.any(groups, axis=3) if problem.pin == 2 else np.all(groups, axis=3)
     number = np.sum(in_node, axis=1)
     keeps: BoolArray = np.all(number == 1 if problem.pin == 2 else number > 0, axis=1)

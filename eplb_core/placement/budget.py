@@ -76,6 +76,10 @@ def plan_slots(
         layer 0: 0 2 1 | 0 3 1
         layer 1: 0 2 - | 1 3 -
     """
+    if not isinstance(topology, Topology):
+        raise TypeError(f"`topology` (={topology!r}) must be a Topology")
+    if cost is not None and not isinstance(cost, CostModel):
+        raise TypeError(f"`cost` (={cost!r}) must be a CostModel or None")
     load = check_load(expert_load, "expert_load", (2, 3))
     load = load if load.ndim == 3 else load[None]
     _, layers, experts = load.shape
@@ -126,4 +130,4 @@ def _merge(placements: list[Placement], chosen: IntArray, experts: int, topology
     for layer, c in enumerate(chosen.tolist()):
         row = placements[c].layout.physical_to_logical_map[layer]
         p2l[layer, :, : widths[c]] = row.reshape(topology.num_ranks, widths[c])
-    return ExpertLayout(p2l.reshape(len(chosen), -1), experts, topology=topology)
+    return ExpertLayout(p2l.reshape(len(chosen), topology.num_ranks * width), experts, topology=topology)

@@ -16,6 +16,7 @@ from eplb_core._arrays import (
     check_load,
     check_real,
     read_only,
+    to_numpy,
 )
 from eplb_core.layout import ExpertLayout
 from eplb_core.placement._from_current import score, start_from
@@ -174,7 +175,9 @@ def place(
     slots = check_slots(num_slots, layers, windows.shape[2])
     if not isinstance(topology, Topology):
         raise TypeError(f"`topology` (={topology!r}) must be a Topology")
-    stride = -(-int(slots.max(initial=1)) // topology.num_ranks)
+    # Without a layer there is a frame all the same: the slots that were asked for, or as many as the experts need.
+    most = int(slots.max()) if layers else int(np.max(to_numpy(num_slots), initial=windows.shape[2]))
+    stride = -(-most // topology.num_ranks)
     total = None if max_total_transfers is None else check_int(max_total_transfers, "max_total_transfers", 0)
     default = _PRICE if max_transfers is None and total is None else _PRICE_IN_BUDGET
     terms = Terms(
@@ -189,7 +192,7 @@ def place(
     senders = np.full_like(p2l, -1)
     reached, transfers = np.zeros(p2l.shape[:2]), np.zeros(p2l.shape[:2], dtype=np.int64)
     bound = np.zeros(layers)
-    for count in np.unique(slots).tolist() or [windows.shape[2]]:
+    for count in np.unique(slots).tolist() or [most]:
         problem = state_problem(windows, topology, count, stride, locality, num_groups, active_ranks, dispatch)
         if current is not None:
             check_current(current, problem, layers)

@@ -134,6 +134,10 @@ def gain_report(
         >>> print(report.conclusion)
         Pays: 4 redundant slots (1 a rank) save 48.4% of the layers' time; perfect balance would save 49.2%.
     """
+    if not isinstance(topology, Topology):
+        raise TypeError(f"`topology` (={topology!r}) must be a Topology")
+    if cost is not None and not isinstance(cost, CostModel):
+        raise TypeError(f"`cost` (={cost!r}) must be a CostModel or None")
     load = check_trace_load(trace.load if isinstance(trace, Trace) else trace)
     windows, layers, experts = load.shape
     half = windows // 2
@@ -205,7 +209,7 @@ def _least_seconds(load: IntArray | FloatArray, topology: Topology, model: CostM
 
     More replicas activate more slots, never fewer, so one slot an expert is the least.
     """
-    work = model.token_s * load.sum() + model.expert_s * np.minimum(load, passes).sum()
+    work = model.token_s * load.sum(dtype=np.float64) + model.expert_s * np.minimum(load, passes).sum()
     spread = float(work / topology.rank_speed.sum() / (len(load) * passes))
     return float(spread + model.layer_s * load.shape[1])
 

@@ -9,6 +9,8 @@ from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, to_ids
 from eplb_core._numba import kernel
 
 _MOST_CANDIDATES = 127
+# Layers times what they may cost together: a byte each.
+_MOST_CELLS = 1 << 32
 
 
 def spend_budget(gains: ArrayLike, prices: ArrayLike, budget: int) -> IntArray:
@@ -27,7 +29,8 @@ def spend_budget(gains: ArrayLike, prices: ArrayLike, budget: int) -> IntArray:
         int64 `[L]`: the candidate of each layer, -1 = none.
 
     Raises:
-        ValueError: Shapes differ; a gain is NaN; a price or the budget is negative; more than 127 candidates.
+        ValueError: Shapes differ; a gain is NaN; a price or the budget is negative; more than 127 candidates; L * B
+            (see Cost) above 2**32.
 
     Cost:
         O(C * L * B) time and L * B bytes, where B is the smaller of `budget` and what the dearest candidates cost
@@ -53,7 +56,12 @@ def spend_budget(gains: ArrayLike, prices: ArrayLike, budget: int) -> IntArray:
     if not all_else * layers < np.inf:
         raise ValueError(f"`gains` (up to {max(finite):g}) are too large to be added up in float64; scale them down")
     gain[gain == np.inf] = all_else
-    reach = min(most, int(price.max(axis=0).sum()))
+    reach = min(most, sum(price.max(axis=0).tolist()))  # Python's integers, which do not wrap
+    if reach * layers > _MOST_CELLS:
+        raise ValueError(
+            f"`budget` (={most}) and `prices` (dearest of {layers} layers {int(price.max())}) are too fine: a table of "
+            f"{layers} times {reach} must have {_MOST_CELLS} cells at most; count in a coarser unit"
+        )
     choice = np.full((layers, reach + 1), -1, dtype=np.int8)
     worth, spent = np.zeros((2, reach + 1)), np.zeros((2, reach + 1), dtype=np.int64)
     _spend(gain, price, choice, worth, spent, chosen)

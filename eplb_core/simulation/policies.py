@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 import eplb_core
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, add_up
 from eplb_core.layout import ExpertLayout
 from eplb_core.placement.costs import CostModel
 from eplb_core.simulation.sources import Block
@@ -106,7 +106,7 @@ def _deepseek(num_slots: int, num_groups: int) -> Policy:
     import torch
 
     def choose(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
-        weight = torch.from_numpy(windows.sum(axis=0))
+        weight = torch.from_numpy(add_up(windows))
         ranks, nodes = live.topology.num_ranks, live.topology.num_nodes
         p2l, _, _ = eplb_core.rebalance_experts(weight, num_slots, num_groups, nodes, ranks)
         return ExpertLayout(p2l, live.num_experts, topology=live.topology)

@@ -82,7 +82,8 @@ class TokenTrace:
             yield Block(load, by_source)
 
     def _windows(self) -> IntArray:
-        return self.topk_ids.reshape(-1, self.window_tokens, *self.topk_ids.shape[1:])
+        windows = len(self.topk_ids) // self.window_tokens
+        return self.topk_ids.reshape(windows, self.window_tokens, *self.topk_ids.shape[1:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

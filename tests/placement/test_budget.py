@@ -62,6 +62,15 @@ def test_slot_plans_refuse_what_holds_no_model() -> None:
         plan_slots(load, Topology(2), total_slots=9, choices=[3])
     with pytest.raises(ValueError, match=r"`choices` \(=\[\]\) must name one number of slots or more"):
         plan_slots(load, Topology(2), total_slots=9, choices=[])
+    with pytest.raises(TypeError, match=r"`cost` \(=3\) must be a CostModel or None"):
+        plan_slots(load, Topology(2), total_slots=9, cost=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`topology` \(=2\) must be a Topology"):
+        plan_slots(load, 2, total_slots=9)  # type: ignore[arg-type]
+
+
+def test_no_layers_need_no_slots() -> None:
+    plan = plan_slots(np.zeros((0, 8)), Topology(2), total_slots=0)
+    assert (plan.layout.num_layers, plan.layout.num_slots, plan.slots_per_rank.shape) == (0, 8, (0,))
 
 
 def test_shares_by_weight_need_no_more_slots() -> None:

@@ -98,6 +98,11 @@ def test_ranks_that_were_retired_can_be_dropped(case: Any) -> None:
             assert together == (node[rank_a] == node[rank_b])
 
 
+def test_without_layers_ranks_may_leave() -> None:
+    empty = ExpertLayout.trivial(0, 8, num_slots=12, topology=Topology(4))
+    assert retire_ranks(empty, [0]) == empty
+
+
 def test_a_chosen_rank_can_leave_and_not_only_the_last() -> None:
     """H4: retire rank 1 of 4."""
     live = ExpertLayout([[0, 1, 2, 3, 4, 5, 0, 1]], 6, topology=Topology(4))

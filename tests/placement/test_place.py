@@ -172,6 +172,25 @@ def test_degenerate_shapes_have_the_one_answer_that_there_is() -> None:
     assert one_each.bound[0] == pytest.approx(one_each.balancedness[0])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dispatch": "weighted"},
+        {"locality": "group", "num_groups": 4},
+        {"locality": "first_copy", "num_groups": 4},
+        {"max_total_transfers": 3, "max_rank_transfers": np.ones((4, 4), dtype=np.int64)},
+    ],
+)
+def test_without_layers_the_frame_is_the_one_asked_for(options: dict[str, Any]) -> None:
+    topology = Topology(4, 2)
+    empty = ExpertLayout.trivial(0, 8, num_slots=16, topology=topology)
+    assert place(np.zeros((0, 8)), topology, num_slots=16).layout == empty
+    for windows in (1, 3):
+        assert place(np.zeros((windows, 0, 8)), topology, num_slots=16, current=empty, **options).layout == empty
+    assert place(np.zeros((0, 8)), topology, num_slots=np.zeros(0, dtype=np.int64)).layout.num_slots == 8
+
+
 def test_one_rank_holds_everything() -> None:
     """K4: nothing to balance is no error."""
     placement = place([[1, 2, 3]], Topology(1), num_slots=3)

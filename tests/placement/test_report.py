@@ -135,3 +135,16 @@ def test_shares_by_weight_are_reported_as_place_and_the_solver_find_them() -> No
     assert weighted.now == pytest.approx(even.now)
     with pytest.raises(ValueError, match=r"`dispatch` \(='hash'\) must be 'even' or 'weighted'"):
         gain_report(load, topology, dispatch="hash")
+
+
+def test_counts_whose_sum_no_integer_holds_are_added_up_all_the_same() -> None:
+    report = gain_report(np.full((4, 2, 8), 2**62), FOUR)
+    assert report.ceiling == pytest.approx(0.0, abs=1e-9)
+    assert not report.pays
+
+
+def test_arguments_of_another_kind_are_named() -> None:
+    with pytest.raises(TypeError, match=r"`cost` \(=3\) must be a CostModel or None"):
+        gain_report([[1] * 4], FOUR, cost=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`topology` \(=4\) must be a Topology"):
+        gain_report([[1] * 4], 4)  # type: ignore[arg-type]

@@ -163,3 +163,10 @@ def test_budgets_of_a_layer_and_of_all_hold_together() -> None:
     assert 0 < answer.transfers.sum() <= 9
     with pytest.raises(ValueError, match=r"`max_total_transfers` \(=-1\) must be at least 0"):
         place(load, live.topology, num_slots=36, current=live, max_total_transfers=-1)
+
+
+def test_prices_whose_sum_no_int64_holds_are_refused_and_not_wrapped() -> None:
+    """Four times 2**62 is 0 in int64: nothing would be taken, without a word."""
+    with pytest.raises(ValueError, match=r"`budget` \(=9223372036854775807\) and `prices` .* count in a coarser unit"):
+        spend_budget([1.0] * 4, [2**62] * 4, 2**63 - 1)
+    assert spend_budget([1.0, 1.0], [2**62, 1], 3).tolist() == [-1, 0]

@@ -98,6 +98,7 @@ def test_the_page_loads_nothing_and_keeps_foreign_text_text(comparison: Comparis
         assert "url(" not in page
         assert re.findall(r"https?://[^\s\"']+", page) == ["http://www.w3.org/2000/svg"] * page.count("http")
     assert data_of(report_html(renamed))["policies"][0]["name"] == evil
+    assert "<h1>@DATA@ @TITLE@ @</h1>" in report_html(comparison, title="@DATA@ @TITLE@ @")
     write_report(comparison, tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text() == report_html(comparison)
 

@@ -187,3 +187,9 @@ def test_bad_arguments_raise_with_the_numbers(change: dict[str, object], match: 
     arguments: dict[str, object] = {"topology": TWO, "num_slots": 4, "policy": "none", "interval": 2, **change}
     with pytest.raises(ValueError, match=match):
         simulate(np.ones((4, 1, 4)), **arguments)  # type: ignore[arg-type]
+
+
+def test_counts_whose_sum_no_int64_holds_reach_deepseeks_policy() -> None:
+    load = np.full((4, 1, 4), 2**62)
+    run = simulate(load, topology=Topology(2), num_slots=4, policy="deepseek", interval=2)
+    assert run.mean_balancedness == 1.0

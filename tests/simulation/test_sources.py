@@ -92,3 +92,7 @@ def test_tokens_make_windows_and_what_is_left_over_is_dropped() -> None:
 def test_bad_tokens_raise_with_the_numbers(ids: object, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         TokenTrace(ids, num_experts=3, window_tokens=2)  # type: ignore[arg-type]
+
+
+def test_tokens_without_layers_are_windows_all_the_same() -> None:
+    assert TokenTrace(np.zeros((4, 0, 1), dtype=np.int64), num_experts=3, window_tokens=2).load.shape == (2, 0, 3)
