@@ -381,8 +381,8 @@ def test_a_process_killed_after_begin_leaves_a_dirty_record(
         assert engine.ask("begin", [1], 0)[0] == "ok"
         engine.kill()
         dirty = until(lambda: state_of(server).dirty)
+        until(lambda: dirty in caplog.text)  # said by the server's thread, after the state is there
     assert dirty == "the move of layer 1 by engine 'a' from version 0 was pending when the engine left"
-    assert dirty in caplog.text
     with LayoutClient(path, "b") as late:
         assert late.begin([0], 0).status == "refused"
         assert late.found is not None

@@ -191,7 +191,7 @@ MUTATIONS = [
     # two engines of one name are one
     (
         REQUESTS,
-        'engine = f"{engine}#{session.number}"',
+        "engine = next(name for name in names if name not in before.engines)",
         "pass",
         f"{TEST_SERVER}::test_an_engine_that_restarts_under_its_name_is_a_second_engine",
     ),
@@ -256,9 +256,16 @@ MUTATIONS = [
     # two servers at one path
     (
         PATH,
-        "fcntl.LOCK_EX | fcntl.LOCK_NB",
-        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "fcntl.flock(self._lock, fcntl.LOCK_EX",
+        "fcntl.flock(self._lock, fcntl.LOCK_SH",
         f"{TEST_SERVER}::test_a_second_server_on_the_path_is_an_error_and_the_first_stays",
+    ),
+    # ... or with one state file
+    (
+        PATH,
+        "fcntl.flock(lock, fcntl.LOCK_EX",
+        "fcntl.flock(lock, fcntl.LOCK_SH",
+        f"{TEST_SERVER}::test_two_servers_cannot_keep_their_records_in_one_file",
     ),
     # somebody's file is removed
     (
@@ -312,8 +319,8 @@ MUTATIONS = [
     # a forked child speaks for its parent
     (
         CLIENT,
-        "if self._process != os.getpid():",
-        "if not self._process:",
+        "if self._process != os.getpid():  # before the lock",
+        "if not self._process:  # before the lock",
         f"{TEST_SERVER}::test_a_client_is_not_used_from_a_forked_child",
     ),
     # a lost server raises on the worker
@@ -590,22 +597,22 @@ MUTATIONS = [
     # a forked child ends its parent's presence
     (
         CLIENT,
-        "if connection is not None and self._process == os.getpid():",
-        "if connection is not None:",
+        "if self._process != os.getpid():  # whoever",
+        "if not self._process:  # whoever",
         f"{TEST_SERVER}::test_a_forked_child_that_closes_the_client_leaves_the_parent_present",
     ),
     # a begin that was not heard of stays pending
     (
         CLIENT,
-        "if sent and undo is not None:",
-        "if not sent and undo is not None:",
+        "            except TimeoutError as error:\n                self._undo(undo if sent else None)\n",
+        "            except TimeoutError as error:\n",
         f"{TEST_SERVER}::test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_not",
     ),
     # a move that followers did not answer stays asked for
     (
         CLIENT,
-        "        if asked:\n            self.abort(rows)\n",
-        "",
+        "            if asked:\n                self.abort(rows)\n",
+        "            pass\n",
         f"{TEST_FOLLOW}::test_a_move_that_is_not_answered_is_taken_back",
     ),
     # ranks wait for ever where one is dirty
