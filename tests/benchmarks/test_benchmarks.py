@@ -26,16 +26,22 @@ def threads_as_before() -> Iterator[None]:
 
 
 LONG = {
+    "deepseek",
+    "dispatch",
     "engine",
     "forecast",
     "from_layout",
     "fuzz_record",
     "growth",
+    "loading",
+    "moving",
     "moving_gpu",
     "multi_gpu",
+    "record",
     "schedules",
     "simulation",
     "soak_moves",
+    "startup",
     "transport_gpu",
     "transports",
 }
