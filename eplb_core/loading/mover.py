@@ -184,6 +184,8 @@ def _stage(
 def restore(puller: Puller, backup: Backup | None, step: Step, pull: Pull) -> int:
     """Fill the staging rows of slots that no rank can give, from the backup; how many."""
     slots = (step.kind == RESTORE).nonzero()[0].tolist()
+    if not slots:
+        return 0
     row = step.after.physical_to_logical_map[step.layer]
     for slot in slots:
         expert = int(row[puller.rank * len(step.kind) + slot])
