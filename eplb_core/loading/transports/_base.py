@@ -260,7 +260,7 @@ def _fill_addresses(
     dst: IntArray,
     src: IntArray,
 ) -> tuple[int, int, bool]:
-    """First bytes of each operation; the first one of each side that is not inside of its region, or -1; all have bytes.
+    """First bytes of each operation; the first one of each side that is not inside of its region, or -1; none is empty.
 
     One call for all: each costs a worker some ten microseconds that come out of others' time.
     """
