@@ -16,7 +16,8 @@ from eplb_core.errors import TransportError
 from eplb_core.loading import transports
 from eplb_core.loading.transport import Caps, ReadBatch, ReadState, Region, Status, Transport
 from eplb_core.loading.transports import _copies
-from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket
+from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Ticket
+from eplb_core.loading.transports._batches import Spans
 
 CAPS = Caps("plain", True, False, frozenset({"cpu"}), True, 100, None)
 
