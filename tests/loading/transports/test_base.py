@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from eplb_core.errors import TransportError
@@ -152,6 +152,7 @@ def test_tickets_that_ended_are_not_kept() -> None:
     st.integers(1, 20),
     st.integers(1, 5),
 )
+@example([(0, 0, 1), (1, 1, 1), (2, 2, 1)], 20, 2)
 def test_portions_are_the_same_bytes_within_the_limits(
     rows: list[tuple[int, int, int]], most_bytes: int, most_spans: int
 ) -> None:
