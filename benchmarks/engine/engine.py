@@ -47,6 +47,8 @@ class Setup:
     """Passes of a window of load."""
     interval: int = 64
     """Passes between two decisions."""
+    always: bool = False
+    """Every decision is carried out, worth it or not."""
     deadline: float = 10.0
     """Seconds after which a rank that does not answer counts as gone."""
     weight_hosts: Path | None = None
@@ -404,7 +406,7 @@ class Rank:
             max_transfers=4,
         )
         target = placement.layout
-        if not gone:
+        if not gone and not self.setup.always:
             verdict = eplb.should_rebalance(
                 live, loads, placement, active_ranks=alive, dispatch="weighted", passes_since=self.setup.interval
             )
