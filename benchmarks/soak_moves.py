@@ -293,6 +293,7 @@ class Rank:
     def __init__(self, job: dict[str, Any]) -> None:
         self.job, self.rank, self.size, self.folder = job, job["rank"], job["size"], job["folder"]
         self.patience = 60.0
+        sys.setswitchinterval(1e-4)  # else each wait for another thread's Python code is one of 5 ms
         timeout = timedelta(seconds=60)
         dist.init_process_group(
             "gloo", init_method=f"file://{self.folder}/store", rank=self.rank, world_size=self.size, timeout=timeout

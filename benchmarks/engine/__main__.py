@@ -68,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--check", action="store_true", help="compare every token with the oracle; times mean less")
-    parser.add_argument("--always", action="store_true", help="move at every decision, worth it or not")
+    parser.add_argument(
+        "--always", action="store_true", help="place from nothing at every decision and move, worth it or not"
+    )
     parser.add_argument("--trace", type=Path, help="a trace file whose loads the requests' topics follow")
     parser.add_argument(
         "--shared", action="store_true", help="with --soak: engines that die on weights that outlive them"

@@ -48,7 +48,7 @@ class Setup:
     interval: int = 64
     """Passes between two decisions."""
     always: bool = False
-    """Every decision is carried out, worth it or not."""
+    """Every decision is a placement from nothing and is carried out, worth it or not."""
     deadline: float = 10.0
     """Seconds after which a rank that does not answer counts as gone."""
     weight_hosts: Path | None = None
@@ -400,10 +400,10 @@ class Rank:
             loads,
             live.topology,
             num_slots=live.num_slots,
-            current=live,
+            current=None if self.setup.always else live,
             active_ranks=alive,
             dispatch="weighted",
-            max_transfers=4,
+            max_transfers=None if self.setup.always else 4,
         )
         target = placement.layout
         if not gone and not self.setup.always:
