@@ -212,7 +212,8 @@ def begin_rank(job: dict[str, Any]) -> None:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  for good
     os.environ |= {
         "NIXL_LOG_LEVEL": "ERROR",
-        "UCX_TLS": "tcp,sm,self",
+        # Where there are GPUs, NIXL refuses a choice without the last.
+        "UCX_TLS": "tcp,sm,self" + (",cuda_copy" if torch.cuda.is_available() else ""),
         "MC_LOG_LEVEL": "FATAL",
         "UCX_NET_DEVICES": "lo",
         "GLOO_SOCKET_IFNAME": "lo",  # a machine's name may lead nowhere
@@ -293,6 +294,7 @@ class Rank:
     def __init__(self, job: dict[str, Any]) -> None:
         self.job, self.rank, self.size, self.folder = job, job["rank"], job["size"], job["folder"]
         self.patience = 60.0
+        sys.setswitchinterval(1e-4)  # else each wait for another thread's Python code is one of 5 ms
         timeout = timedelta(seconds=60)
         dist.init_process_group(
             "gloo", init_method=f"file://{self.folder}/store", rank=self.rank, world_size=self.size, timeout=timeout

@@ -270,7 +270,7 @@ class Passes:
         finally:  # whatever the tables did: the weights are new, and to install them again would spoil them
             if self._device.type == "cuda":  # pragma: no cover
                 run.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                run.event.record()
+                run.event.record(torch.cuda.current_stream(self._device))
                 self._work.last_install = run.event
             self._layout = step.after
             with self._changed:
