@@ -244,6 +244,9 @@ def write_atomic(path: PathLike, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
+    except OSError as error:  # a full disk names no file, others the temporary one
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(target)) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
