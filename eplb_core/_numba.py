@@ -3,7 +3,7 @@
 Every kernel is cached on disk (the first call after an installation compiles, later processes load), releases the
 interpreter lock (placement on a worker thread must not stall an engine's threads) and keeps strict IEEE arithmetic in
 program order: no `fastmath`, no parallel reductions. Equal inputs then give equal bytes on any machine. Where the disk
-takes nothing (it is read-only, or full) kernels are compiled all the same, in each process, and a line in the log says so.
+takes nothing (read-only, or full) kernels are compiled all the same, in each process, and a line in the log says so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def inline_kernel(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _compiled(function: Callable[..., Any], **more: bool) -> Any:
-    options = {"nogil": True, "error_model": "numpy", **more}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
     try:
         return _cached(numba.njit(cache=True, **options)(function))
     except RuntimeError as error:

@@ -106,7 +106,8 @@ def answer_of(folder: Path, before: str = "", **environment: str) -> tuple[str, 
     (package / "__init__.py").touch()
     (package / "one.py").write_text(
         "from eplb_core._numba import inline_kernel, kernel\n\n"
-        "@inline_kernel\ndef more(x: int) -> int:\n    return x + 1\n\n@kernel\ndef most(x: int) -> int:\n    return more(x)\n"
+        "@inline_kernel\ndef more(x: int) -> int:\n    return x + 1\n\n"
+        "@kernel\ndef most(x: int) -> int:\n    return more(x)\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", f"{before}\nfrom eplb_core.one import most\nprint(most(1))"],
