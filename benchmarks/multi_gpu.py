@@ -103,10 +103,11 @@ def run_ranks(sizes: dict[str, Any], on_gpus: bool, limit: float) -> dict[str, A
     """A process a GPU."""
     with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
         processes = []
-        Path(folder, "words").write_bytes(bytes(mmap.PAGESIZE))
+        words = Path("/dev/shm", f"{Path(folder).name}-words")  # a device cannot reach pages of other file systems
+        words.write_bytes(bytes(mmap.PAGESIZE))
         for rank in range(sizes["ranks"]):
             device = f"cuda:{rank}" if on_gpus else "cpu"
-            options = {**sizes, "rank": rank, "folder": folder, "device": device}
+            options = {**sizes, "rank": rank, "folder": folder, "device": device, "words": str(words)}
             command = [sys.executable, "-m", "benchmarks.multi_gpu", "--rank", json.dumps(options)]
             # Torch would end a process whose peer is gone.
             environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
@@ -117,6 +118,7 @@ def run_ranks(sizes: dict[str, Any], on_gpus: bool, limit: float) -> dict[str, A
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        words.unlink()
         paths = [Path(folder, f"rank{rank}.json") for rank in range(sizes["ranks"])]
         found = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
     failures = {} if codes == [0] * len(codes) else {"codes_error": str(codes)}
@@ -173,7 +175,7 @@ class GpuRank(Rank):
         if self.on_gpu:
             from benchmarks.full_grid import Meeting
 
-            kernel = Meeting(Path(self.options["folder"], "words"), self.rank, self.size)
+            kernel = Meeting(Path(self.options["words"]), self.rank, self.size)
         for name, transport in self.transports.items():
             mig, passes, times = self.migrator(transport), 0, []
             # NCCL's kernels wait for the passes' and these for them, seconds each time.

@@ -159,6 +159,8 @@ def test_reads_between_devices_end_while_a_kernel_holds_every_place_of_the_reade
         )
     )
 
+    assert [mig for mig in migrators if isinstance(mig, BaseException)] == []
+
     def polls_until(phase: int) -> None:
         for _ in range(20_000):
             if {mig.progress >> 32 & 3 for mig in migrators} == {phase}:
