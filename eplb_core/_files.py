@@ -244,9 +244,8 @@ def write_atomic(path: PathLike, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except OSError as error:  # a full disk names no file, others the temporary one
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(target)) from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # a full disk names no file, other errors the temporary one
+            raise OSError(error.errno, error.strerror, str(target)) from error
         raise
