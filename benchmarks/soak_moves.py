@@ -212,7 +212,8 @@ def begin_rank(job: dict[str, Any]) -> None:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  for good
     os.environ |= {
         "NIXL_LOG_LEVEL": "ERROR",
-        "UCX_TLS": "tcp,sm,self",
+        # Where there are GPUs, NIXL refuses a choice without the last.
+        "UCX_TLS": "tcp,sm,self" + (",cuda_copy" if torch.cuda.is_available() else ""),
         "MC_LOG_LEVEL": "FATAL",
         "UCX_NET_DEVICES": "lo",
         "GLOO_SOCKET_IFNAME": "lo",  # a machine's name may lead nowhere
