@@ -244,6 +244,8 @@ def write_atomic(path: PathLike, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # a full disk names no file, other errors the temporary one
+            raise OSError(error.errno, error.strerror, str(target)) from error
         raise

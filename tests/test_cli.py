@@ -345,6 +345,44 @@ def test_a_reader_that_goes_away_is_no_error(trace: str) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
+def test_output_that_cannot_be_written_ends_with_status_2_and_one_line(trace: str) -> None:
+    for argv, redirection, said in (
+        (["inspect", trace], ">/dev/full", "eplb: No space left on device\n"),
+        (["inspect", "none"], "2>/dev/full", ""),
+    ):
+        program = 'exec "$0" -m eplb_core "$@" ' + redirection
+        done = subprocess.run(
+            ["sh", "-c", program, sys.executable, *argv], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert (done.returncode, done.stderr) == (2, said)
+
+
+@pytest.mark.slow
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    trace = tmp_path / "Last\u00e4nderung \u8ca0\u8377.npz"
+    save_trace(Trace(demo_trace().load[:2, :2, :16], source="Gr\u00f6\u00dfe"), trace)
+    for locale in ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "latin-1"}):
+        done = subprocess.run(
+            [sys.executable, "-m", "eplb_core", "inspect", trace],
+            env={**os.environ, **locale},
+            capture_output=True,
+            timeout=300,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"faults          none found" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_closed_output_is_no_error(trace: str) -> None:
+    program = 'exec "$0" -m eplb_core inspect "$1" >&-'
+    done = subprocess.run(
+        ["sh", "-c", program, sys.executable, trace], stderr=subprocess.PIPE, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_an_interrupt_ends_with_130(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
