@@ -25,6 +25,11 @@ def test_ranges_and_lists_of_ids_are_read() -> None:
     assert list(covered.ids_of("FAULTS A1, B2-B4 and R7: why")) == ["A1", "B2", "B3", "B4", "R7"]
 
 
+def test_what_is_left_out_of_the_count_is_named_with_a_reason() -> None:
+    assert sorted(covered.settings()) == sorted(covered.LEFT_OUT)
+    assert [line for line, reason in covered.left_out().items() if not reason] == []
+
+
 def test_every_rule_has_changes_that_break_it() -> None:
     """That the tests then fail is what `make mutants` shows."""
     assert sorted(covered.breaking()) == sorted(covered.RULES)

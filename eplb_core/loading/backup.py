@@ -216,7 +216,7 @@ def _read(puller: Puller, layout: ExpertLayout, layer: int, source: IntArray, de
 def _open(path: Path) -> Any:
     try:
         from safetensors import safe_open
-    except ModuleNotFoundError as error:  # pragma: no cover
+    except ModuleNotFoundError as error:  # pragma: no cover  tests have safetensors
         raise ModuleNotFoundError("HostBackup needs safetensors: pip install eplb_core[files]") from error
     return safe_open(path, framework="pt")
 
