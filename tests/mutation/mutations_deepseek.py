@@ -6,7 +6,7 @@ DEFINITION = f"{TESTS}::test_answers_equal_the_definition"
 GOLDEN = f"{TESTS}::test_answers_equal_deepseeks_own"
 SUMS = f"{TESTS}::test_group_sums_round_as_torch_rounds"
 
-MUTATIONS: list[tuple[str, str, str, str]] = [
+MUTATIONS: list[tuple[str, ...]] = [
     (
         FILE,
         "        groups = nodes = 1\n",
