@@ -255,8 +255,12 @@ LEFT_OUT = {
     "if .*torch[.]cuda[.]": "as above",
     "if TYPE_CHECKING:": "never runs",
 }
-# The last measurement: `make coverage` on 2 cores without a GPU.
-MEASURED = ""
+# What was measured last, and by what.
+MEASURED = """\
+`make coverage` counts. Measured in part, on 2 cores without a GPU: adapters/ 99.9% of lines and branches in the compiled run
+(the last one has a test since); the quick tests with kernels as plain Python cover 97% of dispatch/ and 93% of placement/
+by themselves.
+"""
 
 # The rules that always hold, docs/architecture.md; the changes in tests/mutation that break one say so.
 RULES = {
