@@ -258,7 +258,7 @@ LEFT_OUT = {
 # What was measured last, and by what.
 MEASURED = """\
 `make coverage` counts; it has not run as a whole yet. In parts, on 2 cores without a GPU: adapters/ lacked a line and a
-branch of 1,171 and 310 (which have a test since). Quick tests with kernels as plain Python, by themselves: dispatch/ 97%;
+branch of 1,171 and 310 (tested since). Quick tests with kernels as plain Python, by themselves: dispatch/ 97%;
 placement/ 93%, in a run that was stopped after 170 tests.
 """
 
