@@ -220,7 +220,7 @@ def _open(path: Path) -> Any:
 def _safetensors() -> Any:
     try:
         import safetensors.torch
-    except ModuleNotFoundError as error:  # pragma: no cover
+    except ModuleNotFoundError as error:  # pragma: no cover  tests have safetensors
         raise ModuleNotFoundError("HostBackup needs safetensors: pip install eplb_core[files]") from error
     return safetensors
 

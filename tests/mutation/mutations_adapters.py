@@ -48,6 +48,7 @@ MUTATIONS = [
         'if not _hooking.asked_for("vllm") or _active:',
         "if _active:",
         f"{_T}vllm.py::test_registering_acts_once_and_only_when_asked",
+        "rule 11",
     ),
     (
         _PLUGIN,
@@ -81,6 +82,7 @@ MUTATIONS = [
         "            return engine_own(*args, **kwargs)\n",
         "            raise\n",
         f"{_T}hooking.py::test_an_error_is_logged_once_and_the_engine_answers",
+        "rule 11",
     ),
     (_HOOKING, "    if message not in _logged:\n", "    if True:\n", f"{_T}hooking.py"),
     # SGLang
