@@ -10,10 +10,11 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 _logged: set[str] = set()
+_failures: dict[str, str] = {}
 _log = [logging.getLogger("eplb_core")]
 
 _ASKED, _OFF, _OPTIONS = "EPLB_CORE", "EPLB_CORE_OFF", "EPLB_CORE_OPTIONS"
@@ -98,12 +99,82 @@ def guarded(ours: Callable[..., T], engine_own: Callable[..., T], part: str) -> 
 
     def call(*args: Any, **kwargs: Any) -> T:
         try:
-            return ours(*args, **kwargs)
+            answer = ours(*args, **kwargs)
         except Exception as error:
-            log_once(f"{part}: the engine's own code goes on, since ours raised {type(error).__name__}: {error}")
+            _failures[part] = f"{type(error).__name__}: {error}"
+            log_once(f"{part}: the engine's own code goes on, since ours raised {_failures[part]}")
             return engine_own(*args, **kwargs)
+        _failures.pop(part, None)
+        return answer
 
     return call
+
+
+def failure_of(part: str) -> str:
+    """What `guarded` caught the last time that this part ran in this process, or nothing."""
+    return _failures.get(part, "")
+
+
+# ---- one answer on all ranks -----------------------------------------------------------------------------------------
+
+
+class Said(NamedTuple):
+    """What a rank says of the answer that it is about to use."""
+
+    digest: str
+    failure: str
+    """Why it is the engine's own, if it is."""
+
+
+def settle(
+    part: str,
+    ours: Callable[[], T],
+    engine_own: Callable[[], T],
+    digest_of: Callable[[T], str],
+    gather: Callable[[Said], Sequence[Said]],
+) -> T:
+    """An answer that is the same on every rank: where ranks differ, all take the engine's own.
+
+    One rank alone that falls back to the engine's code would move experts and send tokens by another map than the
+    others do. Collective: every rank calls it, in the same order among `gather`'s other uses.
+
+    Args:
+        part: For the log, and for `failure_of`.
+        ours: This rank's answer, with the engine's own behind it (`guarded`).
+        engine_own: What the engine would do, deterministic.
+        digest_of: Names an answer.
+        gather: Every rank's words, by rank.
+
+    Raises:
+        RuntimeError: The engine's own answers differ too: their inputs do.
+    """
+    answer = ours()
+    told = gather(Said(digest_of(answer), failure_of(part)))
+    if len({said.digest for said in told}) == 1:
+        return answer
+    log_once(who_differs(part, told, "all ranks take the engine's own"))
+    answer = engine_own()
+    told = gather(Said(digest_of(answer), ""))
+    if len({said.digest for said in told}) > 1:
+        raise RuntimeError(who_differs(part, told, "the engine's own differ too, and none is used"))
+    return answer
+
+
+def who_differs(part: str, told: Sequence[Said], what_now: str) -> str:
+    """A line that says which ranks have another answer than most, why, and what happens."""
+    digests = [said.digest for said in told]
+    kept = [said.digest for said in told if not said.failure] or digests
+    most = max(kept, key=lambda digest: (kept.count(digest), -digests.index(digest)))
+    others = [rank for rank, digest in enumerate(digests) if digest != most]
+    named = ", ".join(
+        f"rank {rank} ({digests[rank][:12]}{f': {told[rank].failure}' if told[rank].failure else ''})"
+        for rank in others[:4]
+    )
+    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+    return (
+        f"{part}: {named}{more} computed another map than the other ranks ({most[:12]}), so {what_now}; look into that "
+        "rank's log, and give all ranks the same eplb_core, variables and engine"
+    )
 
 
 def log_through(name: str) -> None:
