@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     times = 3 if options.quick else REBALANCES
     measure.one_thread()
     import_engine()
+    eplb.warm_up()
     rows = [
         {"run": f"{dispatch}, {name}", **_run(options.ranks, plugin, dispatch, times)}
         for dispatch in ("static", "dynamic")
@@ -153,7 +154,8 @@ class Rank:
 
     def __init__(self, rank: int, ranks: int, folder: str, dispatch: str, **settings: Any) -> None:
         torch.set_num_threads(1)
-        torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]  # the engine calls it on any device
+        # What a machine without an accelerator lacks; the rest is SGLang's.
+        torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
         self.rank, self.ranks = rank, ranks
         from sglang.srt.eplb import expert_distribution, expert_location
         from sglang.srt.plugins import load_plugins
@@ -186,6 +188,7 @@ class Rank:
         load_plugins()
         self.metadata = expert_location.compute_initial_expert_location_metadata(model_config=None, moe_ep_rank=rank)
         expert_location.set_global_expert_location_metadata(self.metadata)
+        expert_distribution.get_device = lambda: "cpu"
         recorder = expert_distribution.ExpertDistributionRecorder.init_new(self.metadata, rank=rank)
         expert_distribution.set_global_expert_distribution_recorder(recorder)
         self.recorder = recorder

@@ -7,6 +7,7 @@ engine's own, with one line in the log that says what was expected and what was 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -126,38 +127,51 @@ class Said(NamedTuple):
     """Why it is the engine's own, if it is."""
 
 
+def gather_over(cpu_group: Any, deadline: float = 300.0) -> Callable[[Said], list[Said]]:
+    """What every rank says, by rank, over a group of torch on the CPU, in the order of its other users."""
+    from eplb_core.loading.agreement import GroupAgreement
+
+    agreement = GroupAgreement(cpu_group, deadline)
+    return lambda said: [Said(*json.loads(blob)) for blob in agreement.gather(json.dumps(said).encode())]
+
+
 def settle(
     part: str,
+    gather: Callable[[Said], Sequence[Said]],
     ours: Callable[[], T],
     engine_own: Callable[[], T],
+    *,
     digest_of: Callable[[T], str],
-    gather: Callable[[Said], Sequence[Said]],
+    otherwise: Callable[[], T],
 ) -> T:
     """An answer that is the same on every rank: where ranks differ, all take the engine's own.
 
     One rank alone that falls back to the engine's code would move experts and send tokens by another map than the
-    others do. Collective: every rank calls it, in the same order among `gather`'s other uses.
+    others do. Collective.
 
     Args:
         part: For the log, and for `failure_of`.
+        gather: What every rank says, by rank.
         ours: This rank's answer, with the engine's own behind it (`guarded`).
         engine_own: What the engine would do, deterministic.
         digest_of: Names an answer.
-        gather: Every rank's words, by rank.
-
-    Raises:
-        RuntimeError: The engine's own answers differ too: their inputs do.
+        otherwise: What a rank does where the engine's own answers differ too, since their inputs do: nothing.
     """
     answer = ours()
     told = gather(Said(digest_of(answer), failure_of(part)))
-    if len({said.digest for said in told}) == 1:
+    if _are_equal(told):
         return answer
     log_once(who_differs(part, told, "all ranks take the engine's own"))
     answer = engine_own()
     told = gather(Said(digest_of(answer), ""))
-    if len({said.digest for said in told}) > 1:
-        raise RuntimeError(who_differs(part, told, "the engine's own differ too, and none is used"))
-    return answer
+    if _are_equal(told):
+        return answer
+    log_once(who_differs(part, told, "nothing changes: the engine's own differ too"))
+    return otherwise()
+
+
+def _are_equal(told: Sequence[Said]) -> bool:
+    return len({said.digest for said in told}) == 1
 
 
 def who_differs(part: str, told: Sequence[Said], what_now: str) -> str:

@@ -362,7 +362,7 @@ def open_moves(
     num_nodes: int,
     record: Any = None,
     window: Callable[[], torch.Tensor | None] = lambda: None,
-    patience: float = 60.0,
+    patience: float = 600.0,
 ) -> Moves:
     """Moves over all processes of torch's default group, which are the EP ranks; collective.
 
@@ -375,7 +375,7 @@ def open_moves(
         num_nodes: As there.
         record: As there.
         window: As there.
-        patience: Seconds for a rank that does not come.
+        patience: Seconds for a rank that does not come; it may still compile.
 
     Raises:
         EplbError: Some rank cannot, or differs; on every rank.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from eplb_core._warm_up import warm_up
 from eplb_core.adapters import _hooking, _sglang, sglang_moves, sglang_record
 from eplb_core.errors import EplbError
 
@@ -58,6 +59,7 @@ def _register(runner: Any, manager: Any) -> None:
     if reason:
         _hooking.log_once(f"moves are left to SGLang: {reason}", logging.INFO)
         return
+    warm_up()  # compiled here, or the first migration would wait for it
     context, options = _sglang.context(), _sglang.options
     transport = options.get("transport", "torch_distributed")
     moves = sglang_moves.open_moves(
@@ -250,19 +252,15 @@ def agree_on_metadata(
         finally:
             _sglang.bypassed.reset(token)
 
-    return _hooking.settle("placement", ours, engine_own, digest_of, gather_said)
+    gather = _hooking.gather_over(cpu_group())
+    return _hooking.settle(
+        "placement", gather, ours, engine_own, digest_of=digest_of, otherwise=_sglang.live_metadata
+    )
 
 
 def digest_of(metadata: Any) -> str:
     """Names a map."""
     return hashlib.sha256(metadata.physical_to_logical_map_cpu.long().numpy().tobytes()).hexdigest()
-
-
-def gather_said(said: _hooking.Said) -> list[_hooking.Said]:
-    """Over the CPU group of the engine's ranks."""
-    answers: list[Any] = [None] * torch.distributed.get_world_size(cpu_group())
-    torch.distributed.all_gather_object(answers, said, group=cpu_group())
-    return answers
 
 
 def _gather_works() -> bool:

@@ -35,7 +35,13 @@ from eplb_core.topology import Topology
 PARAMETERS = {
     "weight_cache.ipc_loader.IpcModelLoader._fetch_from_cache": ("self", "model_config", "device_config"),
     "weight_cache.ipc_loader.send_msg": ("sock", "obj"),
-    "weight_cache.daemon.spawn_weight_cache_daemon": ("server_args",),
+    "weight_cache.daemon.spawn_weight_cache_daemon": (
+        "server_args",
+        "gpu_id",
+        "tp_rank",
+        "pp_rank",
+        "dist_init_method",
+    ),
     "eplb.expert_location_updater.ExpertLocationUpdater.update": (
         "self",
         "routed_experts_weights_of_layer",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import eplb_core as eplb
-from eplb_core.adapters import _hooking, sglang, sglang_maps
+from eplb_core.adapters import _hooking, _sglang, sglang, sglang_maps
 
 
 def metadata(rows: list[list[int]], ranks: int = 2) -> Any:
@@ -107,7 +107,7 @@ def test_an_installed_plug_in_does_nothing_unless_asked_for(value: str | None, m
 
 
 def context(*, narrows: bool = True, nodes: int = 1) -> Any:
-    return lambda: sglang._Context(narrows, True, nodes)
+    return lambda: _sglang.Context(narrows, True, nodes)
 
 
 def refuse(*arguments: Any, **named: Any) -> Any:
