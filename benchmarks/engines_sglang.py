@@ -278,7 +278,9 @@ class Rank:
         """Experts whose tokens this rank sends to a slot that does not hold them, over all layers."""
         from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo, topk_ids_logical_to_physical
 
-        held = torch.stack([(first[:, 0].div(8) - layer).div(1000).round() for layer, (first, _) in self.weights.items()])
+        held = torch.stack(
+            [(first[:, 0].div(8) - layer).div(1000).round() for layer, (first, _) in self.weights.items()]
+        )
         by_rank = [torch.empty_like(held) for _ in range(self.ranks)]
         torch.distributed.all_gather(by_rank, held)
         expert_of_slot = torch.cat(by_rank, dim=1).long()

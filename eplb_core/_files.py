@@ -37,9 +37,7 @@ MAX_TEXT_BYTES = 256 << 20
 def bad_file(path: PathLike, expected: str, found: str, mend: str) -> FileFormatError:
     """Make the error that all readers raise."""
     name = "inline JSON" if is_inline(path) else os.fspath(path)
-    return FileFormatError(
-        f"{name}: expected {expected}, found {plain(found)}; {mend}", path=name
-    )
+    return FileFormatError(f"{name}: expected {expected}, found {plain(found)}; {mend}", path=name)
 
 
 def plain(text: object, width: int = 240) -> str:

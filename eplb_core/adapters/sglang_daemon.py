@@ -17,8 +17,10 @@ from eplb_core.adapters import sglang_record
 
 def run_daemon(*args: Any, **kwargs: Any) -> None:  # pragma: no cover  needs SGLang: tests/engines
     """SGLang's `run_weight_cache_daemon`, with a record; runs in a process of its own."""
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.weight_cache import daemon
 
+    load_plugins()  # SGLang does not here, and a daemon too must fill all slots
     sglang_record.keep_records(daemon.WeightCacheDaemon)
     daemon.run_weight_cache_daemon(*args, **kwargs)
 

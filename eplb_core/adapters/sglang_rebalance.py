@@ -253,9 +253,7 @@ def agree_on_metadata(
             _sglang.bypassed.reset(token)
 
     gather = _hooking.gather_over(cpu_group())
-    return _hooking.settle(
-        "placement", gather, ours, engine_own, digest_of=digest_of, otherwise=_sglang.live_metadata
-    )
+    return _hooking.settle("placement", gather, ours, engine_own, digest_of=digest_of, otherwise=_sglang.live_metadata)
 
 
 def digest_of(metadata: Any) -> str:

@@ -82,10 +82,18 @@ def fetch(original: Callable[..., Any], loader: Any, model_config: Any, device_c
     metadata = _sglang.live_metadata()
     if metadata is None or _kept:  # a model without experts, or a second one in this process: a draft
         return original(loader, model_config, device_config)
+    try:
+        own = sglang_moves.layout_of(metadata, None, Topology(metadata.ep_size))
+    except EplbError as error:  # equal on all ranks
+        _hooking.log_once(f"record: this layout is left to SGLang: {error}")
+        return original(loader, model_config, device_config)
     agreement = make_agreement()
     presence = _presence(loader, device_config)
-    own = sglang_moves.layout_of(metadata, None, Topology(metadata.ep_size))
-    layout, version = agree_on_layout(presence, own=own, agreement=agreement, adopts=_adopts())
+    try:
+        layout, version = agree_on_layout(presence, own=own, agreement=agreement, adopts=_adopts())
+    except BaseException:
+        _leave(presence)
+        raise
     if layout is not own and layout != own:
         _adopt(metadata, layout, model_config)
         _hooking.log_once(f"record: version {version} of the layout is adopted ({layout.digest[:12]})", logging.INFO)

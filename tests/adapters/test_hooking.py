@@ -5,7 +5,6 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from typing import Any
 
 import pytest
 import torch.distributed as dist

@@ -254,7 +254,19 @@ def test_a_model_without_experts_and_weights_from_disk_keep_no_record(
         assert sglang_record.client() is None
 
 
-def test_a_path_too_long_for_a_socket_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_map_that_is_no_layout_is_left_to_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_sglang, "live_metadata", lambda: metadata([[0, 1, 2, 2, 2, 0]]))
+    loader = SimpleNamespace(socket_path=str(tmp_path / "cache.sock"))
+    with caplog.at_level(logging.WARNING):
+        assert sglang_record.fetch(lambda *_: "weights", loader, None, None) == "weights"
+    assert "record: this layout is left to SGLang: expert 3 has no slot at layer 0" in caplog.text
+
+
+def test_a_path_too_long_for_a_socket_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(_sglang, "live_metadata", lambda: metadata(ROWS))
     monkeypatch.setattr(sglang_record, "_adopts", lambda: True)
     with caplog.at_level(logging.WARNING):
@@ -272,7 +284,9 @@ def test_moves_of_the_engine_s_own_updater_are_begun_and_committed(
         start_engine(daemon, monkeypatch, live)
         states = []
 
-        def update(updater: Any, weights: Any, new: Any, layers: list[int], *, nnodes: int, rank: int) -> dict[str, int]:
+        def update(
+            updater: Any, weights: Any, new: Any, layers: list[int], *, nnodes: int, rank: int
+        ) -> dict[str, int]:
             states.append(server.state.pending)
             live.physical_to_logical_map_cpu = torch.tensor(MOVED)
             return {"missing": 0}
