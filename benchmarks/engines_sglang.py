@@ -87,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in rows[start + 1 : start + len(PLUG_INS)]:
             share = rows[start]["transfers"] / max(row["transfers"], 1)
             summary.append(
-                f"{row['run']}: {row['rebalances']} rebalances, {row['wrong']} wrong weights, {row['misled']} tokens to "
-                f"a wrong slot, 1/{share:.0f} of SGLang's transfers at {row['balance'] / rows[start]['balance']:.4f} of "
-                "its balance"
+                f"{row['run']}: {row['rebalances']} rebalances, {row['wrong']} wrong weights, {row['misled']} tokens "
+                f"to a wrong slot, 1/{share:.0f} of SGLang's transfers at "
+                f"{row['balance'] / rows[start]['balance']:.4f} of its balance"
             )
     measure.write_json(options.json, {"summary": summary, "rows": rows, "plans": plans})
     return int(any(row["wrong"] or row["misled"] for row in rows))

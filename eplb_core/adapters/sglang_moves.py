@@ -35,7 +35,9 @@ TRANSPORTS = {
     "mooncake": "Mooncake",
 }
 # Causes after which the engine's own rebalance goes on: ours would fail the same way again.
-FOR_THE_ENGINE = ("failed", "plan", "read", "peer", "deadline", "backup", "agreement")
+FOR_THE_ENGINE = ("failed", "plan", "backup", "agreement")
+# Causes after which it does when they came so often in a row. Without passes for a while a migration ends as well.
+IN_A_ROW, TRIES = ("read", "peer"), 3
 
 
 class Picks(NamedTuple):
@@ -214,6 +216,7 @@ class Moves:
         """Ranks have computed different maps once; the same on every rank."""
         self._target: ExpertLayout | None = None
         self._trouble = ""
+        self._failures = 0
 
     @property
     def off(self) -> str:
@@ -264,12 +267,16 @@ class Moves:
         if status.cause == "disagree":
             self.disagreed = True
             self._say_who_differs()
-        elif status.cause in FOR_THE_ENGINE:
+        elif status.cause in FOR_THE_ENGINE or self._failed_again(status.cause):
             self.close(f"{status.reason}{f' ({self._trouble})' if self._trouble else ''}")
             _hooking.log_once(f"moves: SGLang's own rebalance goes on from the next interval, since {self.over}")
         elif status.cause:
             _hooking.log_once(f"moves: a migration ended after {status.installed} steps: {status.reason}")
         return status.reason if status.cause else ""
+
+    def _failed_again(self, cause: str) -> bool:
+        self._failures = self._failures + 1 if cause in IN_A_ROW else 0
+        return self._failures == TRIES
 
     def _say_who_differs(self) -> None:
         own = _hooking.Said("" if self._target is None else self._target.digest, _hooking.failure_of("placement"))
@@ -412,7 +419,7 @@ def open_moves(
                 picks,
                 num_nodes=num_nodes,
                 transport=cast(Transport, reader),
-                agreement=GroupAgreement(groups[1]),
+                agreement=GroupAgreement(groups[1], patience),
                 record=record,
                 window=window,
             )

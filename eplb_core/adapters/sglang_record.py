@@ -62,6 +62,8 @@ CLAIM = "eplb_core"
 _claim: ContextVar[dict[str, Any] | None] = ContextVar("_claim", default=None)
 _kept: list[LayoutClient] = []
 """The presence of this process at its daemon's record, while it uses its weights."""
+_barred: list[str] = []
+"""Why no rank may move experts: the weights are shared, and some rank has no record."""
 
 
 def client() -> LayoutClient | None:
@@ -98,14 +100,18 @@ def fetch(original: Callable[..., Any], loader: Any, model_config: Any, device_c
         _adopt(metadata, layout, model_config)
         _hooking.log_once(f"record: version {version} of the layout is adopted ({layout.digest[:12]})", logging.INFO)
     weights, trouble = _mapped(original, loader, model_config, device_config, presence, layout)
-    told = agreement.gather(b"failed" if trouble else b"disk" if weights is None else b"mapped")
-    if len(set(told)) > 1 or trouble is not None:
+    recorded = presence is not None and presence.found is not None
+    word = "failed" if trouble else "disk" if weights is None else "mapped, recorded" if recorded else "mapped"
+    told = [each.decode() for each in agreement.gather(word.encode())]
+    if len({each.partition(",")[0] for each in told}) > 1 or trouble is not None:
         _leave(presence)
         if trouble is not None:
             raise trouble
-        words = ", ".join(f"rank {rank}: {word.decode()}" for rank, word in enumerate(told))
+        words = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(told))
         raise RuntimeError(f"eplb_core: all ranks must map their daemon's weights or none ({words}); start all daemons")
-    if weights is None or presence is None or presence.found is None:
+    if len(set(told)) > 1:
+        _barred.append(f"rank {told.index('mapped')} shares its weights with a daemon that keeps no record")
+    if weights is None or presence is None or not recorded:
         _leave(presence)
         if weights is not None:
             _hooking.log_once(
@@ -217,6 +223,9 @@ def record_update(
         )
 
     kept = client()
+    if _barred:
+        _hooking.log_once(f"record: nothing moves: {_barred[0]}")
+        return {}
     if kept is None:
         return move()
     layers = sorted(int(layer) for layer in update_layer_ids)
@@ -339,13 +348,21 @@ def answer_request(original: Callable[..., Any], daemon: Any, conn: Any) -> Any:
 
     heard = _Heard(conn)
     request = recv_msg(heard)
-    if isinstance(request, dict) and request.get("type") == "fetch_state":
+    if isinstance(request, dict) and request.get("type") == "fetch_state" and _fits(daemon.config, request):
         reason = may_map(server.path, request.get(CLAIM))
         if reason:
             _hooking.log_once(f"record: weights are not given: {reason}")
             send_msg(conn, {"status": "mismatch", "daemon_config": {**daemon.config.to_dict(), CLAIM: reason}})
             return None
     return original(daemon, heard.again())
+
+
+def _fits(config: Any, request: Mapping[str, Any]) -> bool:
+    """Others are refused by the engine's own code, and are no users of these weights."""
+    try:
+        return bool(config.matches(type(config).from_dict(request["config"])))
+    except Exception:
+        return False
 
 
 def may_map(path: str, claim: Any) -> str:

@@ -136,6 +136,14 @@ def test_algorithms_for_dead_ranks_are_the_engine_s(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
+def test_an_algorithm_that_ranks_have_not_agreed_on_is_the_engine_s() -> None:
+    token = _sglang.bypassed.set(True)
+    try:
+        assert sglang.place_from_live(lambda **_: "engine", **asked("deepseek", torch.ones(1, 1, 4))) == "engine"
+    finally:
+        _sglang.bypassed.reset(token)
+
+
 def test_lists_and_tables_are_built_from_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lists of a rank at start are narrowed; its table is drawn from them, as the engine does."""
     row = torch.tensor([[0, 1, 2, 3, 3, 0]])

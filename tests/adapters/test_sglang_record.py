@@ -52,12 +52,29 @@ def recv_msg(sock: Any) -> Any:
     return pickle.loads(exactly(*struct.unpack("!I", exactly(4))))
 
 
+class Config:
+    """The engine's fingerprint of weights."""
+
+    def __init__(self, tp_size: int = 2) -> None:
+        self.tp_size = tp_size
+
+    @classmethod
+    def from_dict(cls, found: dict[str, int]) -> Config:
+        return cls(**found)
+
+    def to_dict(self) -> dict[str, int]:
+        return {"tp_size": self.tp_size}
+
+    def matches(self, other: Config) -> bool:
+        return self.tp_size == other.tp_size
+
+
 class Daemon:
     """The engine's daemon as far as the hooks see it: a request, an answer."""
 
     def __init__(self, path: Path) -> None:
         self.socket_path = str(path)
-        self.config = SimpleNamespace(to_dict=lambda: {"tp_size": 2})
+        self.config = Config()
         self.served: list[Any] = []
 
     def serve(self) -> list[Any]:
@@ -75,6 +92,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_hooking, "_logged", set())
     monkeypatch.setattr(_hooking, "_log", [logging.getLogger("eplb_core")])
     monkeypatch.setattr(sglang_record, "_kept", [])
+    monkeypatch.setattr(sglang_record, "_barred", [])
     parent: Any = None
     for name in ("sglang", "sglang.srt", "sglang.srt.weight_cache", "sglang.srt.weight_cache.protocol"):
         module: Any = ModuleType(name)
@@ -215,13 +233,46 @@ def test_ranks_where_some_mapped_and_some_loaded_do_not_start(
         """The other rank has loaded from disk."""
 
         def gather(self, blob: bytes) -> list[bytes]:
-            return [blob, b"disk" if blob in (b"mapped", b"disk", b"failed") else blob]
+            return [blob, b"disk" if blob.startswith(b"mapped") else blob]
 
     monkeypatch.setattr(sglang_record, "make_agreement", lambda: Two.group(1)[0])
     daemon, server = serving(tmp_path, monkeypatch)
-    with server, pytest.raises(RuntimeError, match="rank 0: mapped, rank 1: disk"):
+    with server, pytest.raises(RuntimeError, match="rank 0: mapped, recorded, rank 1: disk"):
         start_engine(daemon, monkeypatch, metadata(ROWS))
     assert sglang_record.client() is None
+
+
+def test_where_one_rank_has_no_record_no_rank_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank that waits for the others' records and one that does not would hang."""
+
+    class Two(LocalAgreement):
+        """The other rank has mapped, from a daemon without a record."""
+
+        def gather(self, blob: bytes) -> list[bytes]:
+            return [blob, b"mapped" if blob.startswith(b"mapped") else blob]
+
+    monkeypatch.setattr(sglang_record, "make_agreement", lambda: Two.group(1)[0])
+    daemon, server = serving(tmp_path, monkeypatch)
+    with server, caplog.at_level(logging.WARNING):
+        assert start_engine(daemon, monkeypatch, metadata(ROWS)) == {"status": "ok"}
+        called: list[int] = []
+        assert not sglang_record.record_update(lambda *_, **__: called.append(1), None, {}, None, [0], nnodes=1, rank=0)
+    assert not called
+    assert "nothing moves: rank 1 shares its weights with a daemon that keeps no record" in caplog.text
+
+
+def test_an_engine_of_another_configuration_is_no_user_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon, server = serving(tmp_path, monkeypatch)
+    with server:
+        for config in ({"tp_size": 4}, {"other": 1}, None):
+            ask(daemon, {"type": "fetch_state", "config": config})  # the engine's own code answers
+        with eplb.LayoutClient(server.path, "mover") as mover:
+            assert mover.begin([0], 0).status == "ok"
+            mover.abort([0])
 
 
 def test_a_daemon_without_a_record_is_pointed_out(
@@ -239,7 +290,7 @@ def test_a_model_without_experts_and_weights_from_disk_keep_no_record(
     monkeypatch.setattr(_sglang, "live_metadata", lambda: None)
     loader = SimpleNamespace(socket_path=str(tmp_path / "cache.sock"))
     assert sglang_record.fetch(lambda *_: "weights", loader, None, None) == "weights"
-    daemon, server = serving(tmp_path, monkeypatch)
+    _, server = serving(tmp_path, monkeypatch)
     monkeypatch.setattr(_sglang, "live_metadata", lambda: metadata(ROWS))
     monkeypatch.setattr(sglang_record, "_adopts", lambda: True)
     with server:
@@ -334,7 +385,7 @@ def test_a_daemon_of_another_signature_is_left_as_it_is(caplog: pytest.LogCaptur
     with caplog.at_level(logging.ERROR):
         trouble = sglang_record.keep_records(Other)
     assert trouble.startswith(
-        "expected WeightCacheDaemon._handle_connection(self, conn), found WeightCacheDaemon._handle_connection(self, con"
+        "expected WeightCacheDaemon._handle_connection(self, conn), found WeightCacheDaemon._handle_connection(self, "
     )
     assert "record is left to SGLang, written for 0.5.23: expected" in caplog.text
     assert dict(vars(Other)) == before

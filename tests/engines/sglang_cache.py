@@ -134,7 +134,7 @@ def start(path: str, moves: bool) -> dict[str, Any]:
         from sglang.srt.eplb.expert_location_updater import ExpertLocationUpdater
 
         torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
-        with mock.patch("sglang.srt.eplb.expert_location_updater._update_expert_weights", lambda **_: {}):
+        with mock.patch("sglang.srt.eplb.expert_location_updater._update_expert_weights", return_value={}):
             ExpertLocationUpdater().update({}, other, update_layer_ids=[0], nnodes=1, rank=0)
         said["moved to"] = metadata.physical_to_logical_map[0].tolist()
     return said

@@ -99,9 +99,15 @@ MUTATIONS = [
     ),
     (
         _SGLANG,
-        '        if algorithm.startswith("elasticity"):\n',
-        "        if False:\n",
+        '        if algorithm.startswith("elasticity") or _sglang.bypassed.get():\n',
+        "        if _sglang.bypassed.get():\n",
         f"{_T}sglang.py::test_algorithms_for_dead_ranks_are_the_engine_s",
+    ),
+    (
+        _SGLANG,
+        '        if algorithm.startswith("elasticity") or _sglang.bypassed.get():\n',
+        '        if algorithm.startswith("elasticity"):\n',
+        f"{_T}sglang.py::test_an_algorithm_that_ranks_have_not_agreed_on_is_the_engine_s",
     ),
     (
         _SGLANG,
