@@ -236,6 +236,7 @@ def test_convert_reads_and_writes_sglang_s_inline_json(
     back = tmp_path / "back.json"
     assert main(["convert", inline, str(back), "--to", "eplb", "--ranks", "4", "--nodes", "2"]) == 0
     assert load_layout(back) == load_layout(layout)
+    capsys.readouterr()
     assert main(["convert", trace, "-", "--to", "sglang"]) == 0
     load = capsys.readouterr().out
     assert main(["convert", load, str(tmp_path / "t.npz"), "--to", "eplb"]) == 0

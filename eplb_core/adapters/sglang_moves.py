@@ -150,7 +150,7 @@ class LiveRows:
     def _picks_of(self, alone: ExpertLayout, row: int) -> IntArray:
         """This rank's slot of each expert, `[E]`; a row on the way to the target has even picks."""
         if self._aimed is not None and np.array_equal(self._aimed[0][row], alone.physical_to_logical_map[0]):
-            return self._aimed[1][row].copy()
+            return np.array(self._aimed[1][row])
         return np.array(even_dispatch_table(alone)[self._picks.rank, 0])
 
 

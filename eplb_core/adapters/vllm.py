@@ -209,7 +209,7 @@ def policy_class(default: Any, options: PolicyOptions, group_of: Callable[[int],
             group = group_of(num_ranks) if still else None
             if group is None:
                 return ours()
-            return _hooking.settle(
+            settled: torch.Tensor = _hooking.settle(
                 "policy",
                 _hooking.gather_over(group),
                 ours,
@@ -217,6 +217,7 @@ def policy_class(default: Any, options: PolicyOptions, group_of: Callable[[int],
                 digest_of=_digest,
                 otherwise=lambda: default.rebalance_experts(*asked) if old is None else old,
             )
+            return settled
 
         @classmethod
         def preserve_intragpu_slots(cls, phy2log: Any, num_ranks: int, old_phy2log: Any) -> Any:

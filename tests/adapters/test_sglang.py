@@ -136,7 +136,8 @@ def test_algorithms_for_dead_ranks_are_the_engine_s(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
-def test_an_algorithm_that_ranks_have_not_agreed_on_is_the_engine_s() -> None:
+def test_an_algorithm_that_ranks_have_not_agreed_on_is_the_engine_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "_live_metadata", lambda: None)
     token = _sglang.bypassed.set(True)
     try:
         assert sglang.place_from_live(lambda **_: "engine", **asked("deepseek", torch.ones(1, 1, 4))) == "engine"
