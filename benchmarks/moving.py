@@ -35,6 +35,7 @@ import torch
 from benchmarks import measure
 from eplb_core import ExpertLayout, ExpertStore, GroupAgreement, Migrator, Topology, plan_pull, transfers
 from eplb_core.loading._steps import Step
+from eplb_core.loading._workers import Worker
 from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.install import Installer, Staging
 from eplb_core.loading.pull_plan import COPY_OLD, READ
@@ -360,10 +361,10 @@ class Stretches:
     def __init__(self) -> None:
         self.us: list[float] = []
         self._since: dict[int, float] = {}
-        self._real: tuple[Any, Any] = (time.sleep, threading.Condition.wait)
+        self._real: tuple[Any, Any, Any] = (time.sleep, threading.Condition.wait, Worker._wait)
 
     def __enter__(self) -> Stretches:
-        sleep, wait = self._real
+        sleep, wait, wait_for_job = self._real
 
         def measured_sleep(seconds: float) -> None:
             if seconds > 0:  # else it comes back before another thread has the interpreter
@@ -378,11 +379,18 @@ class Stretches:
             self._begin()
             return notified
 
+        def measured_wait_for_job(worker: Worker) -> Any:
+            self._end()
+            job = wait_for_job(worker)
+            self._begin()
+            return job
+
         time.sleep, threading.Condition.wait = measured_sleep, measured_wait  # type: ignore[assignment, method-assign]
+        Worker._wait = measured_wait_for_job  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
-        time.sleep, threading.Condition.wait = self._real  # type: ignore[method-assign]
+        time.sleep, threading.Condition.wait, Worker._wait = self._real  # type: ignore[method-assign]
 
     def _begin(self) -> None:
         self._since[threading.get_ident()] = time.thread_time()

@@ -3,10 +3,16 @@
     COMMIT=$(git rev-parse HEAD) python -m benchmarks.multi_gpu --json multi_gpu.json
     COMMIT=$(git rev-parse HEAD) python -m benchmarks.multi_gpu --transport nccl --json multi_gpu_nccl.json
 
-58 layers x 16 slots x 44 MB a GPU (41 GB). Migrations by CUDA IPC alone, with the copies that prefer to leave the cores
-alone and with others, beside a plain copy between two GPUs; then while each rank replays the graph of its layers and
-the ranks sum their results by NCCL: worst and median pass against the same with no migration, tokens compared with
-those of ranks that never move experts. With `--transport nccl` the bytes go by `TorchDistributed`, two-sided, instead.
+58 layers x 16 slots x 44 MB a GPU (41 GB). Parts (`--parts`):
+`ipc`     migrations alone, with the copies that prefer to leave the cores alone and with others, beside a plain copy
+          between two GPUs in one direction and in both;
+`decode`  the same while each rank replays the graph of its layers and the ranks sum their results by NCCL: worst and
+          median pass against the same with no migration, tokens compared with those of ranks that never move experts;
+`cores`   what the profiler saw the devices do in one migration: copies by engines, kernels and their blocks;
+`grid`    1,000 migrations of four layers while each pass is a kernel that fills all cores of all GPUs and ends only
+          when its blocks run on every rank, as fused dispatch and combine do: what else waits for a core with a peer's
+          help would be a deadlock.
+With `--transport nccl` the bytes go by `TorchDistributed`, two-sided, instead.
 The ranks are those of `benchmarks.moving_gpu`; without GPUs the same steps run small in host memory, to show that they
 do: by shared memory, or by groups of gloo in place of NCCL's.
 """
@@ -15,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -25,14 +32,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from benchmarks import measure
 from benchmarks.moving_gpu import ROOT, SMALL, tables_of, wait_for
-from benchmarks.moving_gpu_ranks import Rank
+from benchmarks.moving_gpu_ranks import Rank, percentiles, rounded
+from eplb_core import ExpertLayout
+from eplb_core.loading.migrator import Migrator
 from eplb_core.loading.transports import TorchDistributed
 
+PARTS = ("ipc", "decode", "cores", "grid")
 FULL = {"layers": 58, "per_rank": 16, "experts": 24, "hidden": 7168, "inner": 1024, "tokens": 64}
 
 
@@ -40,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.multi_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few small layers")
     parser.add_argument("--transport", choices=["ipc", "nccl"], default="ipc")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--passes", type=int, default=0)
     parser.add_argument("--migrations", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for the ranks")
@@ -55,11 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes["experts"] = sizes["ranks"] * sizes["per_rank"] * 3 // 4
     sizes["passes"] = options.passes or (200 if on_gpus else 24)
     sizes["migrations"] = options.migrations or (3 if on_gpus else 1)
+    sizes["grid_migrations"] = 1000 if on_gpus and not options.quick else 3
+    sizes["parts"] = options.parts
     record: dict[str, Any] = {"device": f"{gpus} x {torch.cuda.get_device_name()}" if on_gpus else "the CPU"}
     record["sizes"] = sizes
     if on_gpus:
-        record["plain_copy_gb_s"] = plain_copy()
-        print(f"plain copy from GPU 0 to GPU 1: {record['plain_copy_gb_s']:.0f} GB/s", flush=True)
+        record["plain_copy_gb_s"], record["plain_copy_both_ways_gb_s"] = plain_copy(False), plain_copy(True)
     record["ranks"] = run_ranks(sizes, on_gpus, options.limit)
     record["summary"] = summary(record)
     print(tables_of(record))
@@ -68,19 +81,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int("codes_error" in record["ranks"])
 
 
-def plain_copy() -> float:
-    """GB/s of one large copy between two GPUs, the best of ten."""
-    source = torch.ones(1 << 30, dtype=torch.uint8, device="cuda:0")
-    target = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda:1")
+def plain_copy(both_ways: bool) -> float:
+    """GB/s that each GPU gets of a large copy from the other, the best of ten; the other gets one meanwhile, or not."""
+    streams = [torch.cuda.Stream(device) for device in range(2)]  # type: ignore[no-untyped-call]
+    rows = [[torch.ones(1 << 30, dtype=torch.uint8, device=device) for device in range(2)] for _ in range(2)]
     best = 0.0
     for _ in range(10):
-        torch.cuda.synchronize(0)
-        torch.cuda.synchronize(1)
+        for device in range(2):
+            torch.cuda.synchronize(device)
         start = time.perf_counter()
-        target.copy_(source)
-        torch.cuda.synchronize(0)
-        torch.cuda.synchronize(1)
-        best = max(best, source.numel() / (time.perf_counter() - start) / 1e9)
+        for target in range(1 + both_ways):
+            with torch.cuda.stream(streams[target]):
+                rows[0][target].copy_(rows[1][1 - target], non_blocking=True)
+        for device in range(2):
+            torch.cuda.synchronize(device)
+        best = max(best, rows[0][0].numel() / (time.perf_counter() - start) / 1e9)
     return best
 
 
@@ -88,9 +103,11 @@ def run_ranks(sizes: dict[str, Any], on_gpus: bool, limit: float) -> dict[str, A
     """A process a GPU."""
     with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
         processes = []
+        words = Path("/dev/shm", f"{Path(folder).name}-words")  # a device cannot reach pages of other file systems
+        words.write_bytes(bytes(mmap.PAGESIZE))
         for rank in range(sizes["ranks"]):
             device = f"cuda:{rank}" if on_gpus else "cpu"
-            options = {**sizes, "rank": rank, "folder": folder, "parts": ["ipc", "decode"], "device": device}
+            options = {**sizes, "rank": rank, "folder": folder, "device": device, "words": str(words)}
             command = [sys.executable, "-m", "benchmarks.multi_gpu", "--rank", json.dumps(options)]
             # Torch would end a process whose peer is gone.
             environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
@@ -101,6 +118,7 @@ def run_ranks(sizes: dict[str, Any], on_gpus: bool, limit: float) -> dict[str, A
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        words.unlink()
         paths = [Path(folder, f"rank{rank}.json") for rank in range(sizes["ranks"])]
         found = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
     failures = {} if codes == [0] * len(codes) else {"codes_error": str(codes)}
@@ -131,6 +149,99 @@ class GpuRank(Rank):
     def decode_otherwise(self, note: Callable[..., None]) -> None:
         """Only the asynchronous way is measured here."""
 
+    # ---- cores -----------------------------------------------------------------------------------------------------
+
+    def part_cores(self) -> None:
+        """What ran on the device in one migration: installs are kernels of the passes' stream, reads should be none."""
+        from torch.profiler import ProfilerActivity, profile
+
+        found = self.results.setdefault("cores", {})
+        for name, transport in self.transports.items():
+            mig = self.migrator(transport)
+            self.migrate(mig, self.next_layout(), lambda: None)
+            kinds = [ProfilerActivity.CUDA] if self.on_gpu else [ProfilerActivity.CPU]
+            with profile(activities=kinds) as profiler:
+                self.migrate(mig, self.next_layout(), lambda: None)
+            path = Path(self.options["folder"], f"trace{self.rank}.json")
+            profiler.export_chrome_trace(str(path))
+            found[name] = device_work(json.loads(path.read_text())["traceEvents"])
+            mig.stop(30.0)
+            self.say(f"{name}: {json.dumps(rounded(found[name]))}")
+
+    def part_grid(self) -> None:
+        """Migrations while every pass needs all cores of all GPUs at once."""
+        some = min(4, self.shape.layers)
+        kernel: Any = None
+        if self.on_gpu:
+            from benchmarks.full_grid import Meeting
+
+            kernel = Meeting(Path(self.options["words"]), self.rank, self.size)
+        for name, transport in self.transports.items():
+            mig, passes, times = self.migrator(transport), 0, []
+            # NCCL's kernels wait for the passes' and these for them, seconds each time.
+            count = 1 if name == "nccl" and self.on_gpu else self.options["grid_migrations"]
+
+            def one_pass(mine: Any = kernel) -> None:
+                nonlocal passes
+                passes += 1
+                if mine is not None:
+                    mine.launch()
+                    torch.cuda.current_stream().synchronize()
+
+            start, before = time.perf_counter(), 0 if kernel is None else kernel.gave_up()
+            checks, done = set(), 0
+            for number in range(count):
+                target = self.next_layout().physical_to_logical_map.copy()
+                target[some:] = self.layout.physical_to_logical_map[some:]
+                begun = time.perf_counter()
+                self.migrate(mig, ExpertLayout(target, self.shape.experts, topology=self.layout.topology), one_pass)
+                times.append(1e3 * (time.perf_counter() - begun))
+                done += 1
+                if number % 50 == 49 or number == count - 1:
+                    checks.add(self.check())
+            self.results.setdefault("grid", {})[name] = {
+                "migrations": done,
+                "layers": some,
+                "passes": passes,
+                "seconds": time.perf_counter() - start,
+                "migration_ms": percentiles(np.array(times)),
+                "checks": sorted(checks),
+                "blocks": 0 if kernel is None else kernel.blocks,
+                "blocks_that_gave_up": 0 if kernel is None else kernel.gave_up() - before,
+                "stopped": mig.stop(60.0),
+            }
+            self.say(f"{name}: {json.dumps(rounded(self.results['grid'][name]))}")
+
+    def migrate(self, mig: Migrator, target: ExpertLayout, one_pass: Callable[[], None]) -> None:
+        """From start to end, all ranks with as many passes."""
+        mig.start(target)
+        busy = torch.ones(1, dtype=torch.int32)
+        while busy:
+            mig.poll()
+            one_pass()
+            busy.fill_(not mig.idle)
+            dist.all_reduce(busy, group=self.group)
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        self.layout = mig.layout
+        if mig.status.cause:
+            raise RuntimeError(f"{mig.status.cause}: {mig.status.reason}")
+
+
+def device_work(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """By name: how many, their blocks at most, milliseconds and bytes."""
+    out: dict[str, Any] = {}
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memcpy"):
+            continue
+        name, more = event["name"].split("<")[0], event["args"]
+        entry = out.setdefault(name, {"kind": event["cat"], "count": 0, "ms": 0.0, "bytes": 0, "blocks": 0})
+        entry["count"] += 1
+        entry["ms"] += event["dur"] / 1e3
+        entry["bytes"] += int(more.get("bytes", 0))
+        entry["blocks"] = max(entry["blocks"], int(np.prod(more.get("grid", [0]))))
+    return out
+
 
 def run_rank(options: dict[str, Any]) -> None:
     rank = GpuRank(options)
@@ -140,7 +251,8 @@ def run_rank(options: dict[str, Any]) -> None:
 
 
 def summary(record: dict[str, Any]) -> list[str]:
-    lines = [f"{record['device']}: plain copy between GPUs {record.get('plain_copy_gb_s', 0.0):.0f} GB/s"]
+    one, both = (record.get(f"plain_copy_{name}gb_s", 0.0) for name in ("", "both_ways_"))
+    lines = [f"{record['device']}: plain copy between GPUs {one:.0f} GB/s, {both:.0f} each way in both at once"]
     for rank in record["ranks"]["by_rank"][:1]:
         for name, entries in rank.get("ipc", {}).items():
             speed = max(entry["reading_gb_s"] for entry in entries)
@@ -151,6 +263,14 @@ def summary(record: dict[str, Any]) -> list[str]:
             lines.append(
                 f"  {name}: p50 {each['p50']:.2f}, p99 {each['p99']:.2f}, worst {each['worst']:.2f} ms a pass, "
                 f"tokens equal: {entry['tokens_equal']}"
+            )
+        for name, entries in rank.get("cores", {}).items():
+            lines += [f"  {name}: {what}: {work}" for what, work in rounded(entries).items()]
+        for name, entry in rank.get("grid", {}).items():
+            lines.append(
+                f"  {name}: {entry['migrations']:,} migrations beside kernels of {entry['blocks']} blocks, all at "
+                f"once: {entry['blocks_that_gave_up']} blocks gave up, {entry['checks']}, "
+                f"{entry['migration_ms']['p50']:.2f} ms in the median"
             )
     return lines
 

@@ -34,13 +34,13 @@ class Part(NamedTuple):
 
 ENGINE = "benchmarks.engine --preset h200 --passes 120 --json {json}"
 PARTS = (
-    Part("tests", "pytest -q -m cuda -p no:cacheprovider tests", 150),
+    Part("tests", "pytest -q -m cuda -p no:cacheprovider -p no:benchmark -p no:xdist --durations=12 tests", 330),
     Part("engine_threads", f"{ENGINE} --device cuda:0 --threads", 150),
     Part("engine_tokens", f"{ENGINE} --device cuda:0 --threads --modes async --check --passes 80", 60),
     Part("engine_processes", f"{ENGINE} --device cuda:0", 150),
-    Part("engine_nccl", f"{ENGINE} --device cuda --ranks 2", 90, gpus=2),
-    Part("multi_gpu_nccl", "benchmarks.multi_gpu --transport nccl --json {json}", 90, gpus=2),
-    Part("multi_gpu", "benchmarks.multi_gpu --json {json}", 90, gpus=2),
+    Part("engine_nccl", f"{ENGINE} --device cuda --ranks 2 --always", 100, gpus=2),
+    Part("multi_gpu_nccl", "benchmarks.multi_gpu --transport nccl --limit 110 --json {json}", 120, gpus=2),
+    Part("multi_gpu", "benchmarks.multi_gpu --limit 170 --json {json}", 180, gpus=2),
 )
 
 

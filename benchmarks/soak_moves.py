@@ -2,6 +2,14 @@
 
 python -m benchmarks.soak_moves --json soak_moves.json
 
+All transports side by side, each with its own processes and record (ports, folders and names are chosen anew by every
+job), on a machine with 32 cores; `--migrations 0` runs the losses alone, two dozen seconds each on busy cores:
+
+for t in shared_memory gloo nixl mooncake; do
+    python -m benchmarks.soak_moves --transport $t --ranks 8 --migrations 0 --json losses_$t.json > losses_$t.log 2>&1 &
+    python -m benchmarks.soak_moves --transport $t --ranks 4 --minutes 40 --json soak_$t.json > soak_$t.log 2>&1 &
+done; wait
+
 Each rank is a process: gloo agrees, the transport reads. In every pass each rank says over a group of its own where it
 would send a token of each expert and in which layout it is; who is named checks the bytes of the slot. A thread of each
 rank does the same with its own tables between the passes, all the time, and one of rank 0 runs Python code all the
@@ -34,11 +42,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import eplb_core
 from benchmarks import measure
 from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology, fingerprints, topk_to_slots, verify_weights
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.loading import _words
+from eplb_core.loading._warm import warm_moves
 from eplb_core.loading.agreement import GroupAgreement
 from eplb_core.loading.migrator import Migrator
 from eplb_core.loading.transport import ReadBatch, Status, Transport
@@ -69,27 +77,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--transport", nargs="+", choices=TRANSPORTS)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--migrations", type=int, default=1000, help="over each transport")
+    parser.add_argument("--migrations", type=int, default=1000, help="over each transport; 0: losses alone")
     parser.add_argument("--minutes", type=float, default=1e9, help="over all transports; what is left out is said")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    eplb_core.warm_up()  # before the ranks are forked: none of them compiles
     names = options.transport or (["shared_memory"] if options.quick else installed())
     size, count = (4, 6) if options.quick else (options.ranks, options.migrations)
-    record: dict[str, Any] = {"asked": {"ranks": size, "migrations": count, "transports": names}, "runs": []}
+    if size < 4 or size % 2:
+        parser.error(
+            f"--ranks (={size}) must be even and at least 4: two nodes, and room for all experts without a rank"
+        )
+    asked = {"ranks": size, "migrations": count, "transports": names}
+    record: dict[str, Any] = {"asked": asked, "runs": [], "failed": [], "summary": []}
+    torch.set_num_threads(1)
+    warm_up()  # before the ranks are forked: none of them compiles
     start = time.monotonic()
     for index, name in enumerate(names):
         until = start + 60 * options.minutes * (index + 1) / len(names)
         for job in jobs(name, size, count, options.seed, PHASES[3:5] if options.quick else PHASES):
             if time.monotonic() > until:
                 break
-            record["runs"].append(run(job))
-            print(json.dumps(record["runs"][-1]), flush=True)
+            try:
+                record["runs"].append(run(job))
+                print(json.dumps(record["runs"][-1]), flush=True)
+            except SystemExit as error:  # what the other jobs show is worth knowing
+                record["failed"].append(str(error))
+                print(f"FAILED {error}", flush=True)
             record["summary"] = summary(record["runs"])
             measure.write_json(options.json, record)
-    print("\n".join(record["summary"]))
-    return 0
+    print("\n".join([*record["summary"], *(f"FAILED {why}" for why in record["failed"])]))
+    return 1 if record["failed"] else 0
+
+
+def warm_up() -> None:
+    """Compile what ranks run and no more: all of the library takes a minute of a core after an installation."""
+    warm_moves()
+    layout = ExpertLayout.trivial(1, 2, num_slots=2, topology=Topology(1))
+    tables = DispatchTables(layout, rank=0)
+    tables.install(layout, layers=[0])
+    topk_to_slots(torch.arange(2)[:, None], tables.layer(0))
+    fingerprints([ExpertStore({"weight": torch.zeros(2, 4, dtype=torch.uint8)})])
 
 
 def installed() -> list[str]:
@@ -185,9 +212,11 @@ def begin_rank(job: dict[str, Any]) -> None:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  for good
     os.environ |= {
         "NIXL_LOG_LEVEL": "ERROR",
-        "UCX_TLS": "tcp,sm,self",
+        # Where there are GPUs, NIXL refuses a choice without the last.
+        "UCX_TLS": "tcp,sm,self" + (",cuda_copy" if torch.cuda.is_available() else ""),
         "MC_LOG_LEVEL": "FATAL",
         "UCX_NET_DEVICES": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",  # a machine's name may lead nowhere
     }
     try:
         one_rank(job)
@@ -265,6 +294,7 @@ class Rank:
     def __init__(self, job: dict[str, Any]) -> None:
         self.job, self.rank, self.size, self.folder = job, job["rank"], job["size"], job["folder"]
         self.patience = 60.0
+        sys.setswitchinterval(1e-4)  # else each wait for another thread's Python code is one of 5 ms
         timeout = timedelta(seconds=60)
         dist.init_process_group(
             "gloo", init_method=f"file://{self.folder}/store", rank=self.rank, world_size=self.size, timeout=timeout

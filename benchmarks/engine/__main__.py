@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--check", action="store_true", help="compare every token with the oracle; times mean less")
+    parser.add_argument(
+        "--always", action="store_true", help="place from nothing at every decision and move, worth it or not"
+    )
     parser.add_argument("--trace", type=Path, help="a trace file whose loads the requests' topics follow")
     parser.add_argument(
         "--shared", action="store_true", help="with --soak: engines that die on weights that outlive them"
@@ -91,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A quarter more slots than experts, or what the preset says.
         enough = -(-5 * setup.config.num_experts // (4 * options.ranks))
         setup = dataclasses.replace(setup, slots_per_rank=max(setup.slots_per_rank, enough))
-        setup = dataclasses.replace(setup, device=options.device, threads=options.threads)
+        setup = dataclasses.replace(setup, device=options.device, threads=options.threads, always=options.always)
         if not setup.synthetic:
             save_experts(Path(folder) / "experts-0", setup.config, setup.seed, setup.dtype)
         record = figures(setup, options)

@@ -47,6 +47,8 @@ class Setup:
     """Passes of a window of load."""
     interval: int = 64
     """Passes between two decisions."""
+    always: bool = False
+    """Every decision is a placement from nothing and is carried out, worth it or not."""
     deadline: float = 10.0
     """Seconds after which a rank that does not answer counts as gone."""
     weight_hosts: Path | None = None
@@ -398,13 +400,13 @@ class Rank:
             loads,
             live.topology,
             num_slots=live.num_slots,
-            current=live,
+            current=None if self.setup.always else live,
             active_ranks=alive,
             dispatch="weighted",
-            max_transfers=4,
+            max_transfers=None if self.setup.always else 4,
         )
         target = placement.layout
-        if not gone:
+        if not gone and not self.setup.always:
             verdict = eplb.should_rebalance(
                 live, loads, placement, active_ranks=alive, dispatch="weighted", passes_since=self.setup.interval
             )

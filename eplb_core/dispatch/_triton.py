@@ -8,6 +8,9 @@ No argument is specialized on its value or alignment, so that a new number of to
 # ruff: noqa: RUF059, SIM102
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -394,6 +397,21 @@ def _blocks_of(elements: int) -> tuple[int, int]:
     return -(-elements // chunk), chunk
 
 
+def _where_tensors_are(launch: Callable[..., None]) -> Callable[..., None]:
+    """Triton launches on the calling thread's device, wherever the tensors are."""
+
+    @functools.wraps(launch)
+    def on_their_device(first: torch.Tensor, *others: object) -> None:
+        if not first.is_cuda or first.device.index == torch.cuda.current_device():
+            launch(first, *others)
+        else:
+            with torch.cuda.device(first.device):
+                launch(first, *others)
+
+    return on_their_device
+
+
+@_where_tensors_are
 def map(
     ids: torch.Tensor, out: torch.Tensor, table: torch.Tensor, settings: torch.Tensor, draws: torch.Tensor,
     count: torch.Tensor, state: torch.Tensor, errors: torch.Tensor, bounds: torch.Tensor, blocks: torch.Tensor,
@@ -424,6 +442,7 @@ def map(
     )  # fmt: skip
 
 
+@_where_tensors_are
 def count_batch(
     ids: torch.Tensor, batch: torch.Tensor, blocks: torch.Tensor, count: torch.Tensor, state: torch.Tensor,
     errors: torch.Tensor, num_tokens: torch.Tensor | None, num_shared: int, rank: int, debug: bool,
@@ -441,6 +460,7 @@ def count_batch(
     )  # fmt: skip
 
 
+@_where_tensors_are
 def solve_batch(
     batch: torch.Tensor, bounds: torch.Tensor, blocks: torch.Tensor, runs: torch.Tensor, span: torch.Tensor,
     shared: torch.Tensor, arm_rank: torch.Tensor, on_rank: torch.Tensor, ids: torch.Tensor, num_shared: int, rank: int,
@@ -460,6 +480,7 @@ def solve_batch(
     )  # fmt: skip
 
 
+@_where_tensors_are
 def roll(count: torch.Tensor, state: torch.Tensor) -> None:
     """`LoadCounter.roll` in one launch."""
     layers, windows, experts = count.shape

@@ -153,7 +153,7 @@ class LoadCounter:
         buffers.host.copy_(buffers.device, non_blocking=True)
         buffers.host_state.copy_(self.state, non_blocking=True)
         if buffers.event is not None:
-            buffers.event.record()
+            buffers.event.record(torch.cuda.current_stream(buffers.device.device))
         return Snapshot(self, buffers)
 
 

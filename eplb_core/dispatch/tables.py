@@ -373,7 +373,7 @@ class DispatchTables:
                 self._raise(layer, *found)
         if self._copies:
             on_device.copy_(on_host, non_blocking=True)
-            copied.record()
+            copied.record(torch.cuda.current_stream(on_device.device))
 
 
 def _rows_of(layers: ArrayLike, num_layers: int) -> list[int]:

@@ -88,13 +88,14 @@ class DeviceCopies:
         return Prepared(buffer, aligned, odd)
 
     def launch(self, prepared: Prepared) -> None:
-        """Copy, on the current stream."""
+        """Copy, on the current stream of the tensors' device; Triton would take the calling thread's device."""
         table = self._tables[prepared.buffer]
-        for count, first, aligned in ((prepared.aligned, 0, True), (prepared.odd, prepared.aligned, False)):
-            if count:
-                _copy_tiles[(count,)](
-                    table, first, self._jobs_at, self._copies_at, ALIGNED=aligned, TILE=TILE_WORDS, num_warps=4
-                )
+        with torch.cuda.device(self._device if self._on_device else -1):  # -1: nothing
+            for count, first, aligned in ((prepared.aligned, 0, True), (prepared.odd, prepared.aligned, False)):
+                if count:
+                    _copy_tiles[(count,)](
+                        table, first, self._jobs_at, self._copies_at, ALIGNED=aligned, TILE=TILE_WORDS, num_warps=4
+                    )
         if self._on_device:
             self._events[prepared.buffer].record(torch.cuda.current_stream(self._device))
 

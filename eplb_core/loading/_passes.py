@@ -270,7 +270,7 @@ class Passes:
         finally:  # whatever the tables did: the weights are new, and to install them again would spoil them
             if self._device.type == "cuda":  # pragma: no cover
                 run.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                run.event.record()
+                run.event.record(torch.cuda.current_stream(self._device))
                 self._work.last_install = run.event
             self._layout = step.after
             with self._changed:
@@ -286,9 +286,13 @@ class Passes:
     def _hear_failure(self, failure: Any) -> None:
         run = self._run
         if run is None:
-            # A migration that this rank was never in: none of that number can start here any more.
-            self._number = max(self._number, failure.migration)
+            if failure.migration > self._number:
+                # A migration that this rank was never in: none of that number can start here any more.
+                self._number = failure.migration
+                self._last = Ending(failure.cause, f"rank {failure.rank} gave up: {failure.cause}", failure.rank, 0, 0)
             self._word[0] = _words.word(self._number, _words.DONE, 0)
+            if failure.cause in FOR_GOOD and not self._off:
+                self._turn_off(f"rank {failure.rank} gave up: {failure.cause}")
         elif failure.migration in (0, run.number):
             own = run.trouble is not None and failure.rank == self.rank
             reason = run.trouble.reason if run.trouble and own else f"rank {failure.rank} gave up: {failure.cause}"

@@ -96,6 +96,7 @@ class Puller:
     ) -> None:
         self.stores, self.rank, self.transport, self.staging = stores, rank, transport, staging
         self._quarantined: list[tuple[Any, IntArray]] = []
+        self._slot_bytes = [store.slot_bytes for store in stores]
         self._taken = np.zeros(staging.capacity, dtype=np.bool_)
         self._regions, places = regions_of(stores, staging)
         facts = {**facts, **facts_of(stores, layout)}
@@ -170,11 +171,11 @@ class Puller:
 
     def _begin(self, step: Step) -> Pull | None:
         slots, tensors = len(step.kind), len(self.stores[step.layer].row_bytes)
-        place_of, order = np.empty(slots, dtype=np.int64), np.empty(slots, dtype=np.int64)
+        place_of, rows = np.empty(slots, dtype=np.int64), np.empty(slots, dtype=np.int64)
         peers, columns = np.empty((slots, 2), dtype=np.int64), np.zeros((5, slots * tensors), dtype=np.int64)
         found = _fill_batches(
             step.kind, step.source_slot, step.layer, self._places, self.stores[step.layer].row_bytes,
-            self.staging.offsets, self._taken, place_of, order, peers, columns,
+            self.staging.offsets, self._taken, place_of, rows, peers, columns,
         )  # fmt: skip
         if found < 0:
             return None
@@ -182,9 +183,10 @@ class Puller:
         self._taken[pull.rows] = True
         first = 0
         try:
+            breathe()
             for peer, end in peers[:found].tolist():
-                breathe()
-                self._read(pull, peer, place_of[order[first:end]], columns[:, first * tensors : end * tensors])
+                self._read(pull, peer, rows[first:end], columns[:, first * tensors : end * tensors])
+                pull.bytes += (end - first) * self._slot_bytes[step.layer]
                 first = end
         except BaseException as error:
             self.give_up(pull)
@@ -201,12 +203,13 @@ class Puller:
                 self._lost_peers.discard(peer)
             for start in range(0, columns.shape[1], most):
                 batch = ReadBatch(*columns[:, start : start + most])
+                breathe()
                 pull.tickets.append((self.transport.read(peer, batch), peer, rows))
+                breathe()
         except TransportError:
             # A read that was given up on may have ended the connection, which nobody was told: the next one connects.
             self._lost_peers.add(peer)
             raise
-        pull.bytes += int(columns[4].sum())
 
     def is_done(self, pull: Pull) -> bool:
         """Whether all bytes are there; a read that failed raises `Trouble` and gives the others up."""
@@ -302,13 +305,13 @@ def _fill_batches(
     offsets: IntArray,
     taken: BoolArray,
     place_of: IntArray,
-    order: IntArray,
+    rows: IntArray,
     peers: IntArray,
     columns: IntArray,
 ) -> int:
     """Give each arrival the first free row of staging, and list what to read, peer by peer; the number of peers.
 
-    Fills `place_of` `[S]`; `order`, local slots as they are read; `peers`, each with the end of its part of `order`;
+    Fills `place_of` `[S]`; `rows`, those of staging as they are read; `peers`, each with the end of its part of `rows`;
     `columns`, those of a `ReadBatch`, S * tensors long. -1: staging has no room.
     """
     slots, tensors = len(kind), len(row_bytes)
@@ -327,7 +330,7 @@ def _fill_batches(
         before = count
         for slot in range(slots):
             if kind[slot] == READ and source[slot] // slots == peer:
-                order[count] = slot
+                rows[count] = place_of[slot]
                 for tensor in range(tensors):
                     k = count * tensors + tensor
                     columns[1, k] = offsets[place_of[slot], tensor]

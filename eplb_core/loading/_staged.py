@@ -34,9 +34,9 @@ def check_staged(puller: Puller, step: Step, pull: Pull, reference: IntArray | N
     Raises:
         Trouble: `read`: other bytes arrived.
     """
-    slots = np.flatnonzero(pull.place_of >= 0)
-    if reference is None or not len(slots):
+    if reference is None or not len(pull.rows):
         return
+    slots = np.flatnonzero(pull.place_of >= 0)
     store, found = puller.stores[step.layer], []
     for place in pull.place_of[slots].tolist():
         breathe()

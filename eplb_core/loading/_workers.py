@@ -72,9 +72,13 @@ class Worker:
         while self._run_one():
             self._done += 1
 
+    def _wait(self) -> Callable[[], None] | None:
+        """For the next job; the interpreter is others' meanwhile."""
+        return self._jobs.get()
+
     def _run_one(self) -> bool:
         """The next job; what it holds is let go of before the wait for another."""
-        job = self._jobs.get()
+        job = self._wait()
         if job is None:
             return False
         try:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from eplb_core._arrays import IntArray, check_int, read_only
+from eplb_core._numba import kernel
 from eplb_core.loading._copies import CHUNK_BYTES, copy_rows, order_copies
 from eplb_core.loading._steps import Step
-from eplb_core.loading.pull_plan import COPY_NEW, COPY_OLD, READ, RESTORE
+from eplb_core.loading.pull_plan import COPY_NEW, COPY_OLD, READ, RESTORE, Int8Array
 from eplb_core.loading.store import ExpertStore
 
 if TYPE_CHECKING:
@@ -135,15 +136,8 @@ class Installer:
             step: The step.
             place_of: Staging row of each local slot that is read or restored, int64 `[S]`.
         """
-        first = step.before.slots_per_rank
-        source = np.full(self._places, -1, dtype=np.int64)
-        own = source[:first]
-        arrives = (step.kind == READ) | (step.kind == RESTORE)
-        own[arrives] = first + place_of[arrives]
-        inside = step.kind == COPY_OLD
-        own[inside] = step.source_slot[inside] % first
-        again = step.kind == COPY_NEW
-        own[again] = own[step.source_slot[again] % first]
+        source = np.empty(self._places, dtype=np.int64)
+        _fill_sources(step.kind, step.source_slot, place_of, source)
         slots = self._order(source)
         whole = np.empty((0, 2), dtype=np.int64)
         if self.stores[0].whole_names:
@@ -199,6 +193,21 @@ class Installer:
         if place < 0:
             return self._spare[: int(store.row_bytes[index])]
         return store.row(name, place) if place < slots else self.staging.row(place - slots, store)[index]
+
+
+@kernel
+def _fill_sources(kind: Int8Array, source_slot: IntArray, place_of: IntArray, source: IntArray) -> None:
+    """Where each place's new content is, as `order_copies` takes it; staging rows stay as they are."""
+    slots = len(kind)
+    source[:] = -1
+    for slot in range(slots):
+        if kind[slot] == READ or kind[slot] == RESTORE:
+            source[slot] = slots + place_of[slot]
+        elif kind[slot] == COPY_OLD:
+            source[slot] = source_slot[slot] % slots
+    for slot in range(slots):
+        if kind[slot] == COPY_NEW:  # from where the slot of this plan gets it
+            source[slot] = source[source_slot[slot] % slots]
 
 
 def whole_sources(old: IntArray, new: IntArray, num_experts: int) -> IntArray:

@@ -117,11 +117,11 @@ class Migrator(Passes):
             AgreementError: A rank did not come.
             MigrationError: A read or a record did not end in time, or ranks are not in one layout: on every rank. Or
                 the agreement has failed: `rejoin` first.
+            Exception: What `on_install` or the tables raised on the way to the end, when all else is done: paused.
         """
         if self._lost:  # what is staged may be all that brings this rank to the others' layout
             raise MigrationError(f"{self._lost}; call `rejoin` first", layout=self._layout, reason="agreement")
-        if finish:
-            self._finish()
+        raised = self._finish() if finish else None
         if self._run is not None:
             self._end(self._run, "paused", "the engine paused it", None)
         # Words of before are still on their way, with the number of a migration that is over: nobody heeds them.
@@ -134,6 +134,8 @@ class Migrator(Passes):
                 f"rank {busy[0]} did not end its reads within {self._deadline:g} s", layout=self._layout
             )
         self._check_digests([digest for _, digest in told])
+        if raised is not None:
+            raise raised
         return self._layout
 
     def _check_digests(self, digests: list[str]) -> None:
@@ -141,8 +143,13 @@ class Migrator(Passes):
             listed = ", ".join(f"rank {rank}: {digest[:12]}" for rank, digest in enumerate(digests))
             raise MigrationError(f"ranks are in different layouts ({listed}); reload the weights", layout=self._layout)
 
-    def _finish(self) -> None:
-        """Passes without a forward in between, until the migration is over: on every rank after the same number."""
+    def _finish(self) -> Exception | None:
+        """Passes without a forward in between, until the migration is over: on every rank after the same number.
+
+        Returns:
+            What an install raised first. The weights were new by then, and the other ranks wait for this one's words.
+        """
+        raised: Exception | None = None
         while True:
             self._posted = int(self._word[0])
             try:
@@ -150,9 +157,12 @@ class Migrator(Passes):
             except AgreementError as error:
                 self._lose(error)
                 raise
-            self.install(min(int(np.frombuffer(word, dtype=np.int64)[0]) for word in words))
+            try:
+                self.install(min(int(np.frombuffer(word, dtype=np.int64)[0]) for word in words))
+            except Exception as error:
+                raised = raised or error
             if self._run is None:
-                return
+                return raised
             time.sleep(POLL_S)
 
     def resume(self, *, reference: ArrayLike | None = None, backup: Backup | None = None) -> None:

@@ -14,7 +14,8 @@ class MoveRecord(Protocol):
     """A keeper that other engines read the layout from, as `LayoutClient` reaches it.
 
     A reply has `status` ("ok", "busy": ask again later, "refused": never), `reason`, and `version` and `digest` of the
-    recorded layout. The methods may wait for the keeper, with an end, and do not raise; they are called on a worker.
+    recorded layout. The methods may wait for the keeper, with an end, and do not raise; they are called on a worker,
+    but for `refuse_moves`, which waits for nothing.
     """
 
     @property
@@ -66,7 +67,12 @@ class Recorder:
         if self.record is None:
             return
         row = step.after.physical_to_logical_map[[step.layer]]
-        reply = self.record.commit([step.layer], row)
+        try:
+            reply = self.record.commit([step.layer], row)
+        except Exception as error:  # the other ranks wait for a word, and the weights are new
+            raise Trouble(
+                "record", f"layer {step.layer} could not be recorded: {type(error).__name__}: {error}"
+            ) from error
         if reply.status != "ok":
             raise Trouble("record", f"layer {step.layer} could not be recorded: {reply.reason}; restart the keepers")
         if reply.digest != step.after.digest:

@@ -78,7 +78,8 @@ def move_experts(
 
     Raises:
         MigrationError: On every rank: a read failed or took too long, a peer was lost, a record refused, or ranks do
-            not fit each other. `layout` is the one reached, `rank` who gave up, `reason` why in one word.
+            not fit each other; or tables raised: install those of `layout` anew. `layout` is the one reached, `rank`
+            who gave up, `reason` why in one word.
         ValueError: Stores, layouts or rank do not fit each other.
 
     Cost:
@@ -135,20 +136,31 @@ def _carry_out(
             installer.run(step.layer, installer.plan(step, pull.place_of))
             puller.release(pull)
         live = step.after
-        if tables is not None:
-            tables.install(live, layers=[step.layer])
+        trouble = _change_tables(tables, step)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        trouble = None
         try:
             recorder.commit(step)
         except Trouble as why:
             trouble = why
         failures = _tell(agreement, trouble, puller.rank, live)
-        if failures:
+        if any(cause == "record" for _, cause, _ in failures):
             recorder.off(failures[0][2])
-            _raise(failures, live)
+        if failures:
+            _raise(failures, live, trouble)
     return live
+
+
+def _change_tables(tables: Tables | None, step: Step) -> Trouble | None:
+    """Install a layer's tables; what they raise all ranks must hear: the weights are new, and the others wait."""
+    try:
+        if tables is not None:
+            tables.install(step.after, layers=[step.layer])
+    except Exception as error:
+        trouble = Trouble("failed", f"layer {step.layer}: the tables were not installed: {error}")
+        trouble.__cause__ = error
+        return trouble
+    return None
 
 
 def _stage(
@@ -184,6 +196,8 @@ def _stage(
 def restore(puller: Puller, backup: Backup | None, step: Step, pull: Pull) -> int:
     """Fill the staging rows of slots that no rank can give, from the backup; how many."""
     slots = (step.kind == RESTORE).nonzero()[0].tolist()
+    if not slots:
+        return 0
     row = step.after.physical_to_logical_map[step.layer]
     for slot in slots:
         expert = int(row[puller.rank * len(step.kind) + slot])
@@ -212,7 +226,7 @@ def _tell(agreement: Agreement, trouble: Trouble | None, rank: int, live: Expert
     return failures
 
 
-def _raise(failures: list[tuple[int, str, str]], live: ExpertLayout) -> None:
+def _raise(failures: list[tuple[int, str, str]], live: ExpertLayout, own: Trouble | None = None) -> None:
     rank, cause, reason = failures[0]
     more = f" ({len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-    raise MigrationError(f"rank {rank} gave up: {reason}{more}", layout=live, reason=cause, rank=rank)
+    raise MigrationError(f"rank {rank} gave up: {reason}{more}", layout=live, reason=cause, rank=rank) from own

@@ -141,6 +141,21 @@ def test_new_numbers_of_tokens_compile_nothing() -> None:
         assert compiled() == before
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("mode", MODES)
+def test_kernels_run_where_the_tensors_are_and_not_on_the_thread_s_device(mode: str) -> None:
+    layout = random_layout(seed=3)
+    load = LoadCounter(4, 32, windows=2, device="cuda:1")
+    tables = DispatchTables(layout, rank=1, mode=mode, load=load, device="cuda:1")  # type: ignore[arg-type]
+    reference = DispatchTables(layout, rank=1, mode=mode)  # type: ignore[arg-type]
+    ids = some_ids(64, 4, 32, 0)
+    with torch.cuda.device(0):
+        assert torch.equal(tables.map(2, ids.to("cuda:1")).cpu().long(), reference.map(2, ids.long()))
+        load.roll()
+        assert int(load.snapshot().numpy().sum()) == int((ids >= 0).sum())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")  # torch's own
 def test_one_region_compiled_by_inductor_serves_all_layers() -> None:
     layout = random_layout(layers=10)
     tables = DispatchTables(layout, mode="weighted", device="cuda")

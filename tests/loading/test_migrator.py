@@ -313,7 +313,7 @@ def test_a_rank_that_was_never_started_stops_the_others_by_the_deadline_and_none
         while not ranks.first.idle:
             assert time.monotonic() < end
             assert [migrator.poll() for migrator in ranks.migrators.values()] == [(), ()]
-        assert ranks.first.status.cause == "deadline"
+        assert [migrator.status.cause for migrator in ranks.migrators.values()] == ["deadline"] * 2
         assert ranks.migrators[1].status.migration == 1
         ranks.start(NEW)
         ranks.until_idle()
@@ -415,6 +415,21 @@ def test_a_commit_that_fails_leaves_the_layer_new_and_ends_all_moves() -> None:
         ranks.start(NEW)
         ranks.until_idle()
         ends(ranks, "record", 1, OLD.replace(NEW, [0]), "restart the keepers")
+        assert ranks.first.status.off
+
+
+class TornKeeper(Keeper):
+    """Raises, which a record may not."""
+
+    def commit(self, layers: list[int], rows: np.ndarray[Any, Any]) -> Answer:
+        raise OSError("no space left")
+
+
+def test_a_record_that_raises_after_an_install_ends_all_moves() -> None:
+    with fleet(OLD, records={0: Keeper(OLD), 1: TornKeeper(OLD)}) as ranks:
+        ranks.start(NEW)
+        ranks.until_idle()
+        ends(ranks, "record", 1, OLD.replace(NEW, [0]), "layer 0 could not be recorded: OSError: no space left")
         assert ranks.first.status.off
 
 

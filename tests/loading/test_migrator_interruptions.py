@@ -101,6 +101,21 @@ def test_a_pause_can_wait_for_the_end_of_the_migration() -> None:
         assert ranks.first.status.cause == ""
 
 
+def test_a_callback_that_raises_in_a_pause_is_heard_at_the_end_and_holds_nobody_up() -> None:
+    def fail(layer: int, layout: ExpertLayout) -> None:
+        raise OSError(f"layer {layer}")
+
+    with fleet(OLD) as ranks:
+        ranks.migrators[1]._on_install = fail
+        ranks.start(NEW)
+        first, second = pause(ranks, finish=True)
+        assert first == NEW
+        assert isinstance(second, OSError)
+        assert str(second) == "layer 0"
+        assert [migrator.status.phase for migrator in ranks.migrators.values()] == ["paused"] * 2
+        ranks.look()
+
+
 def test_a_read_that_no_one_can_stop_does_not_hold_up_a_pause_and_lands_in_quarantine() -> None:
     slow = DeferredCopy()
     with fleet(OLD, transports={1: slow}) as ranks:
@@ -367,8 +382,9 @@ def test_a_migration_is_not_announced_while_the_one_before_is_being_settled() ->
         assert (ranks.first.status.cause, ranks.first.layout) == ("", OLD)
 
 
-def test_a_record_that_failed_after_the_end_of_its_migration_turns_moves_off() -> None:
-    """R28: the pause ended the migration before the commit was refused."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_record_that_failed_after_the_end_of_its_migration_turns_moves_off(late: bool) -> None:
+    """R28: the pause ended the migration before the commit was refused. A rank that starts the next late hears it."""
     with fleet(OLD, records={0: Keeper(OLD), 1: Keeper(OLD, digest="0123456789abcdef")}) as ranks:
         ranks.start(NEW)
         staged = _words.word(1, _words.MOVING, 1)
@@ -381,10 +397,16 @@ def test_a_record_that_failed_after_the_end_of_its_migration_turns_moves_off() -
         pause(ranks)
         for migrator in ranks.migrators.values():
             migrator.resume()
-        ranks.start(OLD)
-        ranks.until_idle()
+        assert ranks.migrators[1].start(OLD)
+        assert late or ranks.migrators[0].start(OLD)
+        end = time.monotonic() + LONG
+        while not ranks.migrators[1].idle:
+            assert time.monotonic() < end
+            assert [migrator.poll() for migrator in ranks.migrators.values()] == [(), ()]
+            ranks.passes_pause()
+        ranks.look()
         assert (ranks.first.status.cause, ranks.first.status.rank) == ("record", 1)
-        assert not ranks.first.start(OLD)
+        assert [migrator.start(OLD) for migrator in ranks.migrators.values()] == [False, False]
         assert ranks.first.layout == OLD.replace(NEW, [0])
 
 

@@ -189,6 +189,27 @@ def test_a_record_that_holds_another_layout_ends_moves_for_good() -> None:
     world.check(old.replace(new, [0]))
 
 
+class BrokenTables:
+    """Dispatch tables that cannot be installed."""
+
+    def install(self, layout: ExpertLayout, **options: Any) -> None:
+        raise RuntimeError("out of memory")
+
+
+def test_tables_that_raise_end_the_move_on_all_ranks_and_the_layer_is_recorded() -> None:
+    """The weights are new by then, and the other ranks would wait for a word until their deadline."""
+    old, new = SWAP
+    world = World(old)
+    keepers = [Keeper(old) for _ in world.ranks]
+    tables = [DispatchTables(old, rank=0), BrokenTables()]
+    for error in move(world, new, record=lambda rank: keepers[rank], tables=lambda rank: tables[rank]):
+        assert isinstance(error, MigrationError)
+        assert (error.reason, error.rank, error.layout) == ("failed", 1, old.replace(new, [0]))
+        assert "layer 0: the tables were not installed: out of memory" in str(error)
+    assert [keeper.said for keeper in keepers] == [["begin", "commit"]] * 2
+    world.check(old.replace(new, [0]))
+
+
 def test_a_record_on_some_ranks_alone_is_refused() -> None:
     """R30."""
     old, new = SWAP

@@ -15,6 +15,7 @@ PASSES = "eplb_core/loading/_passes.py"
 JOINING = "eplb_core/loading/_joining.py"
 SHARES = "eplb_core/loading/_shares.py"
 MOVER = "eplb_core/loading/mover.py"
+MOVE_RECORD = "eplb_core/loading/move_record.py"
 AGREEMENT = "eplb_core/loading/agreement.py"
 BACKUP = "eplb_core/loading/backup.py"
 STAGED = "eplb_core/loading/_staged.py"
@@ -135,8 +136,8 @@ MUTATIONS = [
     # the second replica gets what the slot held before
     (
         INSTALL,
-        "own[again] = own[step.source_slot[again] % first]",
-        "own[again] = step.source_slot[again] % first",
+        "            source[slot] = source[source_slot[slot] % slots]\n",
+        "            source[slot] = source_slot[slot] % slots\n",
         f"{TEST_INSTALL}::test_an_install_leaves_every_slot_with_its_expert",
     ),
     # rows of whole tensors stay behind
@@ -282,9 +283,41 @@ MUTATIONS = [
     # a rank that was never in a migration later starts one under its number
     (
         PASSES,
-        "self._number = max(self._number, failure.migration)",
-        "self._number = max(self._number, 0)",
+        "                self._number = failure.migration\n",
+        "",
         f"{TEST_MIGRATOR}::test_a_rank_that_was_never_started_stops_the_others_by_the_deadline_and_none_moves_alone",
+    ),
+    # a rank that never was in a migration does not hear how it ended, or that it was the last one
+    (
+        PASSES,
+        'self._last = Ending(failure.cause, f"rank {failure.rank} gave up: {failure.cause}", failure.rank, 0, 0)',
+        "pass",
+        f"{TEST_MIGRATOR}::test_a_rank_that_was_never_started_stops_the_others_by_the_deadline_and_none_moves_alone",
+    ),
+    (
+        PASSES,
+        "if failure.cause in FOR_GOOD and not self._off:",
+        "if False:",
+        f"{TEST_STOPS}::test_a_record_that_failed_after_the_end_of_its_migration_turns_moves_off",
+    ),
+    # what an install raises in a pause keeps the others waiting
+    (
+        MIGRATOR,
+        "                raised = raised or error\n            if self._run is None:",
+        "                raise error\n            if self._run is None:",
+        f"{TEST_STOPS}::test_a_callback_that_raises_in_a_pause_is_heard_at_the_end_and_holds_nobody_up",
+    ),
+    (
+        MOVE_RECORD,
+        "except Exception as error:  # the other ranks wait",
+        "except ZeroDivisionError as error:  # the other ranks wait",
+        f"{TEST_MIGRATOR}::test_a_record_that_raises_after_an_install_ends_all_moves",
+    ),
+    (
+        MOVER,
+        'except Exception as error:\n        trouble = Trouble("failed"',
+        'except ZeroDivisionError as error:\n        trouble = Trouble("failed"',
+        f"{TEST_MOVER}::test_tables_that_raise_end_the_move_on_all_ranks_and_the_layer_is_recorded",
     ),
     # refused is not for good
     (

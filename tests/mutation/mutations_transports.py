@@ -24,10 +24,11 @@ HONEST = f"{T_CHECKS}::test_an_honest_transport_passes_all_checks_within_one_pro
 # (file, text before, text after, test that must fail)
 MUTATIONS = [
     # refusals
-    (BASE, "if nbytes[i] < 0 or region[i] < 0 or region[i] >= len(start):", "if nbytes[i] < 0:", REFUSED),
-    (BASE, " or nbytes[i] > size[region[i]] - offset[i]:", ":", REFUSED),
+    (BASE, "if nbytes < 0 or region < 0 or region >= len(size):", "if nbytes < 0:", REFUSED),
+    (BASE, " and nbytes <= size[region] - offset", "", REFUSED),
     (BASE, "    if lengths[0] > max_batch:\n", "    if False:\n", REFUSED),
-    (BASE, "if nbytes[i] < 0 or region[i] < 0", "if region[i] < 0", REFUSED),
+    (BASE, "if nbytes < 0 or region < 0", "if region < 0", REFUSED),
+    (BASE, "is_full and nbytes[i] != 0", "is_full", f"{T_BASE}::test_empty_operations_are_left_out"),
     (
         BASE,
         "        if found != (kind, _FORMAT):\n",
@@ -150,6 +151,13 @@ MUTATIONS = [
         "        self.disconnect(ticket.rank)\n",
         "",
         f"{T_FAULTY}::test_a_lost_rank_is_gone_until_it_is_connected_again",
+    ),
+    # an end while bytes are on their last way
+    (
+        EXCHANGE,
+        "        self.jobs.put(ticket)\n",
+        "        self.jobs.put(ticket)\n        ticket.finish(Status(ReadState.LOST_PEER, self.dead))\n",
+        f"{T_GLOO}::test_a_read_from_a_peer_that_leaves_does_not_end_while_bytes_go_to_its_destination",
     ),
     # the checks themselves
     (

@@ -317,10 +317,8 @@ class Courier:
         return self.broken or (self.line.dead and f"rank {self.rank} is gone: {self.line.dead}")
 
     def take(self, ticket: Fetch) -> None:
-        """Make this read, after those before it."""
+        """Make this read, after those before it. If nobody looks into the queue any more, polls see that."""
         self.jobs.put(ticket)
-        if self.dead:  # perhaps nobody looks into the queue any more
-            ticket.finish(Status(ReadState.LOST_PEER, self.dead))
 
     def run(self) -> None:
         """All reads."""

@@ -191,8 +191,11 @@ class _Transfer(Ticket):
         """Ask for each handle; the read is over when all are."""
         for handle in list(self.handles):
             try:
-                if self.agent.check_xfer_state(handle) == "PROC":
+                state = self.agent.check_xfer_state(handle)
+                if state == "PROC":
                     continue
+                if state != "DONE":
+                    raise RuntimeError(f"NIXL says {state}")
             except Exception as error:
                 self.problem = self.problem or ending(self.rank, error)
             self.handles.remove(handle)

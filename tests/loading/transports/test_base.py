@@ -96,6 +96,16 @@ def test_a_refused_batch_names_value_operation_and_rank() -> None:
         transport.read(0, floats)
 
 
+def test_empty_operations_are_left_out() -> None:
+    transport, _ = started()
+    columns = [np.array(column) for column in ([0, 0, 0], [10, 20, 30], [0, 0, 0], [40, 50, 60], [0, 5, 0])]
+    spans = transport.read(0, ReadBatch(*columns)).spans
+    assert [array.tolist() for array in spans[2:]] == [[5], [0], [0]]
+    assert spans.dst.tolist() == [transport._address[0] + 20]
+    nothing = transport.read(0, ReadBatch(*(column[:1] for column in columns)))
+    assert transport.poll(nothing) == DONE
+
+
 def test_an_end_is_final_whatever_comes_later() -> None:
     transport, ticket = started()
     assert transport.poll(ticket).state is ReadState.PENDING

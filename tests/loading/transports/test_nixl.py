@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from eplb_core.errors import TransportError
-from eplb_core.loading.transport import ReadState
+from eplb_core.loading.transport import ReadState, Status
 from eplb_core.loading.transports import nixl
+from eplb_core.loading.transports._base import Spans
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
 from eplb_core.testing._peers import contents, pattern, wait, world
 from tests.loading.transports import kits
@@ -37,6 +39,28 @@ def test_conforms_with_the_systems_own_copy(check: transports.Check) -> None:
 def test_an_unknown_back_end_is_named() -> None:
     with pytest.raises(TransportError, match=r"`backend` \(='WIRE'\) must be one of NIXL's: .*UCX"):
         nixl.Nixl("WIRE")
+
+
+class Agent:
+    """NIXL's, as far as a transfer that is under way asks it."""
+
+    def __init__(self, *states: str) -> None:
+        self.states = list(states)
+
+    def check_xfer_state(self, handle: object) -> str:
+        return self.states.pop(0)
+
+
+def test_a_transfer_that_nixl_calls_an_error_is_not_done() -> None:
+    """Its Python layer may answer "ERR" where it does not raise."""
+    nothing = np.empty(0, dtype=np.int64)
+    ticket = nixl._Transfer(1, Spans(*[nothing] * 5), "agent", Agent("PROC", "ERR"))
+    ticket.handles = [object()]
+    looks = []
+    for _ in range(2):
+        ticket.look(lambda rank, error: Status(ReadState.FAILED, f"rank {rank}: {error}"))
+        looks.append(ticket.status)
+    assert looks == [Status(ReadState.PENDING), Status(ReadState.FAILED, "rank 1: NIXL says ERR")]
 
 
 @pytest.mark.slow

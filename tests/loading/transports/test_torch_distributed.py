@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,8 @@ from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status
 from eplb_core.loading.transports import TorchDistributed
+from eplb_core.loading.transports._base import Peer, Spans
+from eplb_core.loading.transports._exchange import Buffers, Courier, Fetch
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
 from eplb_core.testing._peers import State, batch, export, wait, world
 from eplb_core.testing.transports import Check
@@ -110,6 +113,34 @@ def test_reads_end_when_their_peer_is_dead_though_its_bytes_stay_half_there() ->
 
 
 @pytest.mark.slow
+class DeadLine:
+    """To a peer that has left, with an answer still on its way."""
+
+    dead = "it has left"
+
+    def ask(self, request: IntArray) -> None:
+        """Into the void."""
+
+    def hear(self, room: torch.Tensor, nbytes: int) -> int:
+        return 0
+
+
+def test_a_read_from_a_peer_that_leaves_does_not_end_while_bytes_go_to_its_destination() -> None:
+    """Else staging would be used again under the courier's hand."""
+    target = torch.zeros(4, dtype=torch.uint8)
+    at = np.array([target.data_ptr()])
+    zero, four = np.zeros(1, dtype=np.int64), np.array([4])
+    peer = Peer(1, "ab", 1, at, four, ("cpu",), {})
+    ticket = Fetch(peer, Spans(at, at, four, zero, zero), np.zeros(1, dtype=np.bool_))
+    courier = Courier(1, DeadLine(), Buffers(None, False), None)
+    with ticket.writing:
+        courier.take(ticket)
+        assert not ticket.status.state.is_end
+    courier.jobs.put(None)
+    courier.thread.join(60)
+    assert ticket.status.state is ReadState.DONE
+
+
 def test_a_blob_belongs_to_its_rank_in_the_group() -> None:
     with world(GLOO, 2) as w:
         blob = transports._join(w, 1, [1000], 1)
