@@ -280,6 +280,26 @@ def test_experts_that_lie_in_other_tensors_after_an_update_end_the_moves_on_all_
     assert [rank.moves.over for rank in ranks] == ["rank 1 has its experts in other tensors now"] * 2
 
 
+def test_rows_of_the_target_have_sglang_s_picks_which_follow_from_the_layers_before() -> None:
+    row = [1, 2, 0, 1, 0, 3, 2, 0]
+    layout = eplb.ExpertLayout([row, row[::-1]], EXPERTS, topology=eplb.Topology(4))
+    own, even = eplb.static_dispatch_table(layout), eplb.even_dispatch_table(layout)
+    for rank in range(4):
+        lists = torch.full((2, EXPERTS, 8), -1)
+        metadata = SimpleNamespace(
+            physical_to_logical_map=torch.arange(8).repeat(2, 1) % 4,
+            physical_to_logical_map_cpu=torch.arange(8).repeat(2, 1) % 4,
+            logical_to_all_physical_map=lists,
+            logical_to_all_physical_map_cpu=lists.clone(),
+            logical_to_all_physical_map_num_valid=torch.zeros(2, EXPERTS, dtype=torch.int64),
+            logical_to_rank_dispatch_physical_map=torch.zeros(2, EXPERTS, dtype=torch.int64),
+        )
+        rows = sglang_moves.LiveRows(metadata, [0, 1], sglang_moves.Picks(rank))
+        rows.aim(layout)
+        rows.install(layout)
+        assert metadata.logical_to_rank_dispatch_physical_map.tolist() == own[rank].tolist() != even[rank].tolist()
+
+
 def test_rows_on_the_way_have_even_picks_and_no_table_is_made_where_the_engine_has_none() -> None:
     metadata = metadata_of(START, 0)
     rows = sglang_moves.LiveRows(metadata, [0, 2], sglang_moves.Picks(0))

@@ -175,7 +175,7 @@ MUTATIONS = [
         _MOVES,
         "        self._aimed = target.physical_to_logical_map, table.numpy()[self._layers]\n",
         "",
-        f"{_T}sglang_moves.py::test_a_rebalance_moves_weights_and_all_maps_in_place_and_counts_its_transfers",
+        f"{_T}sglang_moves.py::test_rows_of_the_target_have_sglang_s_picks_which_follow_from_the_layers_before",
     ),
     (
         _MOVES,
@@ -246,9 +246,27 @@ MUTATIONS = [
     ),
     (
         _RECORD,
-        "    if len(set(told)) > 1 or trouble is not None:\n",
+        '    if len({each.partition(",")[0] for each in told}) > 1 or trouble is not None:\n',
         "    if trouble is not None:\n",
         f"{_T}sglang_record.py::test_ranks_where_some_mapped_and_some_loaded_do_not_start",
+    ),
+    (
+        _RECORD,
+        "    if _barred:\n",
+        "    if False:\n",
+        f"{_T}sglang_record.py::test_where_one_rank_has_no_record_no_rank_moves",
+    ),
+    (
+        _RECORD,
+        'request.get("type") == "fetch_state" and _fits(daemon.config, request):\n',
+        'request.get("type") == "fetch_state":\n',
+        f"{_T}sglang_record.py::test_an_engine_of_another_configuration_is_no_user_of_the_weights",
+    ),
+    (
+        _MOVES,
+        "        return self._failures == TRIES\n",
+        "        return False\n",
+        f"{_T}sglang_moves.py::test_reads_that_fail_are_tried_again_and_a_pause_of_all_passes_is_no_failure",
     ),
     (
         _RECORD,
@@ -258,8 +276,8 @@ MUTATIONS = [
     ),
     (
         _RECORD,
-        '        kept.refuse_moves(f"layers',
-        '        print(f"layers',
+        '    if reply.status != "ok" or reply.digest != digest:\n',
+        "    if False:\n",
         f"{_T}sglang_record.py::test_a_move_that_could_not_be_recorded_is_the_last",
     ),
     (
