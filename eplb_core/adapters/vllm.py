@@ -227,9 +227,11 @@ def policy_class(default: Any, options: PolicyOptions, group_of: Callable[[int],
 
 
 def _group_of(state_module: Any, name: str, ranks: int) -> Any:
-    """The CPU group of vLLM's coordinator of that name, if it is of so many ranks, and of more than one."""
-    coordinator = getattr(state_module, name, None)
-    group = None if coordinator is None else getattr(coordinator(), "cpu_group", None)
+    """The CPU group of vLLM's coordinator of that name, if there is one, of so many ranks, and of more than one."""
+    try:
+        group = getattr(state_module, name)().cpu_group
+    except (AttributeError, AssertionError):  # no such coordinator, or none was made in this process
+        return None
     return group if group is not None and group.size() == ranks > 1 else None
 
 

@@ -390,6 +390,19 @@ def test_ranks_that_come_or_go_are_not_compared(monkeypatch: pytest.MonkeyPatch)
     policy.rebalance_experts(load, 8, 1, 1, 4, old)  # the group has two ranks
 
 
+def test_without_a_group_of_ranks_the_policy_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own tests call it in a process that has made none."""
+
+    def get_eplb_group() -> Any:
+        raise AssertionError("EPLB group is not initialized")
+
+    engine = engine_module()
+    engine.get_eplb_group = get_eplb_group
+    policy: Any = vllm.activate(engine).policy
+    old = torch.arange(8).repeat(1, 1) % 4
+    assert torch.equal(policy.rebalance_experts(torch.ones(1, 4), 8, 1, 1, 2, old), old)
+
+
 def test_where_equal_tables_fail_on_one_rank_all_ranks_write_the_engine_s(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
