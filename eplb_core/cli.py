@@ -103,8 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     look.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
 
     turn = _command(commands, "convert", _inspect.convert, "turn a layout or trace file into another format")
-    turn.add_argument("source", metavar="IN", help="layout or trace file")
-    turn.add_argument("target", metavar="OUT", help="file to write")
+    turn.add_argument("source", metavar="IN", help="layout or trace file, or SGLang's inline JSON")
+    turn.add_argument("target", metavar="OUT", help="file to write; - with --to sglang: inline JSON on standard output")
     turn.add_argument("--to", choices=LAYOUT_FORMATS, required=True, help="format of OUT; for a trace eplb or sglang")
     _trace_options(turn)
     _topology_options(turn)

@@ -226,6 +226,29 @@ def test_convert_of_a_trace(trace: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert "must be one of eplb, sglang for a trace" in capsys.readouterr().err
 
 
+def test_convert_reads_and_writes_sglang_s_inline_json(
+    layout: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `--init-expert-location` takes on the command line, a map and a load."""
+    assert main(["convert", layout, "-", "--to", "sglang"]) == 0
+    inline = capsys.readouterr().out
+    assert json.loads(inline)["physical_to_logical_map"] == load_layout(layout).physical_to_logical_map.tolist()
+    back = tmp_path / "back.json"
+    assert main(["convert", inline, str(back), "--to", "eplb", "--ranks", "4", "--nodes", "2"]) == 0
+    assert load_layout(back) == load_layout(layout)
+    capsys.readouterr()
+    assert main(["convert", trace, "-", "--to", "sglang"]) == 0
+    load = capsys.readouterr().out
+    assert main(["convert", load, str(tmp_path / "t.npz"), "--to", "eplb"]) == 0
+    assert np.array_equal(load_trace(tmp_path / "t.npz").load, load_trace(trace).load)
+    capsys.readouterr()
+    assert main(["convert", '{"physical_to_logical_map": [[0, 1', str(back), "--to", "eplb", "--ranks", "2"]) == 2
+    assert capsys.readouterr().err.startswith("eplb: inline JSON: expected JSON, found")
+    for source in (layout, trace):
+        assert main(["convert", source, "-", "--to", "eplb"]) == 2
+        assert "OUT (=-) must be a file with --to eplb; only sglang's JSON" in capsys.readouterr().err
+
+
 def test_load_on_the_first_experts_alone_is_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Seen in public recordings; whoever converts or plans from one must hear of it."""
     load = np.random.default_rng(0).integers(1, 99, (2, 3, 16))
