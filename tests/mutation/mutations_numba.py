@@ -16,8 +16,8 @@ MUTATIONS = [
     ),
     (
         FILE,
-        'forceinline=True)',
-        'forceinline=True, fastmath=True)',
+        "forceinline=True)",
+        "forceinline=True, fastmath=True)",
         OPTIONS,
         "rule 5",
     ),
