@@ -23,7 +23,7 @@ from types import ModuleType
 import benchmarks
 
 HANDED_ON = ("--loads", "--peers-dir", "--peer")
-HELPERS = {"__main__", "measure", "moving_gpu_ranks", "on_gpu", "peers", "readme", "traces"}
+HELPERS = {"__main__", "full_grid", "measure", "moving_gpu_ranks", "on_gpu", "peers", "readme", "traces"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -386,7 +386,7 @@ class Stretches:
             return job
 
         time.sleep, threading.Condition.wait = measured_sleep, measured_wait  # type: ignore[assignment, method-assign]
-        Worker._wait = measured_wait_for_job  # type: ignore[method-assign]
+        Worker._wait = measured_wait_for_job  # type: ignore[assignment, method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -275,6 +275,7 @@ class RunWorker:
                     if self._stream is not None:  # pragma: no cover
                         self._stream.synchronize()
                 check_staged(self.puller, step, pull, self.reference)
+            breathe()
             self.recorder.begin(step)
         except BaseException:
             self.puller.give_up(pull)

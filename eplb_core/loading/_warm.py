@@ -14,7 +14,7 @@ from eplb_core.loading._shares import check_shares
 from eplb_core.loading._steps import plan_steps
 from eplb_core.loading.install import Installer, Staging
 from eplb_core.loading.store import ExpertStore
-from eplb_core.loading.transports import _base, _copies
+from eplb_core.loading.transports import _batches, _copies
 from eplb_core.topology import Topology
 
 
@@ -33,7 +33,7 @@ def warm_moves() -> None:
     list(plan_steps(old, old, rank=0, capacity=1, avoid_ranks=[1]))
     check_shares(np.ones((1, 4)), old)
     warm_pulls()
-    _base.warm_up()
+    _batches.warm_up()
     _copies.warm_up()
     nothing = np.empty(0, dtype=np.int64)
     copy_spans(nothing, nothing, nothing)

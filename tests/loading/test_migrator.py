@@ -504,12 +504,19 @@ def test_tables_that_raise_end_the_migration_and_the_step_is_not_installed_twice
 
 
 def test_the_number_of_steps_is_the_same_on_a_rank_that_has_no_plan() -> None:
+    planned = threading.Event()
+
     def target(live: ExpertLayout) -> ExpertLayout:
+        assert planned.wait(LONG)
         raise ZeroDivisionError
 
     with fleet(OLD) as ranks:
         ranks.migrators[0].start(NEW)
         ranks.migrators[1].start(target)
+        run = ranks.migrators[0]._run
+        assert run is not None
+        ranks.passes(lambda: len(run.steps) == 3)
+        planned.set()
         ranks.until_idle()
         assert [migrator.status.steps for migrator in ranks.migrators.values()] == [0, 0]
 

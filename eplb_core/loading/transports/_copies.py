@@ -15,7 +15,7 @@ import numpy as np
 
 from eplb_core._arrays import BoolArray, IntArray
 from eplb_core._numba import kernel
-from eplb_core.loading.transports._base import Spans, split
+from eplb_core.loading.transports._batches import Spans, split
 
 _MOST_SPANS = 1024  # that the system takes in one call
 _PORTION = 32 << 20  # a call cannot be stopped: about ten milliseconds

@@ -15,7 +15,8 @@ from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
 from eplb_core.loading.transports import _cuda
-from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket
+from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Ticket
+from eplb_core.loading.transports._batches import Spans
 from eplb_core.loading.transports._processes import Process, borrowed_fd, host, started
 
 _FD_HANDLE = struct.Struct("<qqq")

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
 from eplb_core.loading.transports import _copies
-from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket
+from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Ticket
+from eplb_core.loading.transports._batches import Spans
 from eplb_core.loading.transports._processes import Process, host, started
 
 

@@ -11,15 +11,14 @@ import numpy as np
 
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadState, Status
-from eplb_core.loading.transports._base import BaseTransport, Peer, Spans, Ticket
+from eplb_core.loading.transports._base import BaseTransport, Peer, Ticket
+from eplb_core.loading.transports._batches import Spans
+from eplb_core.loading.transports._carriers import Buffers, Payload, PeerEnd
 from eplb_core.loading.transports._exchange import (
-    Buffers,
     Courier,
     Fetch,
     Line,
     Memory,
-    Payload,
-    PeerEnd,
     Served,
     Short,
     Wire,

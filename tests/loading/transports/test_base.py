@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from eplb_core.errors import TransportError
 from eplb_core.loading import transports
 from eplb_core.loading.transport import Caps, ReadBatch, ReadState, Region, Status, Transport
 from eplb_core.loading.transports import _copies
-from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Spans, Ticket
+from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Ticket
+from eplb_core.loading.transports._batches import Spans
 
 CAPS = Caps("plain", True, False, frozenset({"cpu"}), True, 100, None)
 
@@ -151,6 +152,7 @@ def test_tickets_that_ended_are_not_kept() -> None:
     st.integers(1, 20),
     st.integers(1, 5),
 )
+@example([(0, 0, 1), (1, 1, 1), (2, 2, 1)], 20, 2)
 def test_portions_are_the_same_bytes_within_the_limits(
     rows: list[tuple[int, int, int]], most_bytes: int, most_spans: int
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadState, Status
 from eplb_core.loading.transports import nixl
-from eplb_core.loading.transports._base import Spans
+from eplb_core.loading.transports._batches import Spans
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
 from eplb_core.testing._peers import contents, pattern, wait, world
 from tests.loading.transports import kits

@@ -16,8 +16,10 @@ from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status
 from eplb_core.loading.transports import TorchDistributed
-from eplb_core.loading.transports._base import Peer, Spans
-from eplb_core.loading.transports._exchange import Buffers, Courier, Fetch
+from eplb_core.loading.transports._base import Peer
+from eplb_core.loading.transports._batches import Spans
+from eplb_core.loading.transports._carriers import Buffers
+from eplb_core.loading.transports._exchange import Courier, Fetch
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
 from eplb_core.testing._peers import State, batch, export, wait, world
 from eplb_core.testing.transports import Check
