@@ -397,7 +397,7 @@ def test_children_of_an_engine_get_the_daemon_that_keeps_a_record(monkeypatch: p
     daemon: Any = ModuleType("sglang.srt.weight_cache.daemon")
     daemon.run_weight_cache_daemon = engine_own = object()
     monkeypatch.setitem(sys.modules, daemon.__name__, daemon)
-    sys.modules["sglang.srt.weight_cache"].daemon = daemon
+    vars(sys.modules["sglang.srt.weight_cache"])["daemon"] = daemon
     run = sglang_record.spawn(lambda *_, **__: daemon.run_weight_cache_daemon, None, gpu_id=0)
     assert pickle.loads(pickle.dumps(run)) is sglang_daemon.run_daemon
     assert daemon.run_weight_cache_daemon is engine_own
@@ -412,7 +412,7 @@ def test_rows_of_the_layers_with_experts_alone_are_recorded_under_their_own_numb
         commit=lambda layers, rows: record.commit("engine", layers, rows),
         abort=lambda layers: record.abort("engine", layers),
     )
-    rows = sglang_moves.RowsRecord(keeper, whole, [0, 2])  # type: ignore[arg-type]
+    rows = sglang_moves.RowsRecord(keeper, whole, [0, 2])
     assert rows.begin([1], 0).status == "ok"
     assert rows.abort([1]).status == "ok"
     assert rows.begin([1], 0).status == "ok"
