@@ -19,8 +19,9 @@ demo: $(READY)
 compiled: $(READY)
 	$(BIN)/python -c "import eplb_core; eplb_core.warm_up()"
 
+# On two processes, file by file: many tests wait for processes of their own.
 test: compiled
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-quick: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not mutation and not long"
