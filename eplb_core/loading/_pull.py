@@ -199,8 +199,7 @@ class Puller:
         most = self.transport.caps.max_batch
         try:
             if peer in self._lost_peers:  # it may have been the connection alone
-                self.transport.connect(peer, self._blobs[peer])
-                self._lost_peers.discard(peer)
+                self._connect_again(peer)
             for start in range(0, columns.shape[1], most):
                 batch = ReadBatch(*columns[:, start : start + most])
                 breathe()
@@ -210,6 +209,13 @@ class Puller:
             # A read that was given up on may have ended the connection, which nobody was told: the next one connects.
             self._lost_peers.add(peer)
             raise
+
+    def _connect_again(self, peer: int) -> None:
+        try:
+            self.transport.connect(peer, self._blobs[peer])
+        except TransportError as error:
+            raise Trouble("peer", f"rank {peer} was lost and cannot be reached again: {error}") from error
+        self._lost_peers.discard(peer)
 
     def is_done(self, pull: Pull) -> bool:
         """Whether all bytes are there; a read that failed raises `Trouble` and gives the others up."""
