@@ -244,6 +244,23 @@ class Puller:
             pull.has_ended = True
         return pull.has_ended
 
+    def wait(self, pull: Pull, layer: int, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all bytes are there; False, with the reads given up, if `is_over` meanwhile.
+
+        Raises:
+            Trouble: A read failed, or it took longer than `seconds`; the reads are given up.
+        """
+        until = time.monotonic() + seconds
+        while not self.is_done(pull):
+            late = time.monotonic() > until
+            if late or is_over():
+                self.give_up(pull)
+                if late:
+                    raise Trouble("deadline", f"the reads of layer {layer} took longer than {seconds:g} s")
+                return False
+            time.sleep(POLL_S)
+        return True
+
     def _note_end(self, pull: Pull) -> None:
         if not pull.has_ended:
             pull.has_ended, pull.took = True, time.monotonic() - pull.begun
