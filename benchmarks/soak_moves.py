@@ -65,8 +65,6 @@ LAST_PASS = 12
 PHASES = ("planning", "reading", "polling", "staged", "installing", "forward", "pausing", "stopping")
 """Where a rank is lost: in the function that plans; on the reading thread, when a read has begun and while it runs;
 when a step is staged; when it is installed and no word is out; between two polls; in a pause; in a stop."""
-KINDS = ("plain", "plain", "late", "slow", "hiccup", "none", "disagree", "raises", "pause", "finish")
-"""What a migration meets."""
 CHUNK = 50
 """Migrations of one set of processes."""
 

@@ -23,7 +23,7 @@ from eplb_core._inspect import pairs_on_a_rank
 from eplb_core._plan_words import conclude_plan
 from eplb_core._terminal import number, progress, to_json
 from eplb_core.layout import ExpertLayout
-from eplb_core.metrics import rank_load, transfers
+from eplb_core.metrics import mean_of_known, mean_over_top, rank_load, transfers
 from eplb_core.simulation.links import LINKS
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace, demo_trace
@@ -75,7 +75,7 @@ def _plan(
         "before_is": "trivial" if current is None else "current",
         "before": _balance(before, summed),
         "after": _balance(after, summed),
-        "bound": {"mean": _mean(placed.bound), "worst": _least(placed.bound)},
+        "bound": {"mean": mean_of_known(placed.bound), "worst": _least(placed.bound)},
         "windows_before": _balance(before, trace.load),
         "windows_after": _balance(after, trace.load),
         "pairs_before": len(pairs_on_a_rank(before)),
@@ -93,15 +93,10 @@ def _balance(layout: ExpertLayout, load: IntArray | FloatArray) -> dict[str, flo
     """Mean over layers and windows, the worst layer's mean, and the total of a load `[T, L, E]` on a layout."""
     ranks, speed = rank_load(layout, load), layout.topology.rank_speed
     mean, top = ranks.sum(axis=2) / speed.sum(), (ranks / speed).max(axis=2)
-    each = np.divide(mean, top, out=np.full(top.shape, np.nan), where=top > 0)
-    layers = np.array([_mean(each[:, layer]) for layer in range(layout.num_layers)])
+    each = mean_over_top(mean, top)
+    layers = np.array([mean_of_known(each[:, layer]) for layer in range(layout.num_layers)])
     total = float(mean.sum()) / float(top.sum()) if top.sum() > 0 else float("nan")
-    return {"mean": _mean(each), "worst": _least(layers), "total": total}
-
-
-def _mean(each: FloatArray) -> float:
-    known = each[~np.isnan(each)]
-    return float(known.mean()) if known.size else float("nan")
+    return {"mean": mean_of_known(each), "worst": _least(layers), "total": total}
 
 
 def _least(each: FloatArray) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-# Less than this share of the layers' time is within what deployments differ by anyway.
-_WORTH = 0.02
+from eplb_core.placement.costs import WORTH
+
 # A bound below this says that the slots are too few, a gap above this that windows differ too much for one layout.
 _LOW_BOUND, _GAP = 0.95, 0.05
 
@@ -19,7 +19,7 @@ def conclude_plan(facts: dict[str, Any]) -> str:
     was = "the live layout" if facts["before_is"] == "current" else "experts in their order"
     saved = 1.0 - before / after
     works = f"the average rank works {after:.0%} of the time that the fullest one takes, with {was} {before:.0%}"
-    if saved < _WORTH:
+    if saved < WORTH:
         text = f"Hardly worth a move: {works}. The layers would take {max(saved, 0.0):.1%} less time."
     else:
         text = f"Worth it, if load stays as recorded: layers take {saved:.0%} less time, since {works}."
@@ -41,9 +41,9 @@ def _limits(facts: dict[str, Any], after: float) -> list[str]:
 
 def _next_steps(facts: dict[str, Any], saved: float) -> list[str]:
     steps = []
-    if saved >= _WORTH and facts["before_is"] == "trivial":
+    if saved >= WORTH and facts["before_is"] == "trivial":
         steps.append("If another layout is live, give it as --current: most of the transfers are then not needed.")
-    if saved >= _WORTH and facts["trace"]["windows"] > 1:
+    if saved >= WORTH and facts["trace"]["windows"] > 1:
         steps.append("`eplb simulate` says what stays of it on load that the plan has not seen.")
     if facts["pairs_before"]:
         pairs = f"holds an expert twice on a rank in {facts['pairs_before']} places"

@@ -40,20 +40,24 @@ def rank_load(layout: ExpertLayout, expert_load: ArrayLike, *, shares: ArrayLike
             "the layout's layers and logical experts"
         )
     p2l = layout.physical_to_logical_map
-    held = p2l >= 0
-    expert_of = np.maximum(p2l, 0)
     if shares is None:
-        fraction = held / np.take_along_axis(layout.replica_count, expert_of, axis=1)
+        fraction = even_shares(layout)
     else:
         fraction = np.asarray(to_numpy(shares), dtype=np.float64)
         if fraction.shape[-2:] != (layers, slots) or fraction.ndim > load.ndim:
             raise ValueError(f"`shares` (shape {list(fraction.shape)}) must be [{layers}, {slots}], a fraction a slot")
-        fraction = np.where(held, fraction, 0.0)
-    index = np.broadcast_to(expert_of, (*load.shape[:-2], layers, slots))
+        fraction = np.where(p2l >= 0, fraction, 0.0)
+    index = np.broadcast_to(np.maximum(p2l, 0), (*load.shape[:-2], layers, slots))
     slot_load = np.take_along_axis(load, index, axis=-1) * fraction
     ranks = (layout.topology.num_ranks, layout.slots_per_rank)
     by_rank: FloatArray = slot_load.reshape(*load.shape[:-1], *ranks).sum(axis=-1)
     return by_rank
+
+
+def even_shares(layout: ExpertLayout) -> FloatArray:
+    """One over the number of replicas for each slot that holds an expert, else 0, float64 `[L, P]`."""
+    p2l = layout.physical_to_logical_map
+    return (p2l >= 0) / np.take_along_axis(layout.replica_count, np.maximum(p2l, 0), axis=1)
 
 
 def balancedness(rank_load: ArrayLike) -> FloatArray:
@@ -70,17 +74,24 @@ def balancedness(rank_load: ArrayLike) -> FloatArray:
         array([0.66666667,        nan])
     """
     load = check_rank_load(rank_load)
-    top = load.max(axis=-1)
-    mean = load.mean(axis=-1)
+    return mean_over_top(load.mean(axis=-1), load.max(axis=-1))
+
+
+def mean_over_top(mean: FloatArray, top: FloatArray) -> FloatArray:
+    """`mean / top`, NaN where `top` is 0: without load."""
     each: FloatArray = np.divide(mean, top, out=np.full(top.shape, np.nan), where=top > 0)
     return each
 
 
-def mean_balancedness(rank_load: ArrayLike) -> float:
-    """Mean over layers (and windows) of `balancedness`; those without load count in no average. NaN if none has any."""
-    each = balancedness(rank_load)
+def mean_of_known(each: FloatArray) -> float:
+    """Mean of what is known; NaN if nothing is."""
     known = ~np.isnan(each)
     return float(each[known].mean()) if known.any() else float("nan")
+
+
+def mean_balancedness(rank_load: ArrayLike) -> float:
+    """Mean over layers (and windows) of `balancedness`; those without load count in no average. NaN if none has any."""
+    return mean_of_known(balancedness(rank_load))
 
 
 def total_balancedness(rank_load: ArrayLike) -> float:

@@ -165,7 +165,7 @@ def create(
         transport = getattr(transports, _NAMES[name])()
     except Exception as error:
         trouble = f"rank {cpu_group.rank()}: {error}"
-    _agree(gather(trouble))
+    _agree(gather(trouble), transport)
     try:
         made = TransportCommunicator(
             transport,
@@ -177,11 +177,13 @@ def create(
         )
     except Exception as error:
         trouble = f"rank {cpu_group.rank()}: {error}"
-    _agree(gather(trouble))
+    _agree(gather(trouble), transport)
     return cast(TransportCommunicator, made)  # None has trouble, and that has raised
 
 
-def _agree(troubles: Sequence[str]) -> None:
+def _agree(troubles: Sequence[str], transport: Transport | None) -> None:
     found = [trouble for trouble in troubles if trouble]
     if found:
+        if transport is not None:  # this rank could, and keeps nothing registered for that
+            transport.close()
         raise TransportError("; ".join(found))

@@ -144,17 +144,22 @@ class LoadCounter:
         if not self._free:
             raise EplbError("two snapshots are unread; call numpy() on one, or drop it, before the next")
         buffers = self._free.pop()
+        snapshot = Snapshot(self, buffers)
         torch.add(self._order, self.state[WINDOW], out=self._index)
         self._index.remainder_(self.windows + 1)
         torch.index_select(self.count, 1, self._index, out=self._picked)
         buffers.device.copy_(self._picked.transpose(0, 1))
         if all_reduce is not None:
-            all_reduce(buffers.device)
+            try:
+                all_reduce(buffers.device)
+            except BaseException:
+                snapshot._release()
+                raise
         buffers.host.copy_(buffers.device, non_blocking=True)
         buffers.host_state.copy_(self.state, non_blocking=True)
         if buffers.event is not None:  # pragma: no cover  needs a GPU
             buffers.event.record(torch.cuda.current_stream(buffers.device.device))
-        return Snapshot(self, buffers)
+        return snapshot
 
 
 class Snapshot:

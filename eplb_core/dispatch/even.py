@@ -12,6 +12,7 @@ from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch._kernels import group_slots
 from eplb_core.layout import ExpertLayout
+from eplb_core.metrics import even_shares
 
 
 def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = None) -> IntArray:
@@ -154,11 +155,11 @@ def repeated_dispatch_table(
 
 def check_shares(layout: ExpertLayout, shares: ArrayLike | None) -> FloatArray:
     """Shares as float64 `[L, P]`, finite, not negative, summing to 1 for each expert within 1e-6; None = equal ones."""
+    if shares is None:
+        return even_shares(layout)
     p2l, experts = layout.physical_to_logical_map, layout.num_experts
     held = p2l >= 0
     expert_of = np.maximum(p2l, 0)
-    if shares is None:
-        return np.where(held, 1.0 / np.take_along_axis(layout.replica_count, expert_of, axis=1), 0.0)
     array = np.asarray(to_numpy(shares), dtype=np.float64)
     if array.shape != p2l.shape:
         raise ValueError(f"`shares` (shape {list(array.shape)}) must be {list(p2l.shape)}, a fraction a slot")

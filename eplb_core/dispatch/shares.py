@@ -8,6 +8,7 @@ from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load, read_
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch._kernels import group_slots
 from eplb_core.layout import ExpertLayout
+from eplb_core.metrics import even_shares
 
 SHRINK_WINDOWS = 16
 """Windows at which shares solved on windows go half of the way from an even split (fitted on held-out windows)."""
@@ -72,14 +73,6 @@ def replica_shares(layout: ExpertLayout, expert_load: ArrayLike) -> FloatArray:
         even = even_shares(layout)
         shares = even + (shares - even) * (windows / (windows + SHRINK_WINDOWS))
     return shares
-
-
-def even_shares(layout: ExpertLayout) -> FloatArray:
-    """One over the number of replicas for each slot that holds an expert, float64 `[L, P]`."""
-    p2l = layout.physical_to_logical_map
-    held = p2l >= 0
-    count = np.take_along_axis(layout.replica_count, np.maximum(p2l, 0), axis=1)
-    return np.where(held, 1.0 / count, 0.0)
 
 
 @kernel

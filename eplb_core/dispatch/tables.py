@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from eplb_core.layout import ExpertLayout, layer_rows
 
 Mode = Literal["static", "even", "random", "row", "weighted", "quota", "fewest", "fake"]
 STATIC_MODES: tuple[Mode, ...] = ("static", "even")
-MODES: tuple[Mode, ...] = (*STATIC_MODES, "random", "row", "weighted", "quota", "fewest", "fake")
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 SOLVER_ARMS = 8192

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -207,11 +206,11 @@ class Passes:
         if agreed is None:
             return ()
         if agreed < 0:
-            self._hear_failure(_words.take_apart(agreed))
+            self._hear_failure(_words.failure_of(agreed))
             return ()
         if run is None:
             return ()
-        migration, phase, value = agreed >> 34, agreed >> 32 & 3, agreed & _words.BITS
+        migration, phase, value = _words.take_apart(agreed)
         rows: tuple[int, ...] = ()
         if migration == run.number:
             if (phase, value) != run.last_heard:
@@ -283,7 +282,7 @@ class Passes:
             self._on_install(step.layer, step.after)
         return step.layer
 
-    def _hear_failure(self, failure: Any) -> None:
+    def _hear_failure(self, failure: _words.Failure) -> None:
         run = self._run
         if run is None:
             if failure.migration > self._number:

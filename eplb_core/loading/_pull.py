@@ -199,8 +199,7 @@ class Puller:
         most = self.transport.caps.max_batch
         try:
             if peer in self._lost_peers:  # it may have been the connection alone
-                self.transport.connect(peer, self._blobs[peer])
-                self._lost_peers.discard(peer)
+                self._connect_again(peer)
             for start in range(0, columns.shape[1], most):
                 batch = ReadBatch(*columns[:, start : start + most])
                 breathe()
@@ -210,6 +209,13 @@ class Puller:
             # A read that was given up on may have ended the connection, which nobody was told: the next one connects.
             self._lost_peers.add(peer)
             raise
+
+    def _connect_again(self, peer: int) -> None:
+        try:
+            self.transport.connect(peer, self._blobs[peer])
+        except TransportError as error:
+            raise Trouble("peer", f"rank {peer} was lost and cannot be reached again: {error}") from error
+        self._lost_peers.discard(peer)
 
     def is_done(self, pull: Pull) -> bool:
         """Whether all bytes are there; a read that failed raises `Trouble` and gives the others up."""
@@ -237,6 +243,23 @@ class Puller:
         except _RAISED:  # a transport's own: `is_done` raises it again
             pull.has_ended = True
         return pull.has_ended
+
+    def wait(self, pull: Pull, layer: int, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all bytes are there; False, with the reads given up, if `is_over` meanwhile.
+
+        Raises:
+            Trouble: A read failed, or it took longer than `seconds`; the reads are given up.
+        """
+        until = time.monotonic() + seconds
+        while not self.is_done(pull):
+            late = time.monotonic() > until
+            if late or is_over():
+                self.give_up(pull)
+                if late:
+                    raise Trouble("deadline", f"the reads of layer {layer} took longer than {seconds:g} s")
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def _note_end(self, pull: Pull) -> None:
         if not pull.has_ended:

@@ -253,19 +253,12 @@ class RunWorker:
         """Read and restore a step's slots, and announce it to the record; None if the run ended meanwhile."""
         if pull is None:
             pull = self.puller.begin(step, self._deadline, lambda: run.ended)
-        begun = time.monotonic()
         try:
             breathe()
             copies = self._installer.plan(step, pull.place_of)
             breathe()
-            while not self.puller.is_done(pull):
-                if run.ended:
-                    self.puller.give_up(pull)
-                    return None
-                if time.monotonic() - begun > self._deadline:
-                    self.puller.give_up(pull)
-                    raise Trouble("deadline", f"the reads of layer {step.layer} took longer than {self._deadline:g} s")
-                time.sleep(POLL_S)
+            if not self.puller.wait(pull, step.layer, self._deadline, lambda: run.ended):
+                return None
             self.read_bytes += pull.bytes
             breathe()
             with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):

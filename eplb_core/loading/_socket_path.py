@@ -90,7 +90,7 @@ class SocketPlace:
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         except BaseException:
-            os.close(self._lock)
+            self.release()
             raise
 
     def listen(self) -> socket.socket:

@@ -5,27 +5,21 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from eplb_core._arrays import ArrayLike, IntArray, read_only, to_numpy
+from eplb_core._arrays import ArrayLike, IntArray, read_only
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._pull import Pull, Puller, Trouble
 from eplb_core.loading._steps import Step
 from eplb_core.loading._workers import breathe
 from eplb_core.loading.fingerprint import fingerprints
 from eplb_core.loading.store import ExpertStore
-from eplb_core.loading.verify import UNKNOWN
+from eplb_core.loading.verify import UNKNOWN, check_reference
 
 
 def to_reference(value: ArrayLike | None, layout: ExpertLayout, num_tensors: int) -> IntArray | None:
     """`WeightReport.by_expert` as int64 `[L, E, tensors]`, or None; another shape raises ValueError."""
     if value is None:
         return None
-    array = np.array(to_numpy(value))
-    shape = (layout.num_layers, layout.num_experts, num_tensors)
-    if array.dtype != np.int64 or array.shape != shape:
-        raise ValueError(
-            f"`reference` ({array.dtype} {list(array.shape)}) must be int64 {list(shape)}, as a report's `by_expert`"
-        )
-    return read_only(array)
+    return read_only(np.array(check_reference(value, (layout.num_layers, layout.num_experts, num_tensors))))
 
 
 def check_staged(puller: Puller, step: Step, pull: Pull, reference: IntArray | None) -> None:

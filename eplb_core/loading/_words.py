@@ -24,7 +24,6 @@ CAUSES: Final = (
     "paused",
 )  # fmt: skip
 """Why a migration ends early, in one word; see `MigratorStatus.cause`."""
-MOST_MIGRATIONS: Final = 1 << 29
 MOST_RANKS: Final = 1 << 20
 
 
@@ -55,10 +54,13 @@ def failure(migration: int, cause: str, rank: int) -> int:
     return -(1 + (migration << 24 | CAUSES.index(cause) << 20 | rank))
 
 
-def take_apart(agreed: int) -> Word | Failure:
-    """What a minimum says."""
-    if agreed >= 0:
-        return Word(agreed >> 34, agreed >> 32 & 3, agreed & BITS)
+def take_apart(agreed: int) -> Word:
+    """What a minimum says that is a word on the way."""
+    return Word(agreed >> 34, agreed >> 32 & 3, agreed & BITS)
+
+
+def failure_of(agreed: int) -> Failure:
+    """What a minimum below 0 says."""
     bits = -agreed - 1
     migration, cause, rank = bits >> 24, bits >> 20 & 15, bits & (MOST_RANKS - 1)
     known = CAUSES[cause] if cause < len(CAUSES) else CAUSES[0]

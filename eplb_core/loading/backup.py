@@ -6,7 +6,6 @@ import ctypes
 import json
 import mmap
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from eplb_core._arrays import IntArray, read_only
 from eplb_core.errors import MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._joining import check_frame
-from eplb_core.loading._pull import POLL_S, Puller, Trouble, keep_while_written
+from eplb_core.loading._pull import Puller, Trouble, keep_while_written
 from eplb_core.loading._steps import Step
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install import Staging
@@ -197,15 +196,10 @@ def _read(puller: Puller, layout: ExpertLayout, layer: int, source: IntArray, de
     kind[: len(source)] = READ
     slots = np.full(layout.slots_per_rank, -1, dtype=np.int64)
     slots[: len(source)] = source
-    until = time.monotonic() + deadline
     try:
         step = Step(layer, layout, layout, read_only(kind), read_only(slots), True)
         pull = puller.begin(step, deadline)
-        while not puller.is_done(pull):
-            if time.monotonic() > until:
-                puller.give_up(pull)
-                raise Trouble("deadline", f"the reads of layer {layer} took longer than {deadline:g} s")
-            time.sleep(POLL_S)
+        puller.wait(pull, layer, deadline)
     except Trouble as why:
         keep_while_written(puller)
         raise MigrationError(f"no backup: {why.reason}", layout=layout, reason=why.cause, rank=puller.rank) from why

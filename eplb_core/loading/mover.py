@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ from eplb_core._arrays import ArrayLike, IntArray, check_real
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.loading._joining import check_frame
-from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble, keep_while_written
+from eplb_core.loading._pull import Backup, Pull, Puller, Trouble, keep_while_written
 from eplb_core.loading._staged import check_staged, to_reference
 from eplb_core.loading._steps import Step, plan_steps
 from eplb_core.loading.agreement import Agreement
@@ -171,14 +170,10 @@ def _stage(
     step: Step,
     seconds: float,
 ) -> tuple[Pull | None, Trouble | None]:
-    until = time.monotonic() + seconds
     pull = None
     try:
         pull = puller.begin(step, seconds)
-        while not puller.is_done(pull):
-            if time.monotonic() > until:
-                raise Trouble("deadline", f"the reads of layer {step.layer} took longer than {seconds:g} s")
-            time.sleep(POLL_S)
+        puller.wait(pull, step.layer, seconds)
         restore(puller, backup, step, pull)
         check_staged(puller, step, pull, prints)
         recorder.begin(step)

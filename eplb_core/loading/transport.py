@@ -108,6 +108,8 @@ class Transport(Protocol):
     def connect(self, rank: int, blob: bytes) -> None:
         """Learn a peer's regions. A newer blob replaces the former one; the own rank is a peer like others.
 
+        The same blob again changes nothing, unless reads from the peer were lost: then it is reached anew.
+
         Raises:
             TransportError: The blob is malformed, of another kind of transport or version, or the peer is not there.
         """

@@ -124,7 +124,7 @@ def verify_weights(
     tensors = prints.shape[2]
     by_expert = np.full((layout.num_layers, layout.num_experts, tensors), UNKNOWN, dtype=np.int64)
     if reference is not None:
-        by_expert[:] = _checked_ids(reference, "reference", by_expert.shape)
+        by_expert[:] = check_reference(reference, by_expert.shape)
     written = np.ones(expert.shape, dtype=np.bool_)
     if loaded is not None:
         mask = to_numpy(loaded)
@@ -218,11 +218,12 @@ def _by_place(
     )
 
 
-def _checked_ids(value: object, name: str, shape: tuple[int, ...]) -> IntArray:
+def check_reference(value: object, shape: tuple[int, ...]) -> IntArray:
+    """`by_expert` of a report, int64 `[L, E, tensors]`, or ValueError."""
     array = to_numpy(value)
     if array.dtype != np.int64 or array.shape != shape:
         raise ValueError(
-            f"`{name}` ({array.dtype} {list(array.shape)}) must be int64 {list(shape)}; "
+            f"`reference` ({array.dtype} {list(array.shape)}) must be int64 {list(shape)}; "
             "pass the `by_expert` of a report"
         )
     return array

@@ -23,18 +23,6 @@ def check_windows(expert_load: ArrayLike, layout: ExpertLayout) -> FloatArray:
     return load if load.ndim == 3 else load[None]
 
 
-def check_active(active_ranks: ArrayLike | None, ranks: int) -> BoolArray:
-    """Bools `[R]`; all where none are given."""
-    if active_ranks is None:
-        return np.ones(ranks, dtype=np.bool_)
-    active = np.array(to_numpy(active_ranks))
-    if active.dtype != np.bool_ or active.shape != (ranks,):
-        raise ValueError(
-            f"`active_ranks` (dtype {active.dtype}, shape {list(active.shape)}) must be bools [{ranks}], one a rank"
-        )
-    return active
-
-
 def time_layers(
     layout: ExpertLayout,
     load: FloatArray,

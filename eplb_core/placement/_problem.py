@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, to_ids, to_numpy
+from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_int, to_ids, to_numpy
 from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.layout import ExpertLayout, check_num_slots, rank_capacity
 from eplb_core.placement._links import NO_LIMIT, Links, new_links
@@ -57,14 +57,7 @@ def state_problem(
 ) -> Problem:
     experts = windows.shape[2]
     capacity = rank_capacity(slots, topology.num_ranks)
-    if active_ranks is not None:
-        active = to_numpy(active_ranks)
-        if active.dtype != np.bool_ or active.shape != (topology.num_ranks,):
-            raise ValueError(
-                f"`active_ranks` (dtype {active.dtype}, shape {list(active.shape)}) must be "
-                f"bools [{topology.num_ranks}]"
-            )
-        capacity = capacity * active
+    capacity = capacity * check_active(active_ranks, topology.num_ranks)
     live = int(capacity.sum())
     if live < experts:
         raise InfeasiblePlacementError(
@@ -76,14 +69,32 @@ def state_problem(
     if locality not in _PIN:
         raise ValueError(f"`locality` (={locality!r}) must be one of {', '.join(map(repr, _PIN))}")
     pin = _PIN[locality]
-    if dispatch not in ("even", "weighted"):
-        raise ValueError(f"`dispatch` (={dispatch!r}) must be 'even' or 'weighted'")
-    if dispatch == "weighted" and pin:
+    weighted = check_dispatch(dispatch)
+    if weighted and pin:
         raise ValueError(f'`dispatch` (={dispatch!r}) needs `locality="none"`, not {locality!r}')
     groups = 1
     if pin:
         groups = check_groups(num_groups, experts, capacity, topology, locality)
-    return Problem(topology, experts, capacity, stride, pin, groups, dispatch == "weighted")
+    return Problem(topology, experts, capacity, stride, pin, groups, weighted)
+
+
+def check_active(active_ranks: ArrayLike | None, ranks: int) -> BoolArray:
+    """Bools `[R]`; all where none are given."""
+    if active_ranks is None:
+        return np.ones(ranks, dtype=np.bool_)
+    active = np.array(to_numpy(active_ranks))
+    if active.dtype != np.bool_ or active.shape != (ranks,):
+        raise ValueError(
+            f"`active_ranks` (dtype {active.dtype}, shape {list(active.shape)}) must be bools [{ranks}], one a rank"
+        )
+    return active
+
+
+def check_dispatch(dispatch: str) -> bool:
+    """Whether shares are solved anew in each window, and not equal."""
+    if dispatch not in ("even", "weighted"):
+        raise ValueError(f"`dispatch` (={dispatch!r}) must be 'even' or 'weighted'")
+    return dispatch == "weighted"
 
 
 def check_groups(num_groups: int | None, experts: int, capacity: IntArray, topology: Topology, locality: str) -> int:

@@ -10,8 +10,9 @@ import numpy as np
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, read_only
 from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.layout import ExpertLayout
-from eplb_core.placement._pass_time import check_active, time_layers
-from eplb_core.placement.costs import CostModel
+from eplb_core.placement._pass_time import time_layers
+from eplb_core.placement._problem import check_active
+from eplb_core.placement.costs import CostModel, model_of
 from eplb_core.placement.place import Placement, place
 from eplb_core.placement.spend import spend_budget
 from eplb_core.topology import Topology
@@ -78,8 +79,7 @@ def plan_slots(
     """
     if not isinstance(topology, Topology):
         raise TypeError(f"`topology` (={topology!r}) must be a Topology")
-    if cost is not None and not isinstance(cost, CostModel):
-        raise TypeError(f"`cost` (={cost!r}) must be a CostModel or None")
+    model = model_of(cost)
     load = check_load(expert_load, "expert_load", (2, 3))
     load = load if load.ndim == 3 else load[None]
     _, layers, experts = load.shape
@@ -92,7 +92,6 @@ def plan_slots(
             num_live_slots=total * ranks,
             num_experts=experts * layers,
         )
-    model = CostModel() if cost is None else cost
     active = check_active(None, ranks)
     placements = [place(load, topology, num_slots=size * ranks, dispatch=dispatch) for size in sizes]
     times = np.stack(

@@ -11,6 +11,8 @@ import numpy as np
 
 from eplb_core._arrays import ArrayLike, check_int, check_real, to_numpy
 
+WORTH = 0.02
+"""Less than this share of the layers' time is within what deployments differ by anyway."""
 # A column that keeps less than this of its length beside the others says nothing of its own.
 _TELLS_APART = 1e-6
 
@@ -129,6 +131,13 @@ class CostModel:
         if fitted["token_s"] == 0.0 and fitted.get("expert_s", 0.0) == 0.0:
             raise ValueError("`seconds` must grow with `tokens` or `experts`; measure the ranks that others wait for")
         return cls(**{**known, **fitted, "fit_error": sqrt(error / len(times))})
+
+
+def model_of(cost: CostModel | None) -> CostModel:
+    """The model, or for None the one that knows no cost; TypeError for anything else."""
+    if cost is not None and not isinstance(cost, CostModel):
+        raise TypeError(f"`cost` (={cost!r}) must be a CostModel or None")
+    return CostModel() if cost is None else cost
 
 
 def _column(values: ArrayLike, name: str) -> list[float]:

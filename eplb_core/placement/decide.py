@@ -22,8 +22,9 @@ from eplb_core._arrays import (
 )
 from eplb_core.errors import MissingExpertError
 from eplb_core.layout import ExpertLayout, layer_rows
-from eplb_core.placement._pass_time import check_active, check_windows, time_layers, time_transfers
-from eplb_core.placement.costs import CostModel
+from eplb_core.placement._pass_time import check_windows, time_layers, time_transfers
+from eplb_core.placement._problem import check_active, check_dispatch
+from eplb_core.placement.costs import CostModel, model_of
 from eplb_core.placement.place import Placement
 
 # Why a layer moves or stays, in the order in which the verdict looks for it.
@@ -159,9 +160,7 @@ def should_rebalance(
     target = placement.layout if isinstance(placement, Placement) else placement
     current.check_same_frame(target)
     load = check_windows(expert_load, current)
-    model = CostModel() if cost is None else cost
-    if not isinstance(model, CostModel):
-        raise TypeError(f"`cost` (={cost!r}) must be a CostModel or None")
+    model = model_of(cost)
     horizon, passes = _check_passes(passes_since, window_passes, len(load))
     least = check_real(min_gain, "min_gain", at_least=0.0)
     margin = check_real(payback, "payback", at_least=0.0)
@@ -172,9 +171,7 @@ def should_rebalance(
 
     if dispatch is None:
         dispatch = placement.dispatch if isinstance(placement, Placement) else "even"
-    if dispatch not in ("even", "weighted"):
-        raise ValueError(f"`dispatch` (={dispatch!r}) must be 'even' or 'weighted'")
-    solved = dispatch == "weighted"
+    solved = check_dispatch(dispatch)
     before, lost = time_layers(current, load, active, current_shares, "current_shares", model, passes, solved)
     after, gone = time_layers(target, load, active, new_shares, "new_shares", model, passes, solved)
     _check_reached(gone)
@@ -255,7 +252,7 @@ def _conclude(
     margin: float,
 ) -> Verdict:
     """All layers together: what a rebalance costs whatever its size must be worth it, too."""
-    model = CostModel() if cost is None else cost
+    model = model_of(cost)
     pays = [layer for layer, reason in enumerate(reasons) if reason == PAYS]
     if pays and horizon is not None and not {LOST, LEFT} & set(reasons):
         whole = _add(price, pays) + model.rebalance_s

@@ -21,7 +21,6 @@ from eplb_core._numba import inline_kernel, kernel
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
-UInt32Array = npt.NDArray[np.uint32]
 KeyArray = npt.NDArray[np.uint64]
 
 

@@ -19,6 +19,7 @@ from eplb_core._arrays import (
     to_numpy,
 )
 from eplb_core.layout import ExpertLayout
+from eplb_core.metrics import mean_of_known
 from eplb_core.placement._from_current import score, start_from
 from eplb_core.placement._kernels import Scratch, new_scratch
 from eplb_core.placement._links import NO_LIMIT, new_links
@@ -68,8 +69,7 @@ class Placement:
     rank has it already, and where it must come although no link has room. Else None."""
 
     def __repr__(self) -> str:
-        known = ~np.isnan(self.balancedness)
-        mean, bound = (x[known].mean() if known.any() else np.nan for x in (self.balancedness, self.bound))
+        mean, bound = (mean_of_known(each) for each in (self.balancedness, self.bound))
         return (
             f"Placement({self.layout!r}, balancedness={mean:.4f}, bound={bound:.4f}, transfers={self.transfers.sum()})"
         )

@@ -10,15 +10,14 @@ import numpy as np
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, check_real
 from eplb_core.layout import ExpertLayout, rank_capacity
-from eplb_core.metrics import rank_load
-from eplb_core.placement._pass_time import check_active, solved_balancedness, time_layers
-from eplb_core.placement.costs import CostModel
+from eplb_core.metrics import mean_of_known, mean_over_top, rank_load
+from eplb_core.placement._pass_time import solved_balancedness, time_layers
+from eplb_core.placement._problem import check_active, check_dispatch
+from eplb_core.placement.costs import WORTH, CostModel, model_of
 from eplb_core.placement.place import place
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace, check_trace_load
 
-# Less than this share of the layers' time is within what deployments differ by anyway.
-_WORTH = 0.02
 # The fewest slots that save this much of what the most useful number of slots saves are the ones to take.
 _NEARLY = 0.95
 
@@ -136,8 +135,7 @@ def gain_report(
     """
     if not isinstance(topology, Topology):
         raise TypeError(f"`topology` (={topology!r}) must be a Topology")
-    if cost is not None and not isinstance(cost, CostModel):
-        raise TypeError(f"`cost` (={cost!r}) must be a CostModel or None")
+    model = model_of(cost)
     load = check_trace_load(trace.load if isinstance(trace, Trace) else trace)
     windows, layers, experts = load.shape
     half = windows // 2
@@ -152,10 +150,7 @@ def gain_report(
         raise ValueError(
             f"`current` ({start!r}) must have the load's {layers} layers, {experts} experts and `topology`"
         )
-    model = CostModel() if cost is None else cost
-    if dispatch not in ("even", "weighted"):
-        raise ValueError(f"`dispatch` (={dispatch!r}) must be 'even' or 'weighted'")
-    weighted = dispatch == "weighted"
+    weighted = check_dispatch(dispatch)
     now_s = _seconds(start, test, model, passes, weighted)
     least_s = _least_seconds(test, topology, model, passes)
     rows = []
@@ -167,8 +162,8 @@ def gain_report(
             GainRow(
                 num_slots=slots,
                 redundant=slots - experts,
-                seen=_mean(placement.balancedness),
-                bound=_mean(placement.bound),
+                seen=mean_of_known(placement.balancedness),
+                bound=mean_of_known(placement.bound),
                 unseen=_balancedness(placement.layout, test, weighted) if half else float("nan"),
                 saved=saved_s / now_s,
                 saved_s=float("nan") if cost is None else saved_s,
@@ -179,7 +174,7 @@ def gain_report(
     most = max(row.saved for row in rows)
     enough = _NEARLY * most if most > 0.0 else most
     best = min((i for i in range(len(rows)) if rows[i].saved >= enough), key=lambda i: rows[i].num_slots)
-    pays = rows[best].saved >= _WORTH
+    pays = rows[best].saved >= WORTH
     words = _conclude(rows[best], ceiling, pays, topology.num_ranks)
     now = _balancedness(start, test, weighted)
     return GainReport(topology, layers, experts, windows, now, ceiling, tuple(rows), best, pays, words)
@@ -218,20 +213,15 @@ def _balancedness(layout: ExpertLayout, load: IntArray | FloatArray, weighted: b
     """Mean over layers and windows with load of the even time over the fullest rank's time."""
     if weighted:
         active, none = check_active(None, layout.topology.num_ranks), np.zeros(layout.num_layers, dtype=np.bool_)
-        return _mean(solved_balancedness(layout, check_load(load, "trace", (3,)), active, none))
+        return mean_of_known(solved_balancedness(layout, check_load(load, "trace", (3,)), active, none))
     tokens, speed = rank_load(layout, load), layout.topology.rank_speed
     top = (tokens / speed).max(axis=2)
     even = tokens.sum(axis=2) / speed.sum()
-    return _mean(np.divide(even, top, out=np.full(top.shape, np.nan), where=top > 0))
-
-
-def _mean(each: FloatArray) -> float:
-    known = ~np.isnan(each)
-    return float(each[known].mean()) if known.any() else float("nan")
+    return mean_of_known(mean_over_top(even, top))
 
 
 def _conclude(row: GainRow, ceiling: float, pays: bool, ranks: int) -> str:
-    if ceiling < _WORTH:
+    if ceiling < WORTH:
         return f"Does not pay: even perfect balance would save only {ceiling:.1%} of the layers' time."
     spare = f"{row.redundant} redundant slots ({row.redundant / ranks:.3g} a rank) save"
     gives = (

@@ -13,8 +13,8 @@ import numpy as np
 import eplb_core
 from eplb_core._arrays import FloatArray, IntArray, check_int, check_real, read_only
 from eplb_core.layout import ExpertLayout, check_num_slots
+from eplb_core.metrics import mean_of_known, mean_over_top
 from eplb_core.placement.costs import CostModel
-from eplb_core.simulation import records as tables
 from eplb_core.simulation.hardware import StepCost
 from eplb_core.simulation.links import LINKS, count_links
 from eplb_core.simulation.policies import Dispatch, Dispatcher, Policy, PolicySetting, policy_of
@@ -208,14 +208,14 @@ class _Run:
 
     def _bound(self, block: Block) -> float:
         placed = eplb_core.place(block.load, self.topology, num_slots=self.num_slots, effort=0.01)
-        return tables.mean_of_known(placed.bound)
+        return mean_of_known(placed.bound)
 
     def result(
         self, policy: str, dispatch: str, spans: tuple[int, int, int], layer_ids: tuple[int, ...], cost: StepCost | None
     ) -> Simulation:
         every, seen, scored = spans
         mean, top = np.concatenate(self.means), np.concatenate(self.tops)
-        each = np.divide(mean, top, out=np.full(top.shape, np.nan), where=top > 0)
+        each = mean_over_top(mean, top)
         waited = float(top[scored:].sum())
         links = np.array(self.links, dtype=np.int64).reshape(len(self.links), mean.shape[1], len(LINKS))
         layers, experts = mean.shape[1], self.live.num_experts
@@ -234,7 +234,7 @@ class _Run:
             mean_load=read_only(mean),
             max_load=read_only(top),
             balancedness=read_only(each),
-            window_balancedness=read_only(np.array([tables.mean_of_known(window) for window in each])),
+            window_balancedness=read_only(np.array([mean_of_known(window) for window in each])),
             bound=read_only(np.concatenate(self.bounds)),
             step_s=read_only(np.concatenate(self.steps)),
             rank_load=read_only(np.concatenate(self.ranks)),
@@ -247,6 +247,6 @@ class _Run:
             digests=tuple(self.digests),
             first_layout=self.first,
             layout=self.live,
-            mean_balancedness=tables.mean_of_known(each[scored:]),
+            mean_balancedness=mean_of_known(each[scored:]),
             total_balancedness=float(mean[scored:].sum()) / waited if waited > 0 else float("nan"),
         )

@@ -14,7 +14,8 @@ import numpy as np
 from eplb_core._arrays import FloatArray
 from eplb_core._files import PathLike, write_atomic
 from eplb_core._html import line_svg, table_html
-from eplb_core.simulation.records import mean_of_known, summary
+from eplb_core.metrics import mean_of_known
+from eplb_core.simulation.records import summary
 
 if TYPE_CHECKING:
     from eplb_core.simulation.compare import Comparison

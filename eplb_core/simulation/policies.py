@@ -10,6 +10,7 @@ import numpy as np
 import eplb_core
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, add_up
 from eplb_core.layout import ExpertLayout
+from eplb_core.metrics import even_shares
 from eplb_core.placement.costs import CostModel
 from eplb_core.simulation.sources import Block
 
@@ -162,10 +163,7 @@ class Dispatcher:
             return self._by_table(ones, self.table)
         if self.shares is not None:
             return self.shares
-        counts = np.take_along_axis(
-            self.layout.replica_count, np.maximum(self.layout.physical_to_logical_map, 0), axis=1
-        )
-        return np.asarray(1.0 / counts)
+        return even_shares(self.layout)
 
     def _checked(self, shares: FloatArray) -> FloatArray:
         shape = self.layout.physical_to_logical_map.shape

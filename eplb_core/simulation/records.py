@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eplb_core._arrays import FloatArray
+from eplb_core._html import table_html
 from eplb_core._terminal import number
 
 if TYPE_CHECKING:
@@ -50,13 +49,9 @@ class Records(np.recarray[Any, Any]):
 
     def _repr_html_(self) -> str:
         names = self.dtype.names or ()
-        head = "".join(f"<th>{escape(name)}</th>" for name in names)
-        rows = [
-            "<tr>" + "".join(f"<td>{escape(_cell(row[name]))}</td>" for name in names) + "</tr>"
-            for row in np.atleast_1d(np.asarray(self))[:_SHOWN]
-        ]
+        rows = ([_cell(row[name]) for name in names] for row in np.atleast_1d(np.asarray(self))[:_SHOWN])
         more = f"<p>{self.size - _SHOWN:,} more rows</p>" if self.size > _SHOWN else ""
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{more}"
+        return table_html(names, rows) + more
 
 
 def _cell(value: Any) -> str:
@@ -128,12 +123,6 @@ def summary(sim: Simulation) -> dict[str, Any]:
         "total_s": sim.total_s,
         "memory_bytes": sim.memory_bytes,
     }
-
-
-def mean_of_known(each: FloatArray) -> float:
-    """Mean of what is known; NaN if nothing is."""
-    known = ~np.isnan(each)
-    return float(each[known].mean()) if known.any() else float("nan")
 
 
 def table(simulations: Sequence[Simulation]) -> str:

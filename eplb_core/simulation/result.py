@@ -9,6 +9,7 @@ import numpy as np
 
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core.layout import ExpertLayout
+from eplb_core.metrics import mean_of_known
 from eplb_core.simulation import records as tables
 from eplb_core.simulation.hardware import StepCost
 from eplb_core.topology import Topology
@@ -106,7 +107,7 @@ class Simulation:
         starts = [0, *self.rebalance_windows.tolist()]
         moved = [0, *self.transfers.sum(axis=1).tolist()]
         return [
-            (start, end, tables.mean_of_known(self.balancedness[start:end]), int(count))
+            (start, end, mean_of_known(self.balancedness[start:end]), int(count))
             for start, end, count in zip(starts, [*starts[1:], windows], moved, strict=True)
         ]
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from eplb_core.placement.costs import WORTH
+
 if TYPE_CHECKING:
     from eplb_core.simulation.result import Simulation
 
-# Less than this share of the layers' time is within what deployments differ by anyway.
-WORTH = 0.02
 # So much of the time, or of the balance where no cost is given, is no difference: then the fewest transfers win.
 _NEARLY = 0.01
 

@@ -125,6 +125,14 @@ def test_windows_whose_sum_exceeds_32_bits_are_summed_in_64() -> None:
     assert load.snapshot(all_reduce=lambda x: x.mul_(4)).numpy().item() == 4 * (2**31 - 1)
 
 
+def test_a_sum_over_ranks_that_raises_costs_no_snapshot() -> None:
+    load = LoadCounter(1, 2)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            load.snapshot(all_reduce=lambda counts: 1 // 0)
+    assert load.snapshot().numpy().shape == (0, 1, 2)
+
+
 def test_two_snapshots_may_be_unread_and_dropped_ones_do_not_count() -> None:
     load = LoadCounter(1, 2)
     first, second = load.snapshot(), load.snapshot()

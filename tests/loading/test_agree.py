@@ -48,7 +48,6 @@ class ThreadAgreement:
     def __init__(self, rank: int, size: int, shared: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, size
         self._shared, self._barrier = shared, barrier
-        self.gathers = 0
 
     def post(self, word: int) -> None:
         raise AssertionError("start-up gathers only")
@@ -57,7 +56,6 @@ class ThreadAgreement:
         raise AssertionError("start-up gathers only")
 
     def gather(self, blob: bytes) -> list[bytes]:
-        self.gathers += 1
         self._shared[self.rank] = blob
         self._barrier.wait(20)
         blobs = list(self._shared)

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -283,6 +284,18 @@ def test_a_path_through_a_file_is_an_error(path: Path) -> None:
     path.write_text("")
     client = LayoutClient(path / "sock", "a")
     assert f"{path / 'sock'} cannot be reached: [Errno 20] Not a directory" in str(client.error)
+
+
+def test_a_place_that_could_not_be_taken_on_a_full_disk_holds_no_lock(path: Path, tmp_path: Path) -> None:
+    """The number of the process that serves does not go into the lock's file; then there is room again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            _socket_path.SocketPlace(path, tmp_path / "state")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    _socket_path.SocketPlace(path, tmp_path / "state").release()
 
 
 def test_a_keeper_that_cannot_write_down_who_is_there_lets_nobody_in(path: Path, tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from eplb_core import ExpertLayout, SlotResolver, Topology
-from eplb_core.errors import AgreementError, MigrationError
+from eplb_core.errors import AgreementError, MigrationError, TransportError
 from eplb_core.loading import _words
 from eplb_core.loading._pull import Trouble
 from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.migrator import Migrator
+from eplb_core.loading.transport import ReadState, Status
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
 from tests.loading.fleets import LONG, SLOT, Answer, Fleet, Keeper, Shelf, fleet
 from tests.loading.worlds import SIZES, label
@@ -212,6 +213,30 @@ def test_a_connection_that_ended_unseen_costs_one_migration_and_not_all() -> Non
         ranks.start(NEW)
         ranks.until_idle()
         assert (ranks.first.status.cause, ranks.first.layout) == ("", NEW)
+
+
+class OutOfReach(LocalCopy):
+    """Its peer is lost at the first read, and does not come back."""
+
+    lost = False
+
+    def _attach(self, peer: Any, former: Any) -> None:
+        if self.lost:
+            raise TransportError("no route", rank=peer.rank)
+        super()._attach(peer, former)
+
+    def _copy(self, ticket: Any, peer: Any) -> None:
+        self.lost = True
+        ticket.finish(Status(ReadState.LOST_PEER, "the connection was reset"))
+
+
+def test_a_lost_peer_that_cannot_be_reached_again_is_still_called_lost() -> None:
+    with fleet(OLD, transports={1: OutOfReach()}) as ranks:
+        for reason in ("the connection was reset", "rank 0 was lost and cannot be reached again: no route"):
+            ranks.start(NEW)
+            ranks.until_idle()
+            assert ranks.first.status.cause == "peer"
+            assert reason in ranks.migrators[1].status.reason
 
 
 # ---- dead ranks ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ LAYOUT = "eplb_core/layout.py"
 METRICS = "eplb_core/metrics.py"
 ARRAYS = "eplb_core/_arrays.py"
 INIT = "eplb_core/__init__.py"
-NUMBA = "eplb_core/_numba.py"
 TEST_TOPOLOGY = "tests/test_topology.py"
 TEST_LAYOUT = "tests/test_layout.py"
 TEST_METRICS = "tests/test_metrics.py"
@@ -131,8 +130,8 @@ MUTATIONS = [
     # metrics
     (
         METRICS,
-        "    mean = load.mean(axis=-1)\n",
-        "    mean = load.mean(axis=0)\n",
+        "mean_over_top(load.mean(axis=-1)",
+        "mean_over_top(load.mean(axis=0)",
         f"{TEST_METRICS}::test_balancedness_is_over_ranks_and_not_over_layers",
     ),
     (
@@ -150,7 +149,7 @@ MUTATIONS = [
     ),
     (
         METRICS,
-        "        fraction = np.where(held, fraction, 0.0)\n",
+        "        fraction = np.where(p2l >= 0, fraction, 0.0)\n",
         "",
         f"{TEST_METRICS}::test_shares_say_what_each_slot_takes",
     ),

@@ -22,7 +22,6 @@ TEST_SERVER = "tests/loading/test_layout_server.py"
 TEST_AGREE = "tests/loading/test_agree.py"
 TEST_HOST = "tests/loading/test_host.py"
 TEST_FOLLOW = "tests/loading/test_follow.py"
-TEST_SCHEDULES = "tests/loading/test_schedules.py"
 TEST_RANK_LOADER = "tests/loading/test_rank_loader.py"
 
 # (file, text before, text after, test that must fail)

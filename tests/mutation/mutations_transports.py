@@ -19,6 +19,7 @@ T_FAULTY = "tests/loading/transports/test_faulty.py"
 T_CHECKS = "tests/testing/test_transports.py"
 T_STRATEGIES = "tests/testing/test_strategies.py"
 REFUSED = f"{T_BASE}::test_a_refused_batch_names_value_operation_and_rank"
+AGAIN = f"{T_BASE}::test_connecting_again_reaches_a_peer_anew_only_if_reads_from_it_were_lost"
 LIES = f"{T_CHECKS}::test_a_transport_that_does_not_keep_its_word_fails"
 HONEST = f"{T_CHECKS}::test_an_honest_transport_passes_all_checks_within_one_process"
 
@@ -39,8 +40,8 @@ MUTATIONS = [
     # epochs
     (
         BASE,
-        "former.identity == peer.identity and peer.epoch <= former.epoch",
-        "former.identity == peer.identity and peer.epoch == former.epoch",
+        "former.identity == peer.identity and peer.epoch + lost <= former.epoch",
+        "former.identity == peer.identity and peer.epoch + lost == former.epoch",
         f"{T_SHARED}::test_an_older_blob_of_the_same_exporter_is_ignored",
     ),
     (BASE, "        if self._blob and tuple(regions) == self._regions:\n", "        if False:\n", HONEST),
@@ -182,5 +183,14 @@ MUTATIONS = [
         "for expert in range(experts) if pairs or expert not in mine]",
         "for expert in range(experts)]",
         f"{T_STRATEGIES}::test_layouts_have_pairs_only_where_counting_forces_them",
+    ),
+    # connections that ended
+    (BASE, "peer.epoch + lost <= former.epoch", "peer.epoch <= former.epoch", AGAIN),
+    (BASE, "            if ticket.status.state is not ReadState.DONE:\n", "            if True:\n", AGAIN),
+    (
+        BASE,
+        "            self._lost.add(rank)\n            raise\n",
+        "            raise\n",
+        f"{T_BASE}::test_a_read_that_did_not_begin_counts_as_lost",
     ),
 ]

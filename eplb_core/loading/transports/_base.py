@@ -83,6 +83,8 @@ class BaseTransport(ABC):
         self._address = self._nbytes = np.empty(0, dtype=np.int64)
         self._peers: dict[int, Peer] = {}
         self._pending: set[Ticket] = set()
+        self._lost: set[int] = set()
+        """Ranks from which a read was not DONE: the connection may have ended with it."""
         self._closed = False
         warm_up()
 
@@ -110,12 +112,15 @@ class BaseTransport(ABC):
         return self._blob
 
     def connect(self, rank: int, blob: bytes) -> None:
-        """Learn a peer's regions; an older blob of the same exporter is ignored."""
+        """Learn a peer's regions; an older blob of the exporter is ignored, and the same one while reads go well."""
         self._check_open()
         peer = _decode(self.caps.name, check_int(rank, "rank", 0), blob)
-        former = self._peers.get(rank)
-        if former is not None and former.identity == peer.identity and peer.epoch <= former.epoch:
+        former, lost = self._peers.get(rank), rank in self._lost
+        if former is not None and former.identity == peer.identity and peer.epoch + lost <= former.epoch:
             return
+        if lost:
+            self.disconnect(rank)
+            former = None
         self._attach(peer, former)
         self._peers[rank] = peer
 
@@ -130,9 +135,14 @@ class BaseTransport(ABC):
         )
         for left in [ticket for ticket in self._pending if ticket.given_up or ticket.lost]:
             self.poll(left)
-        ticket = self._start(peer, spans, stream) if len(spans.nbytes) else _nothing(rank, spans)
-        if not ticket.status.state.is_end:
-            self._pending.add(ticket)
+        try:
+            ticket = self._start(peer, spans, stream) if len(spans.nbytes) else _nothing(rank, spans)
+        except TransportError:
+            self._lost.add(rank)
+            raise
+        self._pending.add(ticket)
+        if ticket.status.state.is_end:
+            self._end(ticket)
         return ticket
 
     def poll(self, ticket: Ticket) -> Status:
@@ -141,7 +151,7 @@ class BaseTransport(ABC):
             self._progress(ticket)
         status = ticket.status
         if status.state.is_end:
-            self._pending.discard(ticket)
+            self._end(ticket)
         return status
 
     def abandon(self, ticket: Ticket) -> None:
@@ -156,6 +166,7 @@ class BaseTransport(ABC):
         if peer is None:
             return
         self._give_up([t for t in self._pending if t.rank == rank], f"rank {rank} was disconnected")
+        self._lost.discard(rank)
         self._detach(peer)
 
     def close(self) -> None:
@@ -174,6 +185,13 @@ class BaseTransport(ABC):
             if not self.poll(ticket).state.is_end:
                 ticket.lost = ticket.lost or reason
                 self._cancel(ticket)
+
+    def _end(self, ticket: Ticket) -> None:
+        """Note once that a read has ended."""
+        if ticket in self._pending:
+            self._pending.remove(ticket)
+            if ticket.status.state is not ReadState.DONE:
+                self._lost.add(ticket.rank)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -147,7 +147,7 @@ class Nixl(BaseTransport):
             ticket.look(self._ending)
             if ticket.status.state.is_end:
                 _UNDRAINED.discard(ticket)
-                self._pending.discard(ticket)
+                self._end(ticket)
                 if self._leaving and not self._closed:
                     self._sweep()
 

@@ -22,6 +22,9 @@ from eplb_core.loading.transports._batches import Spans
 CAPS = Caps("plain", True, False, frozenset({"cpu"}), True, 100, None)
 
 
+BATCH = ReadBatch(*(np.array([value]) for value in (0, 50, 0, 0, 50)))
+
+
 class Plain(BaseTransport):
     """Reads end when the test says so."""
 
@@ -35,7 +38,7 @@ class Plain(BaseTransport):
 def started() -> tuple[Plain, Ticket]:
     transport = Plain()
     transport.connect(0, transport.export([Region(1000, 100, "cpu")]))
-    return transport, transport.read(0, ReadBatch(*(np.array([value]) for value in (0, 50, 0, 0, 50))))
+    return transport, transport.read(0, BATCH)
 
 
 def changed(blob: bytes, **changes: object) -> bytes:
@@ -136,11 +139,75 @@ def test_reads_of_a_peer_that_is_let_go_are_lost(act: str, reason: str) -> None:
     assert reason in status.reason
 
 
+class Wired(Plain):
+    """Counts how often a peer is reached, and fails where the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.refuses = False
+
+    def _attach(self, peer: Peer, former: Peer | None) -> None:
+        self.calls.append("attach" if former is None else "attach anew")
+
+    def _detach(self, peer: Peer) -> None:
+        self.calls.append("detach")
+
+    def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
+        if self.refuses:
+            raise TransportError("no connection", rank=peer.rank)
+        return super()._start(peer, spans, stream)
+
+
+def wired() -> tuple[Wired, bytes]:
+    transport = Wired()
+    blob = transport.export([Region(1000, 100, "cpu")])
+    transport.connect(0, blob)
+    return transport, blob
+
+
+def test_connecting_again_reaches_a_peer_anew_only_if_reads_from_it_were_lost() -> None:
+    """NIXL: a connection that has ended stays ended, and would end every later read."""
+    transport, blob = wired()
+    good = transport.read(0, BATCH)
+    good.finish(DONE)
+    transport.poll(good)
+    transport.connect(0, blob)
+    assert transport.calls == ["attach"]
+    bad = transport.read(0, BATCH)
+    bad.finish(Status(ReadState.LOST_PEER, "the connection was reset"))
+    transport.poll(bad)
+    transport.connect(0, blob)
+    assert transport.calls == ["attach", "detach", "attach"]
+    transport.poll(bad)  # it has ended before
+    transport.connect(0, blob)
+    assert transport.calls == ["attach", "detach", "attach"]
+
+
+def test_a_read_that_was_given_up_on_and_ended_unseen_counts_as_lost() -> None:
+    transport, blob = wired()
+    ticket = transport.read(0, BATCH)
+    transport.abandon(ticket)
+    ticket.finish(Status(ReadState.LOST_PEER, "the connection was reset"))
+    transport.read(0, BATCH)  # looks after what was given up on
+    transport.connect(0, blob)
+    assert transport.calls == ["attach", "detach", "attach"]
+
+
+def test_a_read_that_did_not_begin_counts_as_lost() -> None:
+    transport, blob = wired()
+    transport.refuses = True
+    with pytest.raises(TransportError, match="no connection"):
+        transport.read(0, BATCH)
+    transport.connect(0, blob)
+    assert transport.calls == ["attach", "detach", "attach"]
+
+
 def test_tickets_that_ended_are_not_kept() -> None:
     """FAULTS E16: handles of past transfers that pile up."""
     transport, first = started()
     for _ in range(1000):
-        ticket = transport.read(0, ReadBatch(*(np.array([value]) for value in (0, 50, 0, 0, 50))))
+        ticket = transport.read(0, BATCH)
         transport.abandon(ticket)
         ticket.finish(DONE)  # and nobody polls it again
     assert len(transport._pending) <= 2

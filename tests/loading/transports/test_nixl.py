@@ -10,7 +10,7 @@ from eplb_core.loading.transport import ReadState, Status
 from eplb_core.loading.transports import nixl
 from eplb_core.loading.transports._batches import Spans
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
-from eplb_core.testing._peers import contents, pattern, wait, world
+from eplb_core.testing._peers import batch, contents, pattern, wait, world
 from tests.loading.transports import kits
 
 kits.require(nixl._import)
@@ -73,6 +73,23 @@ def test_what_lands_after_a_read_was_given_up_on_lands_before_it_drains() -> Non
         assert not contents(own[0])[100:].any()
         transports._process(w, 1).resume()
         assert wait(w.transport, ticket, TCP.deadline).state in (ReadState.DRAINED, ReadState.DONE)
+        assert (contents(own[0]) == pattern(1, TCP.big)).all()
+
+
+@pytest.mark.slow
+def test_a_peer_whose_connection_ended_is_reached_again_by_its_blob() -> None:
+    """UCX tells of it, and from then on NIXL refuses every read until the agent is forgotten and made known anew."""
+    with world(TCP) as w:
+        blob = transports._join(w, 1, [TCP.big], 1)
+        own = transports._own(w, [TCP.big])
+        transports._done(w, w.transport.read(1, batch(transports._pieces(TCP.big))))
+        assert kits.shut_connections() > 0
+        for _ in range(2):
+            lost = w.transport.read(1, batch(transports._pieces(TCP.big)))
+            assert wait(w.transport, lost, TCP.deadline).state is ReadState.LOST_PEER
+        own[0].zero_()
+        w.transport.connect(1, blob)
+        transports._done(w, w.transport.read(1, batch(transports._pieces(TCP.big))))
         assert (contents(own[0]) == pattern(1, TCP.big)).all()
 
 
