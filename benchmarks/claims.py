@@ -9,6 +9,7 @@ does not have (peers that are absent, a quick run) make no claim.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -61,13 +62,14 @@ def page(records: Mapping[str, Record], *, where: str) -> str:
     """Two tables, as Markdown; `where` is the folder that the records are in, as seen from the page."""
     rows: dict[bool, list[list[str]]] = {False: [], True: []}
     machines: dict[bool, dict[str, None]] = {False: {}, True: {}}
-    for name, claims in CLAIMS.items():
-        for claim in claims(records[name]) if name in records else ():
+    for name in (name for name in CLAIMS if name in records):
+        on_gpu, machine = _machine(records[name])
+        for claim in _made(name, records[name]):
             environment = claim.environment or records[name]["environment"]
             commit, changes, _ = environment["commit"].partition(" and changes")
             source = f"[{name}]({where}/{name}.json), {commit[:7]}{'+' if changes else ''}"
-            rows[is_on_gpu(name)].append([*claim.row, source])
-            machines[is_on_gpu(name)][_machine(name, records[name])] = None
+            rows[on_gpu].append([*claim.row, source])
+            machines[on_gpu][machine] = None
     parts = [HEAD]
     for on_gpu, title in ((False, "On a processor"), (True, "On GPUs")):
         if rows[on_gpu]:
@@ -91,15 +93,25 @@ def found(folder: Path) -> dict[str, Record]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
-def is_on_gpu(name: str) -> bool:
-    return name.endswith("_gpu") or name.startswith("multi_gpu")
+def _made(name: str, record: Record) -> Iterator[Claim]:
+    with contextlib.suppress(LookupError):  # a quick run or an absent peer: what follows has nothing to stand beside
+        yield from CLAIMS[name](record)
 
 
-def _machine(name: str, record: Record) -> str:
-    if is_on_gpu(name):
-        return str(record.get("device") or record["environment"].get("gpu") or "NVIDIA H200").split(" x ")[-1]
+def _machine(record: Record) -> tuple[bool, str]:
+    """Whether the record is of a GPU, and its name or the processor's."""
+    gpu = str(
+        record.get("device")
+        or record["environment"].get("gpu")
+        or record.get("processes", {}).get("shape", {}).get("gpu")
+    )
+    if gpu not in {"None", "none", "the CPU", "cpu", ""}:
+        return True, gpu.split(" x ")[-1]
     environment = record["environment"]
-    return f"{environment['cpu'].replace('(R)', '')}, {environment['cores']} cores, Python {environment['python']}"
+    return (
+        False,
+        f"{environment['cpu'].replace('(R)', '')}, {environment['cores']} cores, Python {environment['python']}",
+    )
 
 
 # ---- one function a record ------------------------------------------------------------------------------------------
@@ -304,7 +316,8 @@ def _moving_gpu(record: Record) -> Iterator[Claim]:
 def _multi_gpu(record: Record) -> Iterator[Claim]:
     first = record["ranks"]["by_rank"][0]
     transport = {"ipc": "CUDA IPC", "nccl": "NCCL"}[record["sizes"]["transport"]]
-    reads = statistics.median(run["reading_gb_s"] for run in next(iter(first["ipc"].values())))
+    ways = list(first["ipc"].values())
+    reads = statistics.median(run["reading_gb_s"] for run in ways[0])
     plain = record["plain_copy_both_ways_gb_s"]
     yield Claim(f"migration between two GPUs by {transport}, reads", reads, "GB/s", plain, "copies both ways", True)
     moving = _asynchronous(first["decode"])
@@ -325,9 +338,11 @@ def _transport_gpu(record: Record) -> Iterator[Claim]:
 
 def _asynchronous(decode: Record) -> dict[str, float]:
     """Milliseconds of the passes in which layers move, of the first way of moving."""
-    name = next(name for name in decode if name.startswith("asynchronous"))
-    times: dict[str, float] = decode[name]["moving"]
-    return times
+    for name, entry in decode.items():
+        if name.startswith("asynchronous"):
+            times: dict[str, float] = entry["moving"]
+            return times
+    raise KeyError("asynchronous")
 
 
 # In the order of the page.

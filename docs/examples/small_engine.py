@@ -66,14 +66,16 @@ class Engine:
     def meet(self, when: str, members: list[int]) -> None:
         """Groups of `members` alone: they need no group that all ranks are in, so those that live can make them."""
         self.members = members
+        self.store.set(f"{when}/{self.rank}", "here")  # ranks come late, or see a death late: the store waits longer
+        self.store.wait([f"{when}/{rank}" for rank in members])
 
         def group(name: str) -> tuple[dist.ProcessGroupGloo, dist.Store]:
             store = dist.PrefixStore(f"{when}/{name}", self.store)
-            return dist.ProcessGroupGloo(store, members.index(self.rank), len(members), timedelta(seconds=10)), store
+            return dist.ProcessGroupGloo(store, members.index(self.rank), len(members), timedelta(seconds=20)), store
 
         self.group, _ = group("passes")
         alone, store = group("agreement")
-        self.agreement = eplb.GroupAgreement(alone, deadline=10.0, store=store)
+        self.agreement = eplb.GroupAgreement(alone, deadline=20.0, store=store)
 
     def verified(self, layout: eplb.ExpertLayout, reference: object = None) -> object:
         """Prints of all ranks against the layout; returns what each expert's must be from now on."""
@@ -152,6 +154,7 @@ class Engine:
 
     def recover(self) -> None:
         """Go on with the ranks that live, on a layout in which the one that is gone holds nothing."""
+        del self.group  # closes its connections, so that a rank that waits for this one need not wait for the time-out
         members = [int(rank) for rank in self.store.get("members").decode().split()]  # waits for the launcher
         self.meet("again", members)
         self.migrator.rejoin(self.agreement)
