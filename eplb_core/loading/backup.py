@@ -214,11 +214,15 @@ def _read(puller: Puller, layout: ExpertLayout, layer: int, source: IntArray, de
 
 
 def _open(path: Path) -> Any:
+    return _safetensors().safe_open(path, framework="pt")
+
+
+def _safetensors() -> Any:
     try:
-        from safetensors import safe_open
-    except ModuleNotFoundError as error:  # pragma: no cover
+        import safetensors.torch
+    except ModuleNotFoundError as error:  # pragma: no cover  tests have safetensors
         raise ModuleNotFoundError("HostBackup needs safetensors: pip install eplb_core[files]") from error
-    return safe_open(path, framework="pt")
+    return safetensors
 
 
 def _pinned_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -242,8 +246,11 @@ def _pinned_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
+    safetensors = _safetensors()
     part = path.with_suffix(".part")
-    save_file(tensors, part)
-    part.replace(path)  # whole or not at all
+    try:
+        safetensors.torch.save_file(tensors, part)
+        part.replace(path)  # whole or not at all
+    except (safetensors.SafetensorError, OSError) as error:  # a full disk is one of safetensors' own
+        part.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error}; the backup is not complete") from error

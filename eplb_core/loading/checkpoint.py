@@ -159,7 +159,7 @@ def _shards(files: str | Path | Iterable[str | Path]) -> list[Path]:
             raise FileFormatError(f"{folder} has no *.safetensors file", path=str(folder))
         return found
     try:
-        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        names = sorted({str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileFormatError(f"{index} has no `weight_map` of shards", path=str(index)) from error
     return [folder / name for name in names]
