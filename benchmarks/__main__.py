@@ -1,10 +1,11 @@
 """All benchmarks, and one screen of what they found.
 
     python -m benchmarks --out FOLDER --loads R1.npz --peers-dir .peers --peer eplb.py
+    python -m benchmarks --table            # runs nothing: docs/claims.md from benchmarks/results
 
 A benchmark is a module here with `main(argv)` that takes `--quick` and `--json PATH`. The tables go to
-FOLDER/NAME.md, the records to FOLDER/NAME.json; the lines under `summary` in the record make the screen. Options in a
-module's `PEER_OPTIONS` are handed on to it.
+FOLDER/NAME.md, the records to FOLDER/NAME.json; the lines under `summary` in the record make the screen. In the end
+FOLDER/claims.md has every claim beside its peer. Options in a module's `PEER_OPTIONS` are handed on to it.
 """
 
 from __future__ import annotations
@@ -21,19 +22,24 @@ from pathlib import Path
 from types import ModuleType
 
 import benchmarks
+from benchmarks import claims
 
 HANDED_ON = ("--loads", "--peers-dir", "--peer")
-HELPERS = {"__main__", "full_grid", "measure", "moving_gpu_ranks", "on_gpu", "peers", "readme", "traces"}
+HELPERS = {"__main__", "claims", "full_grid", "measure", "moving_gpu_ranks", "on_gpu", "peers", "readme", "traces"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small inputs: does it run?")
     parser.add_argument("--out", type=Path, default=Path("benchmark_results"))
+    parser.add_argument("--table", action="store_true", help="run nothing: write docs/claims.md from the records")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     for option in HANDED_ON:
         parser.add_argument(option)
     options = parser.parse_args(argv)
+    if options.table:
+        claims.PAGE.write_text(claims.page(claims.found(claims.RESULTS), where="../benchmarks/results"))
+        return 0
     options.out.mkdir(parents=True, exist_ok=True)
     failed = []
     for name, module in found(options.only):
@@ -55,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{name} ({time.perf_counter() - start:.0f} s; {options.out / name}.md)")
         for line in json.loads(record.read_text()).get("summary", []):
             print(f"  {line}")
+    page = options.out / "claims.md"
+    page.write_text(claims.page(claims.found(options.out), where="."))
+    print(f"\nevery claim beside its peer: {page}")
     if failed:
         print(f"\nfailed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -117,7 +117,7 @@ if TYPE_CHECKING:
     from eplb_core.trace import load_trace as load_trace
     from eplb_core.trace import save_trace as save_trace
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 # Where each public name lives. Loaded when first used: `import eplb_core` costs nothing and touches neither torch nor
 # the compiler. tests/test_api.py holds this table and the imports above to the same names.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "docs" / "guide.md"
-LINK = re.compile(r"\[`([^`]+)`\]\((\.\./benchmarks/engine/\w+\.py)#L(\d+)\)")
+LINK = re.compile(r"\[`([^`]+)`\]\(((?:\.\./benchmarks/engine|examples)/\w+\.py)#L(\d+)\)")
 
 
 def pointed(text: str) -> str:

@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 
 class MigratorStatus(NamedTuple):
-    """What a Migrator is at. `phase`, `migration`, `steps`, `installed` and `cause` are the same on every rank."""
+    """What a Migrator is at. `phase`, `migration`, `steps`, `installed` and `cause` are the same on every rank.
+
+    docs/moving.md lists the phases and causes.
+    """
 
     phase: str
     """`idle`, `planning`, `moving`, `paused`, `lost` (the agreement failed: `rejoin`) or `stopped`."""

@@ -133,7 +133,7 @@ def place(
         locality: "none": any expert anywhere. "group": all replicas of a group of experts in one node, as DeepSeek's
             hierarchical placement. "first_copy": one replica of each expert in its group's node, the others anywhere.
         num_groups: Groups of E / num_groups consecutive experts. Needed for "group" and "first_copy".
-        active_ranks: Bools `[R]`; slots of the other ranks become -1. Default: all.
+        active_ranks: Bools `[R]`; slots of the other ranks become -1, and still count for `num_slots`. Default: all.
         dispatch: How replicas will share their expert's tokens. "even": equally. "weighted": as balances the ranks best
             in each window, by shares that are solved again and again (`replica_shares`, or `DispatchTables` in the
             modes "weighted" and "quota"); replicas that link full ranks with light ones then count for more than even

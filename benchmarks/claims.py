@@ -1,0 +1,374 @@
+"""One table of what the records claim, each beside its peer: on this machine's processor, and on GPUs.
+
+    python -m benchmarks --table            # docs/claims.md, from benchmarks/results
+    python -m benchmarks --out FOLDER       # runs all, then FOLDER/claims.md from what it found
+
+A function here reads a benchmark's record and gives its claims, so that no figure is typed by hand. Parts that a record
+does not have (peers that are absent, a quick run) make no claim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import measure
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+PAGE = ROOT / "docs" / "claims.md"
+Record = dict[str, Any]
+
+
+class Claim(NamedTuple):
+    """A figure, and what it is to be compared with."""
+
+    said: str
+    ours: float
+    unit: str = ""
+    peer: float | None = None
+    whose: str = ""
+    more_is_better: bool = False
+
+    environment: Record | None = None
+    """Of this part of the record, where it has one of its own."""
+
+    @property
+    def row(self) -> list[str]:
+        """Cells but the last one."""
+        if self.peer is None:
+            return [self.said, self._figure(self.ours), "", ""]
+        better, worse = (self.ours, self.peer) if self.more_is_better else (self.peer, self.ours)
+        ratio = f"{_three_digits(better / worse)} x" if worse else ""
+        return [self.said, self._figure(self.ours), f"{self._figure(self.peer)} ({self.whose})", ratio]
+
+    def _figure(self, value: float) -> str:
+        if not self.unit:  # counts are whole, balances have four digits
+            return f"{value:,.0f}" if value == int(value) else f"{value:.4f}" if value < 1 else _three_digits(value)
+        return f"{_three_digits(value)} {self.unit}"
+
+
+def _three_digits(value: float) -> str:
+    """Three digits that mean something, and whole numbers from a hundred on."""
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
+    return f"{value:,.{digits}f}"
+
+
+def page(records: Mapping[str, Record], *, where: str) -> str:
+    """Two tables, as Markdown; `where` is the folder that the records are in, as seen from the page."""
+    rows: dict[bool, list[list[str]]] = {False: [], True: []}
+    machines: dict[bool, dict[str, None]] = {False: {}, True: {}}
+    for name in (name for name in CLAIMS if name in records):
+        on_gpu, machine = _machine(records[name])
+        for claim in _made(name, records[name]):
+            environment = claim.environment or records[name]["environment"]
+            commit, changes, _ = environment["commit"].partition(" and changes")
+            source = f"[{name}]({where}/{name}.json), {commit[:7]}{'+' if changes else ''}"
+            rows[on_gpu].append([*claim.row, source])
+            machines[on_gpu][machine] = None
+    parts = [HEAD]
+    for on_gpu, title in ((False, "On a processor"), (True, "On GPUs")):
+        if rows[on_gpu]:
+            head = ["claim", "ours", "beside", "times better", "record, commit"]
+            parts.append(f"## {title}\n\n{'; '.join(machines[on_gpu])}.\n\n{measure.table(head, rows[on_gpu])}\n")
+    return "\n".join(parts)
+
+
+HEAD = """# Every claim beside its peer
+
+Made from the records by `python -m benchmarks --table`; `python -m benchmarks --out FOLDER` makes the same table on
+your machine. Beside ours stands another project's code, or the simplest thing that does the work, in the same run on
+the same input. "Times better" is theirs over ours for times, bytes and transfers, ours over theirs for balance and
+bandwidth: less than 1 is worse. A record names its machine, versions and commit (+: with changes);
+`python -m benchmarks.NAME` makes it.
+"""
+
+
+def found(folder: Path) -> dict[str, Record]:
+    """The records in a folder, by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def _made(name: str, record: Record) -> Iterator[Claim]:
+    with contextlib.suppress(LookupError):  # a quick run or an absent peer: what follows has nothing to stand beside
+        yield from CLAIMS[name](record)
+
+
+def _machine(record: Record) -> tuple[bool, str]:
+    """Whether the record is of a GPU, and its name or the processor's."""
+    gpu = str(
+        record.get("device")
+        or record["environment"].get("gpu")
+        or record.get("processes", {}).get("shape", {}).get("gpu")
+    )
+    if gpu not in {"None", "none", "the CPU", "cpu", ""}:
+        return True, gpu.split(" x ")[-1]
+    environment = record["environment"]
+    return (
+        False,
+        f"{environment['cpu'].replace('(R)', '')}, {environment['cores']} cores, Python {environment['python']}",
+    )
+
+
+# ---- one function a record ------------------------------------------------------------------------------------------
+
+
+def _placement(record: Record) -> Iterator[Claim]:
+    rows = [row for row in record["rows"] if row["slots"] == 288]
+    for ranks in dict.fromkeys(row["ranks"] for row in rows):
+        slowest: dict[str, float] = {}
+        lowest: dict[str, float] = {}
+        for row in rows:
+            if row["ranks"] == ranks:
+                policy, ms = row["policy"], row["times"]["median"] * 1e3
+                slowest[policy] = max(ms, slowest.get(policy, 0.0))
+                lowest[policy] = min(row["total_balancedness"], lowest.get(policy, 1.0))
+        for peer in (name for name in slowest if name.startswith("vLLM") or name == "DeepSeek EPLB"):
+            if "old map" in peer:
+                continue
+            at = f"58 layers, 256 experts in 288 slots, {ranks} ranks"
+            place, drop_in = "eplb_core place", "eplb_core rebalance_experts"
+            yield Claim(f"`place`, {at}, slowest load", slowest[place], "ms", slowest[peer], peer)
+            yield Claim(f"`place`, {at}, lowest balance", lowest[place], "", lowest[peer], peer, True)
+            yield Claim(f"`rebalance_experts`, {at}: equal answers", slowest[drop_in], "ms", slowest[peer], peer)
+
+
+def _over_time(record: Record) -> Iterator[Claim]:
+    rows = {row["policy"]: row for row in record["rows"]}
+    ours = rows["eplb_core place, transfer_price=0.00025"]
+    frugal = rows["eplb_core place, transfer_price=0.001"]
+    for peer in (name for name in rows if name.endswith(("DeepSeek EPLB", "given the old map")) or name == "FlashLB"):
+        theirs = rows[peer]
+        said = "on windows not yet seen, topics that drift"
+        yield Claim(f"balance {said}", ours["balancedness"], "", theirs["balancedness"], peer, True)
+        yield Claim("... transfers for it", ours["transfers"], "", theirs["transfers"], peer)
+        if theirs["balancedness"] < frugal["balancedness"]:
+            yield Claim("... at a higher price", frugal["balancedness"], "", theirs["balancedness"], peer, True)
+            yield Claim("... transfers for that", frugal["transfers"], "", theirs["transfers"], peer)
+
+
+def _from_layout(record: Record) -> Iterator[Claim]:
+    times = {(row["case"], row["policy"], row["windows"]): row for row in record.get("times", [])}
+    for case in dict.fromkeys(case for case, _, _ in times):
+        ours = times[case, "eplb_core place, even", 1]
+        for (where, peer, windows), theirs in times.items():
+            if where == case and windows == 1 and peer.endswith(("given the old map", "DeepSeek EPLB")):
+                yield Claim(f"`place(current=)`, {case}", ours["median_ms"], "ms", theirs["median_ms"], peer)
+                yield Claim("... transfers a layer", ours["transfers"], "", theirs["transfers"], peer)
+
+
+def _forecast(record: Record) -> Iterator[Claim]:
+    for trace, gains in record["gains"].items():
+        if "4 x" in gains:
+            yield Claim(f"placing for four intervals instead of one, {trace}: balance gained", gains["4 x"])
+
+
+def _dispatch(record: Record) -> Iterator[Claim]:
+    host, drift = record["host"], record["drift"]
+    ours, theirs = host["static, all ranks"]["median"] * 1e3, host.get("SGLang static, one rank's row")
+    if theirs:
+        peer = theirs["median"] * 1e3
+        yield Claim("static tables of all ranks: equal answers", ours, "ms", peer, "SGLang, one rank's")
+    if "limit" in drift:
+        yield Claim("quotas on recorded drift: balance", drift["quota"], "", drift["limit"], "linear program", True)
+        yield Claim("... beside an even split", drift["quota"], "", drift["even split"], "even split", True)
+
+
+def _loading(record: Record) -> Iterator[Claim]:
+    us, modes = record["lookups"]["us"], record["checkpoint"]["modes"]
+    if "narrowed list" in us:
+        yield Claim("slots of an expert, a look-up", us["local_slots"], "us", us["narrowed list"], "SGLang")
+    ours, plain = modes["load_checkpoint"], modes["plain copy"]
+    yield Claim("`load_checkpoint`", ours["mb_s"], "MB/s", plain["mb_s"], "safetensors, copied", True)
+    yield Claim("... memory with the file's pages", ours["peak_all_mb"], "MB", plain["peak_all_mb"], "the same")
+
+
+def _moving(record: Record) -> Iterator[Claim]:
+    install, gaps = record["install_gb_s"], record["gaps"]
+    yield Claim("a rank's plan where every slot changes", record["plans"]["every slot changes"]["median_ms"], "ms")
+    yield Claim("`poll` with nothing to do, least of many", record["poll_us"]["in process"][1], "us")
+    plain = install["torch copy_"][0]
+    yield Claim("installs on the host", install["from staging"][0], "GB/s", plain, "torch's copy", True)
+    yield Claim("a worker holds the interpreter, 99th percentile", gaps["workers' stretches"]["p99_us"], "us")
+
+
+def _transports(record: Record) -> Iterator[Claim]:
+    each = {name: entry["gb_s"]["median"] for name, entry in record["transports"].items() if "gb_s" in entry}
+    ours = each.get("SharedMemory, any tensors")
+    for peer in (name for name in each if name.startswith(("Nixl", "Mooncake", "TorchDistributed"))):
+        if ours:
+            yield Claim("`SharedMemory` between processes", ours, "GB/s", each[peer], peer, True)
+
+
+def _record(record: Record) -> Iterator[Claim]:
+    yield Claim("adopting a layout, connection to dispatch table", record["adopt"]["median_ms"], "ms")
+    yield Claim("`begin` and `commit` of a layer", record["move"]["median_ms"], "ms")
+    host = record["host"]
+    copies = sum(host["proportional_share_bytes"]) / host["bytes"]
+    yield Claim(
+        f"weights in memory, {host['engines']} engines on a host", copies, "x the weights", host["engines"], "own ones"
+    )
+
+
+def _schedules(record: Record) -> Iterator[Claim]:
+    yield Claim("schedules of engines and crashes, none served a wrong layout", record["schedules"])
+
+
+def _fuzz_record(record: Record) -> Iterator[Claim]:
+    yield Claim("hostile messages to a record's server, none changed it", record["messages"])
+
+
+def _soak_moves(record: Record) -> Iterator[Claim]:
+    runs = record["runs"]
+    losses = sum(run["scenario"] in {"killed", "stopped"} for run in runs)
+    yield Claim("migrations of real processes over four transports", sum(run["migrations"] for run in runs))
+    yield Claim("... with a rank killed or stopped in the middle", losses)
+    yield Claim("... looks through dispatch, none at a slot without its expert", sum(run["looks"] for run in runs))
+
+
+def _simulation(record: Record) -> Iterator[Claim]:
+    for part in record["rows"].values():
+        shape = ", ".join(f"{number:,}" for number in part["trace"])
+        yield Claim(f"replay of [{shape}] windows, layers, experts; {len(part['rows'])} policies", part["cpu_s"], "s")
+
+
+def _startup(record: Record) -> Iterator[Claim]:
+    yield Claim("`import eplb_core`", record["import"]["import_s"] * 1e3, "ms")
+    yield Claim("first `place` of a process", record["place"]["cached"]["first_s"], "s")
+
+
+def _engines(record: Record) -> Iterator[Claim]:
+    rows, at = {row["run"]: row for row in record["rows"]}, "50 rebalances by vLLM's own code, our policy"
+    for way in ("synchronous", "asynchronous"):
+        ours, theirs = rows.get(f"{way}, eplb_core"), rows.get(f"{way}, vLLM's default")
+        if ours and theirs:
+            yield Claim(f"{at}, {way}: transfers", ours["transfers"], "", theirs["transfers"], "its default")
+            yield Claim("... balance", ours["balance"], "", theirs["balance"], "its default", True)
+    for plan in record["plans"]:
+        said = f"a plan inside the adapter, {plan['input']}"
+        yield Claim(said, plan["adapter_s"] * 1e3, "ms", plan["library_s"] * 1e3, "the library's own call")
+
+
+def _engine(record: Record) -> Iterator[Claim]:
+    if "skewed" in record:
+        after, before = record["skewed"]["after"]["balancedness"], record["skewed"]["before"]["balancedness"]
+        yield Claim("reference engine, skewed load: balance", after, "", before, "before the first migration", True)
+    modes = record["modes"]
+    if {"off", "async"} <= modes.keys():
+        ours, off = modes["async"]["balancedness"], modes["off"]["balancedness"]
+        yield Claim("... drifting load: balance", ours, "", off, "off", True)
+    if "soak" in record:
+        soak = record["soak"]
+        said = ("soak: tokens compared", soak["tokens_compared"]), ("of them wrong", soak["wrong_tokens"])
+        for what, number in (*said, ("faults survived", sum(soak["faults"].values()))):
+            yield Claim(f"... {what}", number, environment=soak["environment"])
+
+
+def _engine_gpu(record: Record) -> Iterator[Claim]:
+    for part, said in (
+        ("threads", "4 ranks as threads, one GPU"),
+        ("processes", "4 processes share one GPU"),
+        ("two_gpus", "2 ranks, a GPU each"),
+    ):
+        modes = record[part]["modes"]
+        for ms in ("p99", "worst"):
+            ours, off, stop = (modes[mode][f"{ms}_ms"] for mode in ("async", "off", "sync"))
+            what, here = f"reference engine, {said}, asynchronous: {ms} pass", record[part]["environment"]
+            yield Claim(what, ours, "ms", off, "off", environment=here)
+            yield Claim("... the same", ours, "ms", stop, "synchronous", environment=here)
+
+
+def _dispatch_gpu(record: Record) -> Iterator[Claim]:
+    us = record["microseconds"]
+    for tokens in us["torch: random replicas"]:
+        ours, torch = us["weighted: map + count"][tokens][0], us["torch: random replicas"][tokens][0]
+        yield Claim(f"map and count of {int(tokens):,} tokens x 8", ours, "us", torch, "torch operations, map alone")
+
+
+def _fingerprint_gpu(record: Record) -> Iterator[Claim]:
+    for name, entry in record.items():
+        if isinstance(entry, dict) and "full_gb_s" in entry:
+            ours, plain = entry["full_gb_s"], entry["reduction_gb_s"]
+            yield Claim(f"fingerprints, {name}", ours, "GB/s", plain, "torch's sum", True)
+            found, injected = entry["faults_found"], entry["faults_injected"]
+            yield Claim("... faults found", found, "", injected, "faults put in", True)
+
+
+def _moving_gpu(record: Record) -> Iterator[Claim]:
+    install = record["install"]
+    ours, plain = install["from staging"]["kernel"]["gb_s"], install["plain copy"]["gb_s"]
+    yield Claim("install of a layer", ours, "GB/s", plain, "plain device copy", True)
+    decode = record["ranks"]["by_rank"][0]["decode"]
+    moving = _asynchronous(decode)
+    for ms in ("p50", "p99", "worst"):
+        said = f"{ms} pass while 58 layers move"
+        yield Claim(said, moving[ms], "ms", decode["off"]["all"][ms], "no moves")
+        buffers = decode["temporary buffers and device synchronize"]["moving"][ms]
+        yield Claim("... the same", moving[ms], "ms", buffers, "temporary buffers, as engines do")
+    attach = record["host"]["first engine"]
+    yield Claim(f"mapping {attach['bytes'] / 1e9:.1f} GB of a weight host", attach["attach_s"] * 1e3, "ms")
+
+
+def _multi_gpu(record: Record) -> Iterator[Claim]:
+    first = record["ranks"]["by_rank"][0]
+    transport = {"ipc": "CUDA IPC", "nccl": "NCCL"}[record["sizes"]["transport"]]
+    ways = list(first["ipc"].values())
+    reads = statistics.median(run["reading_gb_s"] for run in ways[0])
+    plain = record["plain_copy_both_ways_gb_s"]
+    yield Claim(f"migration between two GPUs by {transport}, reads", reads, "GB/s", plain, "copies both ways", True)
+    moving = _asynchronous(first["decode"])
+    for ms in ("p50", "worst"):
+        off = first["decode"]["off"]["all"][ms]
+        yield Claim(f"... {ms} pass while 41 GB a GPU move", moving[ms], "ms", off, "no moves")
+    for way, grid in first["grid"].items():
+        said = f"... {grid['migrations']:,} migrations ({way}) beside kernels that fill every core: blocks that gave up"
+        yield Claim(said, grid["blocks_that_gave_up"], environment=record["grid_environment"])
+
+
+def _transport_gpu(record: Record) -> Iterator[Claim]:
+    kind = record["kinds"]["batched, prefer overlap"]
+    plain = record["plain_copy_gb_s"]
+    yield Claim("`CudaIpc` on one GPU, a reader", kind["one_reader"]["gb_s"], "GB/s", plain, "plain copy", True)
+    yield Claim("... all readers together", kind["all_readers_gb_s"], "GB/s", plain, "plain copy", True)
+
+
+def _asynchronous(decode: Record) -> dict[str, float]:
+    """Milliseconds of the passes in which layers move, of the first way of moving."""
+    for name, entry in decode.items():
+        if name.startswith("asynchronous"):
+            times: dict[str, float] = entry["moving"]
+            return times
+    raise KeyError("asynchronous")
+
+
+# In the order of the page.
+CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
+    "placement": _placement,
+    "over_time": _over_time,
+    "from_layout": _from_layout,
+    "forecast": _forecast,
+    "dispatch": _dispatch,
+    "loading": _loading,
+    "moving": _moving,
+    "transports": _transports,
+    "engines": _engines,
+    "engines_vllm": _engines,
+    "engine": _engine,
+    "record": _record,
+    "schedules": _schedules,
+    "fuzz_record": _fuzz_record,
+    "soak_moves": _soak_moves,
+    "simulation": _simulation,
+    "startup": _startup,
+    "dispatch_gpu": _dispatch_gpu,
+    "fingerprint_gpu": _fingerprint_gpu,
+    "moving_gpu": _moving_gpu,
+    "transport_gpu": _transport_gpu,
+    "multi_gpu": _multi_gpu,
+    "multi_gpu_nccl": _multi_gpu,
+    "engine_gpu": _engine_gpu,
+}
