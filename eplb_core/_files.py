@@ -186,7 +186,7 @@ def tensor_array(path: PathLike, value: object, name: str) -> AnyArray:
         if hasattr(value, "detach"):
             tensor: Any = value
             _check_shape(name, tensor.shape, tensor.element_size())
-            array = to_numpy(tensor)
+            array = to_numpy(tensor, name)
         else:
             array = np.asarray(value)
         if array.dtype.kind not in "iuf":

@@ -13,9 +13,9 @@ from eplb_core._arrays import add_up, check_int, check_load, check_real, read_on
 
 def test_tensors_arrays_and_lists_give_the_same_values() -> None:
     for value in ([[1, 2]], np.array([[1, 2]]), torch.tensor([[1, 2]]), torch.tensor([[1, 2]], dtype=torch.int32)):
-        assert to_numpy(value).tolist() == [[1, 2]]
-    assert to_numpy(torch.tensor([1.5], dtype=torch.bfloat16)).tolist() == [1.5]
-    assert to_numpy(torch.tensor([1.5], requires_grad=True)).tolist() == [1.5]
+        assert to_numpy(value, "x").tolist() == [[1, 2]]
+    assert to_numpy(torch.tensor([1.5], dtype=torch.bfloat16), "x").tolist() == [1.5]
+    assert to_numpy(torch.tensor([1.5], requires_grad=True), "x").tolist() == [1.5]
 
 
 def test_ids_are_copied_and_signed() -> None:

@@ -19,7 +19,7 @@ def to_reference(value: ArrayLike | None, layout: ExpertLayout, num_tensors: int
     """`WeightReport.by_expert` as int64 `[L, E, tensors]`, or None; another shape raises ValueError."""
     if value is None:
         return None
-    array = np.array(to_numpy(value))
+    array = np.array(to_numpy(value, "reference"))
     shape = (layout.num_layers, layout.num_experts, num_tensors)
     if array.dtype != np.int64 or array.shape != shape:
         raise ValueError(

@@ -9,7 +9,7 @@ from math import sqrt
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, check_int, check_real, to_numpy
+from eplb_core._arrays import ArrayLike, check_int, check_real, to_reals
 
 # A column that keeps less than this of its length beside the others says nothing of its own.
 _TELLS_APART = 1e-6
@@ -132,7 +132,7 @@ class CostModel:
 
 
 def _column(values: ArrayLike, name: str) -> list[float]:
-    array = np.asarray(to_numpy(values), dtype=np.float64)
+    array = to_reals(values, name)
     if array.ndim != 1:
         raise ValueError(f"`{name}` (shape {list(array.shape)}) must be [n]")
     return [check_real(value, name, at_least=0.0) for value in array.tolist()]
