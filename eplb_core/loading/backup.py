@@ -328,7 +328,9 @@ def _open(path: Path) -> Any:
     try:
         _files.open_regular(path, sys.maxsize).close()  # a pipe would be waited for
     except FileNotFoundError as error:
-        raise _files.bad_file(path, "the backup that was opened", "no file: it was saved over", "open it anew") from error
+        raise _files.bad_file(
+            path, "the backup that was opened", "no file: it was saved over", "open it anew"
+        ) from error
     with _files.reading(path, _WANTED, _MEND):
         return safe_open(path, framework="pt")
 

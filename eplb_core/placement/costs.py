@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from itertools import combinations
 from math import sqrt
 
-import numpy as np
-
 from eplb_core._arrays import ArrayLike, check_int, check_real, to_reals
 
 # A column that keeps less than this of its length beside the others says nothing of its own.

@@ -84,7 +84,8 @@ def rebalance_experts(
     most = _replicate(load, groups, nodes, keys, phy2log, replica_of, logcnt)
     if most < 0:
         check_load(weight, "weight", (2,))
-        raise ValueError(f"`weight` (={float(np.max(to_numpy(weight, "weight"))):g}) must fit float32; scale the load down")
+        top = float(np.max(to_numpy(weight, "weight")))
+        raise ValueError(f"`weight` (={top:g}) must fit float32; scale the load down")
     keys.sort(axis=1)  # unique integers: one order, whatever the algorithm
     log2phy = np.empty((layers, experts, most), dtype=np.int64)
     _pack(nodes, ranks // nodes, keys, replica_of, phy2log, log2phy)
