@@ -447,7 +447,8 @@ def check_map(p2l: IntArray, num_experts: int, topology: Topology) -> None:
     if layers and num_experts > slots:  # before anything as long as E is allocated
         missing = int(np.argmin(np.isin(np.arange(slots + 1), p2l[0])))
         raise MissingExpertError(
-            f"expert {missing} has no slot at layer 0; `num_experts` (={num_experts}) must be at most the {slots} slots",
+            f"expert {missing} has no slot at layer 0: `num_experts` (={num_experts}) must be at most the {slots} "
+            "slots",
             layer=0,
             expert=missing,
         )

@@ -177,7 +177,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path, tensors: dict[str, torch.Tens
 @pytest.mark.parametrize("text", ["[]", "{", '{"format": "eplb-backup-1", "files": {"../x": 1}}', '{"format": 1}'])
 def test_a_foreign_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_text(text)
-    with pytest.raises(FileFormatError, match="backup.json: expected .*, found"):
+    with pytest.raises(FileFormatError, match=r"backup.json: expected .*, found"):
         HostBackup(tmp_path)
 
 

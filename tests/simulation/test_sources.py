@@ -111,10 +111,10 @@ def test_a_damaged_archive_is_refused_and_a_pipe_not_waited_for(tmp_path: Path) 
     save_trace(Trace(LOAD), tmp_path / "x.npz")
     whole = (tmp_path / "x.npz").read_bytes()
     (tmp_path / "x.npz").write_bytes(whole[:-30])
-    with pytest.raises(FileFormatError, match="x.npz: expected .*, found BadZipFile"):
+    with pytest.raises(FileFormatError, match=r"x.npz: expected .*, found BadZipFile"):
         stream_trace(tmp_path / "x.npz")
     (tmp_path / "x.npz").write_bytes(whole[:300] + bytes(8) + whole[308:])
-    with pytest.raises(FileFormatError, match="x.npz: expected .*, found"):
+    with pytest.raises(FileFormatError, match=r"x.npz: expected .*, found"):
         replay(stream_trace(tmp_path / "x.npz"))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(FileFormatError, match="found a device or pipe"):
