@@ -444,13 +444,12 @@ def check_map(p2l: IntArray, num_experts: int, topology: Topology) -> None:
             layer=layer,
             slot=slot,
         )
-    if layers and num_experts > slots:  # before anything as long as E is allocated
-        missing = int(np.argmin(np.isin(np.arange(slots + 1), p2l[0])))
+    if num_experts > slots and layers * num_experts > MAX_SLOTS:  # before anything as long as E is allocated
+        absent = int(np.argmin(np.isin(np.arange(slots + 1), p2l[0])))
         raise MissingExpertError(
-            f"expert {missing} has no slot at layer 0: `num_experts` (={num_experts}) must be at most the {slots} "
-            "slots",
+            f"expert {absent} has no slot at layer 0: `num_experts` (={num_experts}) must be at most the {slots} slots",
             layer=0,
-            expert=missing,
+            expert=absent,
         )
     counts = count_replicas(p2l, num_experts)
     if layers and counts.min() == 0:

@@ -212,7 +212,7 @@ class _Hand:
         """Remove what is in the folder, on the first of the ranks that share it; whether this is that one."""
         # One save's files have one name on all ranks and no other save's, so nothing that is written now is removed.
         self._life = self._words[0]["life"]
-        first = self._rank == min(words["rank"] for words in self._words if words["rank"] in mates)
+        first: bool = self._rank == min(words["rank"] for words in self._words if words["rank"] in mates)
         if first:
             (self._folder / MANIFEST).unlink(missing_ok=True)  # before any of its files
             for file in self._folder.glob("experts-*"):

@@ -191,8 +191,8 @@ def _read_npy(file: Any, path: PathLike, want: str, count: int) -> Iterator[Any]
         if fortran or dtype.kind not in "iuf" or len(shape) != 3 or min(shape) < 0:
             raise ValueError(f"shape {list(shape)}, {dtype}")
         size = dtype.itemsize * shape[1] * shape[2]
-        if size * min(count, shape[0]) > MAX_BYTES:
-            raise ValueError(f"shape {list(shape)}: {count} windows take more than {MAX_BYTES:,} bytes")
+        if size * max(min(count, shape[0]), 1) > MAX_BYTES:
+            raise ValueError(f"shape {list(shape)}: {max(count, 1)} windows take more than {MAX_BYTES:,} bytes")
     yield _Head(shape)
     for first in range(0, shape[0], max(count, 1)):
         take = min(count, shape[0] - first)

@@ -20,6 +20,10 @@ def hello(rank: int, **changed: object) -> Hello:
     return Hello(rank, facts, 4, np.zeros((1, 2, 3, 2), dtype=np.int64), b"blob")
 
 
+def test_the_version_is_told() -> None:
+    assert hello(0).facts["version of eplb_core"] == _joining.__version__ != ""
+
+
 def test_another_version_with_the_same_words_is_refused_on_both_ranks() -> None:
     told = [encode(hello(0), ""), encode(hello(1, **{"version of eplb_core": "9.1"}), "")]
     with pytest.raises(
