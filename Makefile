@@ -4,24 +4,26 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo docs test test-quick test-long test-bounds mutants fuzz soak-moves coverage lint format bench soak peers engines clean
+.PHONY: demo docs compiled test test-quick test-long test-bounds mutants fuzz soak-moves coverage lint format bench soak peers engines clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once: a minute or two, 2.2 GB ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 demo: $(READY)
 	$(BIN)/python -m eplb_core demo
 
 # Compiles first, in one process: else each process that a test starts would.
-test: $(READY)
+compiled: $(READY)
 	$(BIN)/python -c "import eplb_core; eplb_core.warm_up()"
+
+test: compiled
 	$(BIN)/python -m pytest
 
 test-quick: $(READY)
-	FAST=1 $(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not mutation and not long"
 
 # What takes too long for every run: benchmarks that start many processes, long schedules.
 test-long: $(READY)
@@ -50,9 +52,13 @@ soak-moves: $(READY)
 docs: $(READY)
 	$(BIN)/python -m docs.site.build --out site
 
-coverage: $(READY)
-	NUMBA_DISABLE_JIT=1 FAST=1 $(BIN)/coverage run -m pytest
-	$(BIN)/coverage report
+# All tests, then the quick ones once more with kernels as plain Python, whose lines count too; overflow is meant there.
+coverage: compiled
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest
+	NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest -m "not slow and not mutation and not long" -W "ignore:overflow encountered:RuntimeWarning"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --show-missing
 
 lint: $(READY)
 	$(BIN)/ruff check .

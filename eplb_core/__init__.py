@@ -178,12 +178,16 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 __all__ = sorted(_HOME_OF)
 
 
-def __getattr__(name: str) -> Any:
+def _loaded(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'eplb_core' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"eplb_core.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # to a type checker it would say that any name exists
+    __getattr__ = _loaded
 
 
 def __dir__() -> list[str]:

@@ -36,9 +36,8 @@ MAX_TEXT_BYTES = 256 << 20
 
 def bad_file(path: PathLike, expected: str, found: str, mend: str) -> FileFormatError:
     """Make the error that all readers raise."""
-    return FileFormatError(
-        f"{os.fspath(path)}: expected {expected}, found {plain(found)}; {mend}", path=os.fspath(path)
-    )
+    name = "inline JSON" if is_inline(path) else os.fspath(path)
+    return FileFormatError(f"{name}: expected {expected}, found {plain(found)}; {mend}", path=name)
 
 
 def plain(text: object, width: int = 240) -> str:
@@ -81,8 +80,15 @@ def _too_large(path: PathLike, size: int, max_bytes: int) -> FileFormatError:
     return bad_file(path, f"at most {max_bytes:,} bytes", f"{size:,}", "cut the recording into parts, or mend the file")
 
 
+def is_inline(path: PathLike) -> bool:
+    """Is it the JSON itself instead of a file, as SGLang's `--init-expert-location` takes it too?"""
+    return isinstance(path, str) and path.lstrip().startswith("{") and not os.path.exists(path)
+
+
 def sniff(path: PathLike) -> str:
-    """What a path holds, by its content: folder, npz, torch, npy, json, text, empty or binary."""
+    """What a path holds, by its content: folder, npz, torch, npy, json, text, empty or binary; inline JSON is json."""
+    if is_inline(path):
+        return "json"
     if os.path.isdir(path):
         return "folder"
     with open_regular(path, MAX_BYTES) as file:
@@ -118,7 +124,7 @@ def read_text(path: PathLike) -> str:
 
 def read_json(path: PathLike) -> Any:
     """Any JSON value."""
-    text = read_text(path)
+    text = str(path) if is_inline(path) else read_text(path)
     with reading(path, "JSON", "it may be truncated: write it again"):
         return json.loads(text)
 
@@ -244,6 +250,8 @@ def write_atomic(path: PathLike, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # a full disk names no file, other errors the temporary one
+            raise OSError(error.errno, error.strerror, str(target)) from error
         raise

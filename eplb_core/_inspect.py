@@ -131,6 +131,8 @@ def convert(arguments: argparse.Namespace) -> int:
         note_faults(trace)
         formats.write_trace(trace, arguments.target, arguments.to)
         facts.update(holds="a trace", was=trace.format, shape=list(trace.load.shape))
+    if arguments.target == formats.INLINE:
+        return 0
     if arguments.json:
         print(to_json(facts))
     else:

@@ -2,13 +2,15 @@
 
 Every kernel is cached on disk (the first call after an installation compiles, later processes load), releases the
 interpreter lock (placement on a worker thread must not stall an engine's threads) and keeps strict IEEE arithmetic in
-program order: no `fastmath`, no parallel reductions. Equal inputs then give equal bytes on any machine.
+program order: no `fastmath`, no parallel reductions. Equal inputs then give equal bytes on any machine. Where the disk
+takes nothing (read-only, or full) kernels are compiled all the same, in each process, and a line in the log says so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import re
 from collections.abc import Callable
 from functools import cache
@@ -23,13 +25,32 @@ T = TypeVar("T")
 
 def kernel(function: Callable[P, T]) -> Callable[P, T]:
     """Compile `function` on first use; arguments are arrays and numbers only, allocated by the caller."""
-    return cast("Callable[P, T]", _cached(numba.njit(cache=True, nogil=True, error_model="numpy")(function)))
+    return cast("Callable[P, T]", _compiled(function))
 
 
 def inline_kernel(function: Callable[P, T]) -> Callable[P, T]:
     """Compile a small helper into its callers: an array argument of a call is seven words on the stack."""
-    compiled = numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True)(function)
-    return cast("Callable[P, T]", _cached(compiled))
+    return cast("Callable[P, T]", _compiled(function, forceinline=True))
+
+
+def _compiled(function: Callable[..., Any], **more: bool) -> Any:
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
+    try:
+        return _cached(numba.njit(cache=True, **options)(function))
+    except RuntimeError as error:
+        if "no locator" not in str(error):
+            raise
+        _say_not_kept("no folder for them can be written")
+        return numba.njit(**options)(function)
+
+
+@cache
+def _say_not_kept(why: str) -> None:
+    logging.getLogger("eplb_core").warning(
+        "compiled kernels are not kept on disk (%s), so every process compiles them anew, a minute or two in all; "
+        "set NUMBA_CACHE_DIR to a folder that can be written",
+        why,
+    )
 
 
 def _memmove() -> Callable[[int, int, int], Any]:
@@ -54,7 +75,20 @@ def _cached(compiled: Any) -> Any:
     """
     with contextlib.suppress(AttributeError):
         compiled._cache._cache_file._source_stamp = _stamp(Path(compiled.py_func.__code__.co_filename))
+        compiled._cache.save_overload = _saving(compiled._cache.save_overload)
     return compiled
+
+
+def _saving(save: Callable[..., None]) -> Callable[..., None]:
+    """Go on with what was compiled where a full disk takes no copy of it; numba leaves no part of a file behind."""
+
+    def save_if_possible(*arguments: Any) -> None:
+        try:
+            save(*arguments)
+        except OSError as error:
+            _say_not_kept(error.strerror or str(error))
+
+    return save_if_possible
 
 
 @cache

@@ -230,7 +230,7 @@ def _attribute(name: str, option: str, form: str) -> Any:
 
 def _config(text: str) -> dict[str, Any]:
     if text.startswith("@"):
-        text = Path(text[1:]).read_text()
+        text = Path(text[1:]).read_text("utf-8")
     try:
         config = json.loads(text)
     except ValueError as error:

@@ -7,6 +7,8 @@ Results go to stdout, progress and notes to stderr. Exit status: 0 well, 1 fault
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,9 +22,12 @@ from eplb_core.simulation import BASIC, DISPATCHES, HARDWARE, POLICIES
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its exit status; usage errors and `--help` leave by SystemExit, as argparse has it."""
     arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold what this terminal cannot show
     try:
         status: int = arguments.run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller (>&-)
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -32,14 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InfeasiblePlacementError as error:
         return _complain(error, 1)
     except OSError as error:
-        return _complain(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error, 2)
+        return _complain(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error, 2)
     except (EplbError, ValueError, TypeError, IndexError, OverflowError, MemoryError, ImportError) as error:
         return _complain(error, 2)
     return status
 
 
 def _complain(error: object, status: int) -> int:
-    print(f"eplb: {error}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # where nothing can be said, the status still can
+        print(f"eplb: {error}", file=sys.stderr)
     return status
 
 
@@ -97,8 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     look.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
 
     turn = _command(commands, "convert", _inspect.convert, "turn a layout or trace file into another format")
-    turn.add_argument("source", metavar="IN", help="layout or trace file")
-    turn.add_argument("target", metavar="OUT", help="file to write")
+    turn.add_argument("source", metavar="IN", help="layout or trace file, or SGLang's inline JSON")
+    turn.add_argument("target", metavar="OUT", help="file to write; - with --to sglang: inline JSON on standard output")
     turn.add_argument("--to", choices=LAYOUT_FORMATS, required=True, help="format of OUT; for a trace eplb or sglang")
     _trace_options(turn)
     _topology_options(turn)

@@ -13,6 +13,8 @@ from eplb_core.trace import Trace, save_trace
 
 LAYOUT_FORMATS = ("eplb", "sglang", "vllm-ascend", "tensorrt-llm")
 TRACE_FORMATS = ("eplb", "sglang")
+INLINE = "-"
+"""Instead of a file: SGLang's JSON goes to the standard output, for its command line."""
 
 
 def is_layout_file(path: PathLike) -> bool:
@@ -31,13 +33,16 @@ def is_layout_file(path: PathLike) -> bool:
 
 
 def write_layout(layout: ExpertLayout, path: PathLike, to: str, layer_ids: Sequence[int] = ()) -> None:
-    """Write a layout in one of `LAYOUT_FORMATS`.
+    """Write a layout in one of `LAYOUT_FORMATS`; SGLang's to `INLINE` too.
 
     Raises:
-        ValueError: The format cannot express the layout, or there is no such format for layouts.
+        ValueError: There is no file, the format cannot express the layout, or there is no such format for layouts.
     """
+    _check_target(path, to)
     if to == "eplb":
         save_layout(layout, path, layer_ids=layer_ids)
+    elif to == "sglang" and path == INLINE:
+        print(sglang_files.inline_expert_location(layout))
     elif to == "sglang":
         sglang_files.write_expert_location(layout, path)
     elif to == "vllm-ascend":
@@ -49,16 +54,24 @@ def write_layout(layout: ExpertLayout, path: PathLike, to: str, layer_ids: Seque
 
 
 def write_trace(trace: Trace, path: PathLike, to: str) -> None:
-    """Write a trace in one of `TRACE_FORMATS`.
+    """Write a trace in one of `TRACE_FORMATS`; SGLang's to `INLINE` too.
 
     Raises:
-        ValueError: There is no such format for traces.
+        ValueError: There is no file, or no such format for traces.
     """
+    _check_target(path, to)
     if to == "eplb":
         save_trace(trace, path)
+    elif to == "sglang" and path == INLINE:
+        print(sglang_files.inline_logical_count(trace))
     elif to == "sglang":
         sglang_files.write_logical_count(trace, path)
     else:
         raise ValueError(
             f"format (={to!r}) must be one of {', '.join(TRACE_FORMATS)} for a trace, which {path} would hold"
         )
+
+
+def _check_target(path: PathLike, to: str) -> None:
+    if path == INLINE and to != "sglang":
+        raise ValueError(f"OUT (={INLINE}) must be a file with --to {to}; only sglang's JSON is taken inline")

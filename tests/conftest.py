@@ -1,10 +1,18 @@
-"""Where torch is not installed, files of tests that import it are left out, and the head of the report says so."""
+"""Where torch is not installed, files of tests that import it are left out, and the head of the report says so.
+
+No example of Hypothesis has a deadline: on a busy machine any of them may take long.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 from pathlib import Path
+
+from hypothesis import settings
+
+settings.register_profile("eplb", deadline=None)
+settings.load_profile("eplb")
 
 _HERE = Path(__file__).parent
 _NEEDS_TORCH = re.compile(r"^(import|from) torch\b", re.M)

@@ -226,6 +226,29 @@ def test_convert_of_a_trace(trace: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert "must be one of eplb, sglang for a trace" in capsys.readouterr().err
 
 
+def test_convert_reads_and_writes_sglang_s_inline_json(
+    layout: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `--init-expert-location` takes on the command line, a map and a load."""
+    assert main(["convert", layout, "-", "--to", "sglang"]) == 0
+    inline = capsys.readouterr().out
+    assert json.loads(inline)["physical_to_logical_map"] == load_layout(layout).physical_to_logical_map.tolist()
+    back = tmp_path / "back.json"
+    assert main(["convert", inline, str(back), "--to", "eplb", "--ranks", "4", "--nodes", "2"]) == 0
+    assert load_layout(back) == load_layout(layout)
+    capsys.readouterr()
+    assert main(["convert", trace, "-", "--to", "sglang"]) == 0
+    load = capsys.readouterr().out
+    assert main(["convert", load, str(tmp_path / "t.npz"), "--to", "eplb"]) == 0
+    assert np.array_equal(load_trace(tmp_path / "t.npz").load, load_trace(trace).load)
+    capsys.readouterr()
+    assert main(["convert", '{"physical_to_logical_map": [[0, 1', str(back), "--to", "eplb", "--ranks", "2"]) == 2
+    assert capsys.readouterr().err.startswith("eplb: inline JSON: expected JSON, found")
+    for source in (layout, trace):
+        assert main(["convert", source, "-", "--to", "eplb"]) == 2
+        assert "OUT (=-) must be a file with --to eplb; only sglang's JSON" in capsys.readouterr().err
+
+
 def test_load_on_the_first_experts_alone_is_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Seen in public recordings; whoever converts or plans from one must hear of it."""
     load = np.random.default_rng(0).integers(1, 99, (2, 3, 16))
@@ -343,6 +366,44 @@ def test_a_reader_that_goes_away_is_no_error(trace: str) -> None:
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.slow
+def test_output_that_cannot_be_written_ends_with_status_2_and_one_line(trace: str) -> None:
+    for argv, redirection, said in (
+        (["inspect", trace], ">/dev/full", "eplb: No space left on device\n"),
+        (["inspect", "none"], "2>/dev/full", ""),
+    ):
+        program = 'exec "$0" -m eplb_core "$@" ' + redirection
+        done = subprocess.run(
+            ["sh", "-c", program, sys.executable, *argv], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert (done.returncode, done.stderr) == (2, said)
+
+
+@pytest.mark.slow
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    trace = tmp_path / "Last\u00e4nderung \u8ca0\u8377.npz"
+    save_trace(Trace(demo_trace().load[:2, :2, :16], source="Gr\u00f6\u00dfe"), trace)
+    for locale in ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "latin-1"}):
+        done = subprocess.run(
+            [sys.executable, "-m", "eplb_core", "inspect", trace],
+            env={**os.environ, **locale},
+            capture_output=True,
+            timeout=300,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"faults          none found" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_closed_output_is_no_error(trace: str) -> None:
+    program = 'exec "$0" -m eplb_core inspect "$1" >&-'
+    done = subprocess.run(
+        ["sh", "-c", program, sys.executable, trace], stderr=subprocess.PIPE, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_interrupt_ends_with_130(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:

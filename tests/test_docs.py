@@ -134,6 +134,20 @@ def test_the_site_has_no_dead_link(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_programs_targets_extras_and_files_that_pages_name_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for name in re.findall(r"python -m\s+((?:benchmarks|docs|eplb_core|tests)[\w.]*)", text):
+        program = ROOT.joinpath(*name.rstrip(".").split("."))
+        assert program.with_suffix(".py").is_file() or (program / "__main__.py").is_file(), name
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    assert set(re.findall(r"(?:`|^    )make ([\w-]+)", text, re.M)) <= set(targets)
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text("utf-8"), re.M)
+    assert set(re.findall(r"eplb[-_]core\[(\w+)\]", text)) <= set(extras)
+    for name in re.findall(r"(?<![\w/.])((?:benchmarks|tests|eplb_core|docs|notebooks)/[\w/.-]*\w)", text):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_are_ascii_and_their_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     assert text.isascii()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import resource
 import struct
 import zipfile
 from collections.abc import Callable
@@ -288,6 +290,32 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None
         _files.write_atomic(path, "not bytes")  # type: ignore[arg-type]
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_names_the_file_and_leaves_the_old_one(tmp_path: Path) -> None:
+    """No file may grow past 3 bytes for a moment, so that the write fails as on a full disk."""
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/out\.json'") as caught:
+            _files.write_atomic(path, b"a new layout")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_text_is_read_and_written_as_utf8_whatever_the_locale() -> None:
+    """A call that names no encoding would take the locale's, which may be ASCII."""
+    package = Path(_files.__file__).parent
+    encoded = r"(?![^()]*(?:\([^()]*\))*[^()]*utf-8)"
+    bare = re.compile(rf"(?<!_files)\.(?:read|write)_text\({encoded}|\bopen\([^()]*\"[rwax]t?\+?\"\)")
+    for file in sorted(package.rglob("*.py")):
+        for line in file.read_text("utf-8").splitlines():
+            assert "/proc/" in line or not bare.search(line), f"{file}: {line}"
 
 
 def test_writing_through_a_link_keeps_the_link(tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ engine's own, with one line in the log that says what was expected and what was 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 _logged: set[str] = set()
+_failures: dict[str, str] = {}
 _log = [logging.getLogger("eplb_core")]
 
 _ASKED, _OFF, _OPTIONS = "EPLB_CORE", "EPLB_CORE_OFF", "EPLB_CORE_OPTIONS"
@@ -98,12 +100,95 @@ def guarded(ours: Callable[..., T], engine_own: Callable[..., T], part: str) -> 
 
     def call(*args: Any, **kwargs: Any) -> T:
         try:
-            return ours(*args, **kwargs)
+            answer = ours(*args, **kwargs)
         except Exception as error:
-            log_once(f"{part}: the engine's own code goes on, since ours raised {type(error).__name__}: {error}")
+            _failures[part] = f"{type(error).__name__}: {error}"
+            log_once(f"{part}: the engine's own code goes on, since ours raised {_failures[part]}")
             return engine_own(*args, **kwargs)
+        _failures.pop(part, None)
+        return answer
 
     return call
+
+
+def failure_of(part: str) -> str:
+    """What `guarded` caught the last time that this part ran in this process, or nothing."""
+    return _failures.get(part, "")
+
+
+# ---- one answer on all ranks -----------------------------------------------------------------------------------------
+
+
+class Said(NamedTuple):
+    """What a rank says of the answer that it is about to use."""
+
+    digest: str
+    failure: str
+    """Why it is the engine's own, if it is."""
+
+
+def gather_over(cpu_group: Any, deadline: float = 300.0) -> Callable[[Said], list[Said]]:
+    """What every rank says, by rank, over a group of torch on the CPU, in the order of its other users."""
+    from eplb_core.loading.agreement import GroupAgreement
+
+    agreement = GroupAgreement(cpu_group, deadline)
+    return lambda said: [Said(*json.loads(blob)) for blob in agreement.gather(json.dumps(said).encode())]
+
+
+def settle(
+    part: str,
+    gather: Callable[[Said], Sequence[Said]],
+    ours: Callable[[], T],
+    engine_own: Callable[[], T],
+    *,
+    digest_of: Callable[[T], str],
+    otherwise: Callable[[], T],
+) -> T:
+    """An answer that is the same on every rank: where ranks differ, all take the engine's own.
+
+    One rank alone that falls back to the engine's code would move experts and send tokens by another map than the
+    others do. Collective.
+
+    Args:
+        part: For the log, and for `failure_of`.
+        gather: What every rank says, by rank.
+        ours: This rank's answer, with the engine's own behind it (`guarded`).
+        engine_own: What the engine would do, deterministic.
+        digest_of: Names an answer.
+        otherwise: What a rank does where the engine's own answers differ too, since their inputs do: nothing.
+    """
+    answer = ours()
+    told = gather(Said(digest_of(answer), failure_of(part)))
+    if _are_equal(told):
+        return answer
+    log_once(who_differs(part, told, "all ranks take the engine's own"))
+    answer = engine_own()
+    told = gather(Said(digest_of(answer), ""))
+    if _are_equal(told):
+        return answer
+    log_once(who_differs(part, told, "nothing changes: the engine's own differ too"))
+    return otherwise()
+
+
+def _are_equal(told: Sequence[Said]) -> bool:
+    return len({said.digest for said in told}) == 1
+
+
+def who_differs(part: str, told: Sequence[Said], what_now: str) -> str:
+    """A line that says which ranks have another answer than most, why, and what happens."""
+    digests = [said.digest for said in told]
+    kept = [said.digest for said in told if not said.failure] or digests
+    most = max(kept, key=lambda digest: (kept.count(digest), -digests.index(digest)))
+    others = [rank for rank, digest in enumerate(digests) if digest != most]
+    named = ", ".join(
+        f"rank {rank} ({digests[rank][:12]}{f': {told[rank].failure}' if told[rank].failure else ''})"
+        for rank in others[:4]
+    )
+    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+    return (
+        f"{part}: {named}{more} computed another map than the other ranks ({most[:12]}), so {what_now}; look into that "
+        "rank's log, and give all ranks the same eplb_core, variables and engine"
+    )
 
 
 def log_through(name: str) -> None:

@@ -3,7 +3,8 @@
 SGLang fills the slots that a rank's dispatch list has, and that list leaves the second replica on a rank out. With the
 plug-in its loaders ask the layout instead. It is found through SGLang's own entry point group `sglang.srt.plugins` and
 acts only where the environment has `EPLB_CORE=sglang`. `EPLB_CORE_OFF` switches parts off: `loading`, `placement`,
-`maps`, `tables`, `update`, `dispatch`. An error inside one is logged once, and the engine's own code answers.
+`maps`, `tables`, `update`, `dispatch`, `moves` (`sglang_rebalance`), `record` (`sglang_record`). An error inside one is
+logged once, and the engine's own code answers.
 
     EPLB_CORE=sglang python -m sglang.launch_server ...
 
@@ -22,20 +23,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eplb_core.adapters import _hooking, sglang_maps
+from eplb_core.adapters import _hooking, _sglang, sglang_maps, sglang_moves, sglang_rebalance, sglang_record
+from eplb_core.adapters._sglang import context as _context
+from eplb_core.adapters._sglang import live_metadata as _live_metadata
+from eplb_core.adapters._sglang import options as _options
+from eplb_core.adapters._sglang import registered as _registered
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.topology import Topology
 
-PARTS = ("loading", "placement", "maps", "tables", "update", "dispatch")
+PARTS = ("loading", "placement", "maps", "tables", "update", "dispatch", "moves", "record")
 _PLACE_OPTIONS: dict[str, Callable[[str], Any]] = {"min_gain": float, "transfer_price": float, "max_transfers": int}
-_OPTIONS = {**_PLACE_OPTIONS, "tables": _hooking.one_of("sglang", "even")}
-_options: dict[str, Any] = {}
+_OPTIONS = {
+    **_PLACE_OPTIONS,
+    "tables": _hooking.one_of("sglang", "even"),
+    "transport": _hooking.one_of(*sglang_moves.TRANSPORTS),
+}
 
 # The layer whose loader is asking. Its slots are filtered to its rank's range here, where routed slots and shared
 # experts can still be told apart: after a scale-up the loader takes a new rank's slot for its own shared expert.
 _loading: ContextVar[Any] = ContextVar("_loading", default=None)
-_registered: list[str] = []
 # On a tensor of lists: the layout that they come from, and the rank for which they were narrowed.
 _NOTED = "_eplb_core_layout"
 
@@ -127,8 +134,26 @@ def _hooks() -> tuple[_Hook, ...]:
             sglang_maps.dispatch_dynamic,
             replace=True,
         ),
+        *_rebalance_hooks(),
         _Hook("report", f"{location}.compute_initial_expert_location_metadata", (), report),
     )
+
+
+def _rebalance_hooks() -> Iterator[_Hook]:
+    own: dict[str, tuple[str, Callable[..., Any]]] = {
+        "EPLBManager.rebalance": ("moves", sglang_rebalance.rebalance),
+        "EPLBManager._compute_expert_location_metadata": ("placement", sglang_rebalance.agree_on_metadata),
+        "ModelRunner.load_model": ("moves", sglang_rebalance.register_after_load),
+        "IpcModelLoader._fetch_from_cache": ("record", sglang_record.fetch),
+        "ipc_loader.send_msg": ("record", sglang_record.claim_layout),
+        "daemon.spawn_weight_cache_daemon": ("record", sglang_record.spawn),
+        "ExpertLocationUpdater.update": ("record", sglang_record.record_update),
+    }
+    for target, parameters in {**sglang_rebalance.PARAMETERS, **sglang_record.PARAMETERS}.items():
+        part, hook = own[".".join(target.rsplit(".", 2)[1:])]
+        yield _Hook(part, f"sglang.srt.{target}", parameters, hook)
+    for target, parameters in sglang_rebalance.UPDATES.items():
+        yield _Hook("moves", f"sglang.srt.{target}", parameters, sglang_rebalance.around_weights)
 
 
 def _is_hooked(hook: _Hook) -> bool:  # pragma: no cover  as above
@@ -159,7 +184,7 @@ def place_from_live(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     def place() -> Any:
         algorithm = asked["algorithm"].name
-        if algorithm.startswith("elasticity"):
+        if algorithm.startswith("elasticity") or _sglang.bypassed.get():
             return original(*args, **kwargs)
         live = _live_metadata()
         options = {name: value for name, value in _options.items() if name in _PLACE_OPTIONS}
@@ -174,33 +199,6 @@ def place_from_live(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         )
 
     return _hooking.guarded(place, lambda: original(*args, **kwargs), "placement")()
-
-
-class _Context(NamedTuple):
-    """What SGLang's functions look up beside their arguments."""
-
-    narrows: bool
-    """Ranks dispatch their own tokens, so that each narrows its lists."""
-    prefer_same_node: bool
-    num_nodes: int
-
-
-def _context() -> _Context:  # pragma: no cover  needs SGLang: tests/engines
-    from sglang.srt.eplb import expert_location
-    from sglang.srt.runtime_context import get_exec, get_parallel
-
-    return _Context(
-        get_exec().moe.moe_a2a_backend != "none",
-        expert_location._prefer_same_node_experts(),
-        get_parallel().nnodes,
-    )
-
-
-def _live_metadata() -> Any:  # pragma: no cover  as above
-    """The metadata in use, or None."""
-    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
-
-    return get_global_expert_location_metadata()
 
 
 def build_candidates(

@@ -25,6 +25,7 @@ from eplb_core.trace import Trace
 
 _RECORDS = "SGLang's recorder: a dict with `logical_count`, or with `records` and `last_physical_to_logical_map`"
 _MAP = "physical_to_logical_map"
+_EMPTY = "SGLang takes -1 for the last expert"
 _MEND = "give an expert location of SGLang, or another kind of layout file"
 
 
@@ -172,23 +173,18 @@ def read_expert_location(
     Raises:
         FileFormatError: No valid layout in it, or no topology given.
     """
-    inline = isinstance(path, str) and path.lstrip().startswith("{")
-    name = "inline JSON" if inline else path
-    with reading(name, f"a dict with `{_MAP}` [L, P]", _MEND):
-        if inline:
-            found = json.loads(str(path))
-        else:
-            found = _files.read_torch(path) if _files.sniff(path) == "torch" else _files.read_json(path)
+    with reading(path, f"a dict with `{_MAP}` [L, P]", _MEND):
+        found = _files.read_torch(path) if _files.sniff(path) == "torch" else _files.read_json(path)
         if not isinstance(found, dict) or _MAP not in found:
             what = _keys(found)
             mend = (
                 "`logical_count` is a load, not a layout: plan from it" if "logical_count" in what else "give a layout"
             )
-            raise bad_file(name, f"a dict with `{_MAP}`", what, mend)
-        p2l = tensor_array(name, found[_MAP], _MAP)
+            raise bad_file(path, f"a dict with `{_MAP}`", what, mend)
+        p2l = tensor_array(path, found[_MAP], _MAP)
     extra = sorted(map(str, found.keys() - {_MAP}))
     notes = (f"SGLang refuses the further keys {', '.join(extra)}",) if extra else ()
-    return layout_of_map(name, p2l, topology=topology, num_experts=num_experts, format="sglang", notes=notes)
+    return layout_of_map(path, p2l, topology=topology, num_experts=num_experts, format="sglang", notes=notes)
 
 
 def write_expert_location(layout: ExpertLayout, path: PathLike, *, binary: bool | None = None) -> None:
@@ -202,7 +198,7 @@ def write_expert_location(layout: ExpertLayout, path: PathLike, *, binary: bool 
     Raises:
         ValueError: The layout has an empty slot, which SGLang would take for the last expert.
     """
-    p2l = full_map(layout, "SGLang takes -1 for the last expert")
+    p2l = full_map(layout, _EMPTY)
     if binary if binary is not None else os.fspath(path).endswith(".pt"):
         import torch
 
@@ -210,7 +206,12 @@ def write_expert_location(layout: ExpertLayout, path: PathLike, *, binary: bool 
         torch.save({_MAP: torch.from_numpy(p2l.copy())}, stream)
         _files.write_atomic(path, stream.getvalue())
     else:
-        _files.write_atomic(path, (json.dumps({_MAP: p2l.tolist()}) + "\n").encode())
+        _files.write_atomic(path, (inline_expert_location(layout) + "\n").encode())
+
+
+def inline_expert_location(layout: ExpertLayout) -> str:
+    """A layout as the text that `--init-expert-location` takes instead of a file; errors as `write_expert_location`."""
+    return json.dumps({_MAP: full_map(layout, _EMPTY).tolist()})
 
 
 def write_logical_count(trace: Trace, path: PathLike) -> None:
@@ -222,7 +223,12 @@ def write_logical_count(trace: Trace, path: PathLike) -> None:
         torch.save({"logical_count": torch.from_numpy(trace.load.copy())}, stream)
         _files.write_atomic(path, stream.getvalue())
     else:
-        _files.write_atomic(path, (json.dumps({"logical_count": trace.load.tolist()}) + "\n").encode())
+        _files.write_atomic(path, (inline_logical_count(trace) + "\n").encode())
+
+
+def inline_logical_count(trace: Trace) -> str:
+    """A load as the text that `--init-expert-location` takes instead of a file."""
+    return json.dumps({"logical_count": trace.load.tolist()})
 
 
 def full_map(layout: ExpertLayout, why: str) -> IntArray:

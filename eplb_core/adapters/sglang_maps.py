@@ -66,6 +66,14 @@ def rebalance(
     return p2l, l2p, count
 
 
+def fold_passes(counts: torch.Tensor) -> torch.Tensor:
+    """Sums of passes that follow each other, at most `WINDOWS` of them; `[passes, L, E]`, on its device, no sync."""
+    if len(counts) <= WINDOWS:
+        return counts
+    ends = [len(counts) * (k + 1) // WINDOWS for k in range(WINDOWS)]
+    return torch.stack([counts[start:end].sum(dim=0) for start, end in zip([0, *ends], ends, strict=False)])
+
+
 def _windows(counts: Any) -> IntArray:
     """At most `WINDOWS` windows of the passes that have load, in their order, as equal in number as can be."""
     used = counts[counts.any(axis=(1, 2))]

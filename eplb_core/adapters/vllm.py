@@ -14,6 +14,7 @@ docs/engines.md.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 from collections.abc import Callable, Iterator
@@ -77,6 +78,8 @@ class _Sender(NamedTuple):
     num_nodes: int
     mode: str
     width: int
+    group_of: Callable[[int], Any] = lambda ranks: None
+    """The CPU group of so many ranks that the thread of the passes uses, where all ranks' tables must be equal."""
 
 
 # The commit that is going on in this thread: what the inverse map is asked for then goes into the router's tables.
@@ -155,7 +158,7 @@ def _version() -> str:
 def _replace_policy(state_module: Any, options: PolicyOptions) -> type:
     """Put ours wherever vLLM has its own: the names are imported from one module into the next."""
     default = state_module.DefaultEplbPolicy
-    policy = policy_class(default, options)
+    policy = policy_class(default, options, lambda ranks: _group_of(state_module, "get_eplb_group", ranks))
     for name, known in tuple(state_module.EPLB_POLICIES.items()):
         if known is default:
             state_module.EPLB_POLICIES[name] = policy
@@ -164,8 +167,14 @@ def _replace_policy(state_module: Any, options: PolicyOptions) -> type:
     return policy
 
 
-def policy_class(default: Any, options: PolicyOptions) -> type:
-    """A policy class with vLLM's class `default` below it, which answers where ours raises."""
+def policy_class(default: Any, options: PolicyOptions, group_of: Callable[[int], Any] = lambda ranks: None) -> type:
+    """A policy class with vLLM's class `default` below it, which answers where ours raises, then on all ranks.
+
+    Args:
+        default: vLLM's own.
+        options: How ours places.
+        group_of: The CPU group of so many ranks that this thread alone uses, or None: ranks are not compared.
+    """
 
     def place(*args: Any, **kwargs: Any) -> torch.Tensor:
         named = dict(zip(_REBALANCE[1], args, strict=False)) | kwargs
@@ -188,16 +197,47 @@ def policy_class(default: Any, options: PolicyOptions) -> type:
             num_ranks: int,
             old_global_expert_indices: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            answer: torch.Tensor = rebalance(
-                weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices
+            old = old_global_expert_indices
+            asked = (weight, num_replicas, num_groups, num_nodes, num_ranks, old)
+
+            def ours() -> torch.Tensor:
+                answer: torch.Tensor = rebalance(*asked)
+                return answer
+
+            # While ranks come or go not all of them ask.
+            still = old is None or (old.shape[-1] == num_replicas and bool((old >= 0).all()))
+            group = group_of(num_ranks) if still else None
+            if group is None:
+                return ours()
+            settled: torch.Tensor = _hooking.settle(
+                "policy",
+                _hooking.gather_over(group),
+                ours,
+                lambda: default.rebalance_experts(*asked),
+                digest_of=_digest,
+                otherwise=lambda: default.rebalance_experts(*asked) if old is None else old,
             )
-            return answer
+            return settled
 
         @classmethod
         def preserve_intragpu_slots(cls, phy2log: Any, num_ranks: int, old_phy2log: Any) -> Any:
             return preserve(phy2log, num_ranks, old_phy2log)
 
     return EplbCorePolicy
+
+
+def _group_of(state_module: Any, name: str, ranks: int) -> Any:
+    """The CPU group of vLLM's coordinator of that name, if there is one, of so many ranks, and of more than one."""
+    try:
+        group = getattr(state_module, name)().cpu_group
+    except (AttributeError, AssertionError):  # no such coordinator, or none was made in this process
+        return None
+    return group if group is not None and group.size() == ranks > 1 else None
+
+
+def _digest(*tensors: torch.Tensor) -> str:
+    """Names them."""
+    return hashlib.sha256(b"".join(t.cpu().long().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 # ---- communicator ----------------------------------------------------------------------------------------------------
@@ -226,8 +266,21 @@ def _maps_hook(engine_own: Callable[..., Any], *, ours: bool) -> Callable[..., A
         commit = _committing.get()
         if commit is None:
             return inverse(physical_to_logical_map, num_logical_experts)
-        ours_of_commit = partial(_dispatch_maps, commit)
-        return _hooking.guarded(ours_of_commit, inverse, "dispatch")(physical_to_logical_map, num_logical_experts)
+        own = _hooking.guarded(partial(_dispatch_maps, commit), inverse, "dispatch")
+        sender, given = commit[0], (physical_to_logical_map, num_logical_experts)
+        group = None
+        if sender.rank is None:  # all ranks map the same tokens: with other tables some would be lost
+            group = sender.group_of(physical_to_logical_map.shape[-1] // sender.slots_per_rank)
+        if group is None:
+            return own(*given)
+        return _hooking.settle(
+            "dispatch",
+            _hooking.gather_over(group),
+            lambda: own(*given),
+            lambda: inverse(*given),
+            digest_of=lambda maps: _digest(*maps),
+            otherwise=lambda: inverse(*given),
+        )
 
     return compute_logical_maps
 
@@ -252,9 +305,14 @@ def _dispatch_maps(
 
 
 @contextmanager
-def _commit_of(model_state: Any, layer: int | None) -> Iterator[None]:
-    """While it runs, the inverse map is the router's. Models that no `add_model` of ours saw are left alone."""
+def _commit_of(model_state: Any, layer: int | None, *, alone: bool = False) -> Iterator[None]:
+    """While it runs, the inverse map is the router's. Models that no `add_model` of ours saw are left alone.
+
+    `alone`: not all ranks are here, so nothing is compared.
+    """
     sender = vars(model_state).get("_eplb_core_sender")
+    if sender is not None and alone:
+        sender = sender._replace(group_of=lambda ranks: None)
     load = None
     if sender is not None and sender.mode == "weighted":
         load = model_state.last_expert_load if layer is None else model_state.last_expert_load[layer]
@@ -307,7 +365,7 @@ def _leave(*_: Any) -> None:
 def _update_hook(engine_own: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(engine_own)
     def update_mapping(self: Any, model_config: Any, expanded_physical_to_logical: torch.Tensor) -> Any:
-        with _commit_of(self.model_states[model_config.compute_hash()], None):
+        with _commit_of(self.model_states[model_config.compute_hash()], None, alone=True):
             return engine_own(self, model_config, expanded_physical_to_logical)
 
     return update_mapping
@@ -339,7 +397,14 @@ def _take_over(state_module: Any, active: Active, state: Any, model_config: Any)
         group = state_module.get_ep_group().device_group
         rank = vllm_maps.sender(state.parallel_config, group.rank())
         local, room = model_state.model.num_local_physical_experts, model_state.logical_to_physical_map.shape[-1]
-        sender = _Sender(rank, local, state_module.get_node_count(), active.dispatch, min(room, 64))
+        sender = _Sender(
+            rank,
+            local,
+            state_module.get_node_count(),
+            active.dispatch,
+            min(room, 64),
+            lambda ranks: _group_of(state_module, "get_ep_group", ranks),
+        )
         vars(model_state)["_eplb_core_sender"] = sender
         _write_tables(state_module, model_state)
         whose = "equal on all ranks, which map the same tokens" if rank is None else f"of rank {rank}"

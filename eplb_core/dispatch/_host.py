@@ -84,13 +84,14 @@ def _map(
                 if ids[row, column] < -1 or ids[row, column] >= num_experts:
                     return False
     counts = count.shape[0] > 0 and state[RECORDING] != 0
-    base, own, key = settings[BASE_PHASE] & MASK, settings[RANK_PHASE] & MASK, settings[KEY] & MASK
+    # `int`, or plain Python would stay within the 32 bits of what it reads
+    base, own, key = int(settings[BASE_PHASE]) & MASK, int(settings[RANK_PHASE]) & MASK, int(settings[KEY]) & MASK
     runs, thresholds = 2 * num_entries, 2 * num_entries + num_experts
-    first_draw = _mix((key + (draws[DRAWS] & MASK) * GOLDEN) & MASK)
+    first_draw = _mix((key + (int(draws[DRAWS]) & MASK) * GOLDEN) & MASK)
     tag = TAG if debug else 0
     for row in range(rows):
         for column in range(routed):
-            expert = ids[row, column]
+            expert = int(ids[row, column])
             if expert < 0 or row >= real:
                 out[row, column] = -1
                 continue
@@ -109,7 +110,7 @@ def _map(
                 if how == _OF_RANK:
                     u += own
                 u &= MASK
-            run = table[runs + expert]
+            run = int(table[runs + expert])
             product = u * (run >> FIRST_BITS)
             entry = (run & (MOST_SLOTS - 1)) + (product >> 32)
             other = 1 if (product & MASK) >> 2 >= table[thresholds + entry] else 0

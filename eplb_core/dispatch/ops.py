@@ -155,7 +155,7 @@ def topk_to_slots(
 
 
 @functools.cache
-def has_triton() -> bool:
+def has_triton() -> bool:  # pragma: no cover  asked where tensors are on a GPU
     """Whether Triton can be imported: else CUDA tensors take the torch path."""
     try:
         import triton  # noqa: F401
@@ -201,7 +201,7 @@ def _valid(
                 f"`topk_ids` (={value}) must be -1 or a logical expert in [0, {num_experts}) at row {row}, column "
                 f"{column}; {int(bad.sum()) - 1} more; fused shared experts need `num_shared`, slots are no experts"
             )
-    elif debug:
+    elif debug:  # pragma: no cover  needs a GPU
         twice = bad & (ids >= TAG)
         errors[MAPPED_TWICE] += twice.sum()
         errors[OUT_OF_RANGE] += bad.sum() - twice.sum()
@@ -404,7 +404,7 @@ _define(
 def _on_cuda(name: str, plain: Callable[..., None]) -> Callable[..., None]:
     """The Triton kernel, or the torch path where there is no Triton."""
 
-    def call(*args: object) -> None:
+    def call(*args: object) -> None:  # pragma: no cover  needs a GPU
         if has_triton():
             from eplb_core.dispatch import _triton
 

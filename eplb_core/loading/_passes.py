@@ -268,7 +268,7 @@ class Passes:
             run.fail(Trouble("failed", f"layer {step.layer}: the tables were not installed: {error}"))
             raise
         finally:  # whatever the tables did: the weights are new, and to install them again would spoil them
-            if self._device.type == "cuda":  # pragma: no cover
+            if self._device.type == "cuda":
                 run.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 run.event.record(torch.cuda.current_stream(self._device))
                 self._work.last_install = run.event

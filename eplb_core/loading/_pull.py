@@ -346,7 +346,7 @@ def _fill_batches(
 
 def finish_writes(device: torch.device) -> None:
     """Peers may read this rank's slots from now on: what was enqueued before has been written."""
-    if device.type == "cuda":  # pragma: no cover
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 

@@ -137,7 +137,7 @@ class RunWorker:
                 steps.append(step)
                 breathe()
             bits = _words.target_bits(goal.digest)
-            if self.last_install is not None:  # pragma: no cover
+            if self.last_install is not None:  # pragma: no cover  needs a GPU
                 # A migration that was given up on may have left one in the stream, and peers will read what it writes.
                 self.last_install.synchronize()
         except Trouble as why:
@@ -222,7 +222,7 @@ class RunWorker:
                 if run.changed.wait_for(lambda: run.ended or run.installed > index, look):
                     break
         breathe()
-        if run.installed > index and run.event is not None:  # pragma: no cover
+        if run.installed > index and run.event is not None:  # pragma: no cover  needs a GPU
             run.event.synchronize()  # the copies read staging
         self.puller.release(pull)
         if run.installed <= index:
@@ -272,7 +272,7 @@ class RunWorker:
                 try:
                     restore(self.puller, self._backup, step, pull)
                 finally:
-                    if self._stream is not None:  # pragma: no cover
+                    if self._stream is not None:  # pragma: no cover  needs a GPU
                         self._stream.synchronize()
                 check_staged(self.puller, step, pull, self.reference)
             breathe()

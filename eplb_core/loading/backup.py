@@ -321,10 +321,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _open(path: Path) -> Any:
-    try:
-        from safetensors import safe_open
-    except ModuleNotFoundError as error:  # pragma: no cover
-        raise ModuleNotFoundError("HostBackup needs safetensors: pip install eplb_core[files]") from error
+    safetensors = _safetensors()
     try:
         _files.open_regular(path, sys.maxsize).close()  # a pipe would be waited for
     except FileNotFoundError as error:
@@ -332,7 +329,15 @@ def _open(path: Path) -> Any:
             path, "the backup that was opened", "no file: it was saved over", "open it anew"
         ) from error
     with _files.reading(path, _WANTED, _MEND):
-        return safe_open(path, framework="pt")
+        return safetensors.safe_open(path, framework="pt")
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:  # pragma: no cover  tests have safetensors
+        raise ModuleNotFoundError("HostBackup needs safetensors: pip install eplb_core[files]") from error
+    return safetensors
 
 
 def _pinned_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -357,16 +362,12 @@ def _pinned_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> int:
     """Write a file and wait for the disk; its size."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+    safetensors = _safetensors()
     try:
-        save_file(tensors, path)
+        safetensors.torch.save_file(tensors, path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
             return os.fstat(file.fileno()).st_size
-    except BaseException as error:
+    except (safetensors.SafetensorError, OSError) as error:  # a full disk is one of safetensors' own
         path.unlink(missing_ok=True)
-        if isinstance(error, SafetensorError):
-            raise OSError(f"{path} cannot be written: {error}") from error
-        raise
+        raise OSError(f"{path} cannot be written: {error}; the backup is not complete") from error

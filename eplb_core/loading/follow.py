@@ -190,7 +190,7 @@ class LayoutFollower:
             if agreed is None or agreed == SERVE:
                 self._agreement.post(self._word())
                 return ()
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # pragma: no cover
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.synchronize()  # the passes of before read the slots too
             self._paused = True
         return self._settle()

@@ -181,19 +181,23 @@ class LayoutClient:
         """From now on `begin` is refused for this reason, without asking."""
         self._moves_off = reason
 
-    def fetch(self, config: Mapping[str, Any], digest: str, frame: Mapping[str, int]) -> tuple[Message, list[int]]:
+    def fetch(
+        self, config: Mapping[str, Any], digest: str, frame: Mapping[str, int], *, engine: str | None = None
+    ) -> tuple[Message, list[int]]:
         """Ask a weight host for its memory: its whole reply and the file descriptors, which are the caller's to close.
 
         Args:
             config: The engine's configuration, as JSON has it.
             digest: Of the layout that it routes by; empty from an engine without balancing.
             frame: What layout and rank say about the weights by themselves.
+            engine: Name under which the engine is attached, where this connection is another one than its presence.
 
         Raises:
             RecordLostError: The host cannot be asked any more.
         """
         claim = {"version": self.adopted, "digest": digest or None}
-        return self._ask({"do": "fetch", "config": dict(config), "frame": dict(frame), **claim})
+        asked = {"do": "fetch", "config": dict(config), "frame": dict(frame), **claim}
+        return self._ask(asked if engine is None else {**asked, "engine": engine})
 
     def close(self) -> None:
         """Leave. A move that is pending makes the record dirty. Ends a request that waits. Idempotent."""

@@ -212,7 +212,7 @@ def sweep(
     paths = _result_paths(results, load, settings)
     for at, path in enumerate(paths):
         if path is not None and path.exists():
-            rows[at] = json.loads(path.read_text())
+            rows[at] = json.loads(path.read_text("utf-8"))
     todo = [at for at in range(len(settings)) if at not in rows]
     for done, (at, row) in enumerate(_replayed(load, settings, todo, workers), start=len(rows) + 1):
         rows[at] = row

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
 import logging
+import threading
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 
 from eplb_core.adapters import _hooking
+
+dist: Any = torch.distributed
 
 
 def test_parts_are_on_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +69,87 @@ def test_an_error_is_logged_once_and_the_engine_answers(caplog: pytest.LogCaptur
         assert [call(1), call(-3), call(-3)] == ["ours", "the engine's", "the engine's"]
     lines = [record.message for record in caplog.records]
     assert lines == ["eplb_core: part: the engine's own code goes on, since ours raised ValueError: -3 is negative"]
+
+
+# ---- one answer on all ranks -----------------------------------------------------------------------------------------
+
+
+def settled(answers: list[str], own: list[str], failures: list[str]) -> list[str]:
+    """What ranks with these answers settle on; their words go by one table."""
+    rooms: dict[int, list[Any]] = {}
+    barrier = threading.Barrier(len(answers))
+    got = [""] * len(answers)
+
+    def rank_does(rank: int) -> None:
+        turn = iter(range(9))
+
+        def gather(said: _hooking.Said) -> list[_hooking.Said]:
+            room = rooms.setdefault(next(turn), [None] * len(answers))
+            room[rank] = said._replace(failure=failures[rank])
+            barrier.wait()
+            return list(room)
+
+        got[rank] = _hooking.settle(
+            "policy",
+            gather,
+            lambda: answers[rank],
+            lambda: own[rank],
+            digest_of=lambda answer: answer.encode().hex(),
+            otherwise=lambda: f"as it was on {rank}",
+        )
+
+    threads = [threading.Thread(target=rank_does, args=(rank,)) for rank in range(len(answers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return got
+
+
+def test_ranks_that_agree_use_their_answer_and_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert settled(["a"] * 3, ["own"] * 3, ["", "KeyError: x", ""]) == ["a"] * 3
+    assert not caplog.records
+
+
+def test_where_one_rank_fell_back_all_take_the_engine_s_and_the_line_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert settled(["own", "a"], ["own"] * 2, ["MemoryError: no room", ""]) == ["own"] * 2
+    lines = {record.message for record in caplog.records}
+    assert lines == {
+        "eplb_core: policy: rank 0 (6f776e: MemoryError: no room) computed another map than the other ranks (61), so "
+        "all ranks take the engine's own; look into that rank's log, and give all ranks the same eplb_core, variables "
+        "and engine"
+    }
+
+
+def test_where_the_engine_s_own_answers_differ_too_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert settled(["a", "a", "b"], ["x", "x", "y"], [""] * 3) == [f"as it was on {rank}" for rank in range(3)]
+    assert "policy: rank 2 (62) computed another map than the other ranks (61)" in caplog.text
+    assert "policy: rank 2 (79) computed another map than the other ranks (78), so nothing changes" in caplog.text
+
+
+def test_words_go_over_a_group_of_torch(tmp_path: Path) -> None:
+    said: list[Any] = [None, None]
+
+    def rank_does(rank: int) -> None:
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+        said[rank] = _hooking.gather_over(group)(_hooking.Said(f"{rank}" * 3, f"failure of {rank}"))
+
+    threads = [threading.Thread(target=rank_does, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == [[_hooking.Said("000", "failure of 0"), _hooking.Said("111", "failure of 1")]] * 2
+
+
+def test_what_a_part_failed_by_is_known_until_it_works_again() -> None:
+    def ours(value: int) -> int:
+        return 1 // value
+
+    call = _hooking.guarded(ours, lambda value: -1, "part")
+    assert [call(0), _hooking.failure_of("part")[:17]] == [-1, "ZeroDivisionError"]
+    assert [call(1), _hooking.failure_of("part")] == [1, ""]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import eplb_core as eplb
-from eplb_core.adapters import _hooking, sglang, sglang_maps
+from eplb_core.adapters import _hooking, _sglang, sglang, sglang_maps
 
 
 def metadata(rows: list[list[int]], ranks: int = 2) -> Any:
@@ -107,7 +107,7 @@ def test_an_installed_plug_in_does_nothing_unless_asked_for(value: str | None, m
 
 
 def context(*, narrows: bool = True, nodes: int = 1) -> Any:
-    return lambda: sglang._Context(narrows, True, nodes)
+    return lambda: _sglang.Context(narrows, True, nodes)
 
 
 def refuse(*arguments: Any, **named: Any) -> Any:
@@ -134,6 +134,15 @@ def test_algorithms_for_dead_ranks_are_the_engine_s(caplog: pytest.LogCaptureFix
     load = torch.ones(1, 1, 4)
     assert sglang.place_from_live(lambda **_: "engine", **asked("elasticity_aware", load)) == "engine"
     assert not caplog.records
+
+
+def test_an_algorithm_that_ranks_have_not_agreed_on_is_the_engine_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "_live_metadata", lambda: None)
+    token = _sglang.bypassed.set(True)
+    try:
+        assert sglang.place_from_live(lambda **_: "engine", **asked("deepseek", torch.ones(1, 1, 4))) == "engine"
+    finally:
+        _sglang.bypassed.reset(token)
 
 
 def test_lists_and_tables_are_built_from_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_core.adapters import _hooking, vllm, vllm_maps
+from eplb_core.loading.agreement import LocalAgreement
 
 NAMES = ("vllm", "vllm.distributed", "vllm.distributed.eplb", "vllm.distributed.eplb.policy")
 
@@ -312,3 +316,122 @@ def test_without_the_fold_a_commit_leaves_the_window(engine: Any, monkeypatch: p
     model_state.expert_load_window += 1
     engine._commit_eplb_maps(model_state, torch.tensor([[3, 2, 1, 0, 3, 2, 1, 0]] * 2))
     assert model_state.expert_load_window[0].tolist() == [[1] * 8] * 2
+
+
+# ---- one rank alone that falls back ----------------------------------------------------------------------------------
+
+
+def on_two(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any]) -> list[Any]:
+    """Two ranks, each on a thread; a group of theirs is its rank's number."""
+    members = LocalAgreement.group(2)
+
+    def gather_over(group: Any) -> Callable[[_hooking.Said], list[_hooking.Said]]:
+        return lambda said: [
+            _hooking.Said(*json.loads(blob)) for blob in members[group.rank].gather(json.dumps(said).encode())
+        ]
+
+    monkeypatch.setattr(_hooking, "gather_over", gather_over)
+    monkeypatch.setattr(_hooking, "_failures", {})
+    answers: list[Any] = [None, None]
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            answers[rank] = work(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return answers
+
+
+def coordinator(rank: int) -> Any:
+    group = SimpleNamespace(size=lambda: 2, rank=rank)
+    return lambda: SimpleNamespace(cpu_group=group, device_group=SimpleNamespace(rank=lambda: rank))
+
+
+def test_where_the_policy_fails_on_one_rank_all_ranks_take_the_engine_s(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [engine_module() for _ in range(2)]
+    policies: list[Any] = []
+    for rank, engine in enumerate(engines):
+        engine.get_eplb_group = coordinator(rank)
+        policies.append(vllm.activate(engine).policy)
+    old = torch.arange(8).repeat(1, 1) % 4
+    load = torch.tensor([[1, 1, 1, 1]])
+    with caplog.at_level(logging.WARNING):
+        good = on_two(monkeypatch, lambda rank: policies[rank].rebalance_experts(load, 8, 1, 1, 2, old))
+        assert [answer.tolist() for answer in good] == [old.tolist()] * 2
+        assert not caplog.records
+        broken = torch.tensor([[1, 1, 1, -1]])  # ours refuses it
+        loads = [load, broken]
+        told = on_two(monkeypatch, lambda rank: policies[rank].rebalance_experts(loads[rank], 8, 1, 1, 2, old))
+    assert [answer.tolist() for answer in told] == [[[-7] * 8]] * 2
+    assert "policy: rank 1 (" in caplog.text
+    assert "all ranks take the engine's own" in caplog.text
+
+
+def test_ranks_that_come_or_go_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all of them ask; who waited for the others would wait for ever."""
+    engine = engine_module()
+    engine.get_eplb_group = coordinator(0)
+    policy: Any = vllm.activate(engine).policy
+    monkeypatch.setattr(_hooking, "gather_over", lambda group: pytest.fail("ranks were asked"))
+    load, old = torch.ones(1, 4), torch.arange(8).repeat(1, 1) % 4
+    for came_or_went in (torch.where(torch.arange(8) > 5, -1, old), torch.arange(12).repeat(1, 1) % 4):
+        policy.rebalance_experts(load, 8, 1, 1, 2, came_or_went)
+    policy.rebalance_experts(load, 8, 1, 1, 4, old)  # the group has two ranks
+
+
+def test_without_a_group_of_ranks_the_policy_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own tests call it in a process that has made none."""
+
+    def get_eplb_group() -> Any:
+        raise AssertionError("EPLB group is not initialized")
+
+    engine = engine_module()
+    engine.get_eplb_group = get_eplb_group
+    policy: Any = vllm.activate(engine).policy
+    old = torch.arange(8).repeat(1, 1) % 4
+    assert torch.equal(policy.rebalance_experts(torch.ones(1, 4), 8, 1, 1, 2, old), old)
+
+
+def test_where_equal_tables_fail_on_one_rank_all_ranks_write_the_engine_s(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ranks map the same tokens: with other tables some would be computed twice and some nowhere."""
+    engines = [engine_module() for _ in range(2)]
+    model = SimpleNamespace(num_local_physical_experts=4)
+    for rank, engine in enumerate(engines):
+        vllm.activate(engine)
+        engine.get_ep_group = coordinator(rank)
+    original = vllm_maps.dispatch_maps
+
+    def fails_on_one(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name == "rank 1":
+            raise MemoryError("no room")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(vllm_maps, "dispatch_maps", fails_on_one)
+
+    def commit(rank: int) -> Any:
+        state = engines[rank].EplbState("allgather_reducescatter")
+        state.add_model(model, CONFIG)
+        threading.current_thread().name = f"rank {rank}"
+        model_state = state.model_states["m"]
+        engines[rank]._commit_eplb_maps_for_layer(model_state, torch.tensor([3, 0, 1, 2, 3, 1, 2, 0]), 1)
+        return model_state.logical_to_physical_map[1].tolist()
+
+    with caplog.at_level(logging.WARNING):
+        first, second = on_two(monkeypatch, commit)
+    assert first == second
+    assert first[0][:3] == [1, 7, -1]  # not rotated by layer: the engine's own
+    assert "dispatch: rank 1 (" in caplog.text
+    assert "MemoryError: no room" in caplog.text

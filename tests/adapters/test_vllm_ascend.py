@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eplb_core import ExpertLayout, Topology, load_layout
+from eplb_core import ExpertLayout, Topology, _files, load_layout
 from eplb_core.adapters import vllm_ascend
 from eplb_core.errors import FileFormatError
 from eplb_core.layout_file import read_layout_file
@@ -94,6 +94,14 @@ def test_tables_that_do_not_fit_themselves_are_refused(tmp_path: Path, change: A
     change(found)
     with pytest.raises(FileFormatError, match=match):
         load_layout(written(tmp_path, found))
+
+
+def test_a_device_that_would_make_the_layout_huge_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are padded to the width of the widest: a file of some megabytes could ask for any amount of memory."""
+    path = written(tmp_path, expert_map(*[[[0, 1, 2] * 20, *[[3]] * 9]] * 2))
+    monkeypatch.setattr(_files, "MAX_BYTES", 8 * 2 * 10 * 60 - 1)
+    with pytest.raises(FileFormatError, match="expected a layout of sane size, found a device with 60 experts"):
+        vllm_ascend.read_expert_map(path, uneven="pad")
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:

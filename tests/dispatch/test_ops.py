@@ -365,3 +365,22 @@ def test_the_operators_schemas_hold() -> None:
         t.num_experts, t.num_entries, "random", False,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.eplb_core.map.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_ids_and_slots_of_another_type_are_refused() -> None:
+    t = DispatchTables(PAIR).layer(0)
+    with pytest.raises(TypeError, match=r"`topk_ids` \(dtype torch.int16\) must be int32 or int64"):
+        topk_to_slots(torch.zeros(1, 1, dtype=torch.int16), t)
+    with pytest.raises(TypeError, match=r"`out` \(dtype torch.float32\) must be int32 or int64"):
+        topk_to_slots(torch.zeros(1, 1).long(), t, out=torch.zeros(1, 1))
+
+
+def test_faults_that_a_device_counted_are_told_once() -> None:
+    tables = DispatchTables(PAIR, debug=True)
+    tables.layer(0).errors[ops.MAPPED_TWICE] = 2
+    with pytest.raises(IndexError, match=r"^2 ids were mapped twice"):
+        tables.check()
+    tables.check()
+    tables.layer(0).errors[ops.OUT_OF_RANGE] = 4
+    with pytest.raises(IndexError, match=r"4 ids were neither -1 nor a logical expert in \[0, 4\)"):
+        tables.check()

@@ -154,3 +154,18 @@ def test_a_batch_without_tokens_is_solved_too() -> None:
     assert topk_to_slots(torch.zeros(0, 4).long(), tables.layer(0)).shape == (0, 4)
     assert topk_to_slots(torch.full((3, 4), -1), tables.layer(0)).tolist() == [[-1] * 4] * 3
     assert calls == [0, 0]
+
+
+def test_a_sum_that_fails_leaves_no_trace_in_the_next_batch() -> None:
+    layout, sums = random_layout(layers=1), []
+
+    def all_reduce(batch: torch.Tensor) -> None:
+        sums.append(int(batch.sum()))
+        if len(sums) == 1:
+            raise RuntimeError("a rank is gone")
+
+    tables = DispatchTables(layout, mode="quota", all_reduce=all_reduce)
+    with pytest.raises(RuntimeError, match="gone"):
+        tables.map(0, torch.tensor([[1, 2, 3]]))
+    tables.map(0, torch.tensor([[4, 5]]))
+    assert sums == [3, 2]

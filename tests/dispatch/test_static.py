@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, Topology, static_dispatch_table
+from eplb_core.dispatch.static import _Filler
 from tests.dispatch.cases import PAIR, layouts, random_layout
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "sglang_static_tables.npz")
@@ -98,3 +99,18 @@ def test_bad_arguments_of_static_tables_are_named() -> None:
         static_dispatch_table(PAIR, candidates="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`seed` \\(=-1\\) must be at least 0"):
         static_dispatch_table(PAIR, seed=-1)
+
+
+@pytest.mark.parametrize("narrowed", [False, True])
+def test_words_that_run_out_are_drawn_anew_and_more_of_them(narrowed: bool) -> None:
+    """Wherever in a layer that happens, in a sample of few or of many, or in a shuffle."""
+    rows = [np.r_[np.arange(6), 0, 0, 1, 1, 1, 1, np.full(28, 2)]]
+    layout = ExpertLayout(rows, num_experts=6, topology=Topology(8, 2))
+    filler, table, expected = _Filler(layout, 42, 1, False), *np.zeros((2, 8, 1, 6), dtype=np.int64)
+    few = filler._draw_words(1)
+    for start in range(624 - 60, 625):
+        filler(layout.physical_to_logical_map, expected, narrowed=narrowed, start=start)
+        filler.words, whole = few, filler.words
+        filler(layout.physical_to_logical_map, table, narrowed=narrowed, start=start)
+        filler.words = whole
+        np.testing.assert_array_equal(table, expected)

@@ -11,7 +11,7 @@ from typing import Any
 
 import sglang_loading  # type: ignore[import-not-found]
 import torch
-from sglang.srt.eplb import eplb_algorithms, expert_location, expert_location_dispatch
+from sglang.srt.eplb import eplb_algorithms, eplb_manager, expert_location, expert_location_dispatch
 from sglang.srt.plugins import load_plugins
 
 FIELDS = (
@@ -121,9 +121,15 @@ def other() -> dict[str, Any]:
 def changed_update(self: Any, layers: list[int], other: Any) -> None: ...
 
 
+def changed_rebalance(self: Any, layers: list[int]) -> None: ...
+
+
 if __name__ == "__main__":
     if "other" in sys.argv:
         expert_location.ExpertLocationMetadata.update = changed_update
+    if "other_manager" in sys.argv:
+        eplb_manager.EPLBManager.rebalance = changed_rebalance
     load_plugins()
     modes = {"maps": maps, "placement": placement, "update": update, "dispatch": dispatch, "other": other}
+    modes["other_manager"] = other
     print(json.dumps({name: modes[name]() for name in sys.argv[1:]}))

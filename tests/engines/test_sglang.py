@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,4 +111,98 @@ def test_a_function_of_another_signature_leaves_its_part_to_the_engine() -> None
     assert (
         "update is left to SGLang, written for 0.5.23: expected eplb.expert_location.ExpertLocationMetadata.update("
         "self, other, update_layer_ids), found eplb.expert_location.ExpertLocationMetadata.update(self: 'Any', layers"
+    ) in found["said"]
+
+
+# ---- moves -----------------------------------------------------------------------------------------------------------
+
+
+def test_sglang_s_rebalance_runs_end_to_end_with_right_weights_and_dispatch() -> None:
+    """Its real `EPLBManager`, recorder, metadata and dispatch in two processes over gloo; looked at in every pass."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EPLB_CORE")}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    command = [str(PYTHON), "-m", "benchmarks.engines_sglang", "--quick", "--ranks", "2"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [line.split("|") for line in result.stdout.splitlines() if line.startswith(("| static", "| dynamic"))]
+    assert [(row[3].strip(), row[4].strip()) for row in rows] == [("0", "0")] * 8
+    transfers = [int(row[5].replace(",", "")) for row in rows]
+    for own, by_its_updater, by_a_migrator, over_shared_memory in (transfers[:4], transfers[4:]):
+        # SGLang's updater and a Migrator move the same experts.
+        assert 0 < by_its_updater == by_a_migrator == over_shared_memory <= own // 10
+
+
+# ---- weight cache ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def daemon(path: Path, **environment: str) -> Iterator[None]:
+    """SGLang's weight cache daemon in a process of its own."""
+    script = str(Path(__file__).with_name("sglang_cache.py"))
+    with subprocess.Popen(
+        [str(PYTHON), script, "daemon", str(path)],
+        env=_environment(environment),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            said = []
+            for line in process.stderr:
+                said.append(line)
+                if "Listening on" in line:
+                    break
+            else:
+                raise AssertionError("".join(said)[-3000:])
+            yield
+        finally:
+            process.kill()
+
+
+def _environment(more: dict[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("EPLB_CORE", "PYTHONPATH"))}
+    return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"} | more
+
+
+def engine(path: Path, *modes: str, **environment: str) -> dict[str, Any]:
+    script = str(Path(__file__).with_name("sglang_cache.py"))
+    result = subprocess.run(
+        [str(PYTHON), script, "engine", str(path), *modes],
+        env=_environment(environment),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1]) | {"said": result.stderr}  # type: ignore[no-any-return]
+
+
+def test_an_engine_on_moved_weights_is_served_wrong_without_a_record_and_adopts_with_one(tmp_path: Path) -> None:
+    """Fault 20 of SGLang's: the next engine starts on its own layout, on weights that have moved."""
+    row, moved = [0, 1, 2, 3, 3, 0], [3, 1, 2, 0, 3, 0]
+    with daemon(tmp_path / "a"):
+        assert engine(tmp_path / "a", "move")["moved to"] == moved
+        assert engine(tmp_path / "a")["row"] == row  # and the slots hold the others
+    with daemon(tmp_path / "b", EPLB_CORE="sglang"):
+        first = engine(tmp_path / "b", "move", EPLB_CORE="sglang")
+        assert (first["row"], first["moved to"], first["entries"]) == (row, moved, ["w"])
+        assert "in effect in SGLang: record at" in first["said"]
+        second = engine(tmp_path / "b", EPLB_CORE="sglang")
+        assert (second["row"], second["slots of expert 3"]) == (moved, [0, 4])
+        assert "record: version 1 of the layout is adopted" in second["said"]
+        bare = engine(tmp_path / "b")
+        assert "does not say which it routes by" in bare["error"]
+
+
+# ---- another engine --------------------------------------------------------------------------------------------------
+
+
+def test_a_manager_of_another_signature_keeps_its_rebalance() -> None:
+    found = hooked("other_manager", EPLB_CORE="sglang")
+    assert "moves" not in found["other_manager"]["parts"]
+    assert found["other_manager"]["not in effect"] == []
+    assert (
+        "moves is left to SGLang, written for 0.5.23: expected eplb.eplb_manager.EPLBManager.rebalance(self), found "
+        "eplb.eplb_manager.EPLBManager.rebalance(self: 'Any', layers: 'list[int]')"
     ) in found["said"]

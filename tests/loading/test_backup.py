@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from eplb_core import ExpertLayout, Topology
 from eplb_core.errors import FileFormatError, MigrationError
-from eplb_core.loading.backup import MANIFEST, HostBackup
+from eplb_core.loading.backup import MANIFEST, HostBackup, _save
 from eplb_core.loading.mover import move_experts
 from eplb_core.loading.transports import DeferredCopy
 from tests.loading.worlds import SIZES, World, label, random_layout
@@ -92,6 +93,18 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         backup.fetch(1, 9, [])
     with pytest.raises(ValueError, match=r"tensor 0 of expert 3 of layer 1 has 40 bytes in .* and 41 in the store"):
         backup.fetch(1, 3, [torch.zeros(41, dtype=torch.uint8)])
+
+
+def test_a_full_disk_is_an_oserror_that_names_the_file_and_leaves_no_part(tmp_path: Path) -> None:
+    """No file may grow past 100 bytes for a moment, so that the write fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match=r"experts-00000-00001.safetensors cannot be written: .*File too large"):
+            _save({"0.1.0": torch.zeros(5000, dtype=torch.uint8)}, tmp_path / "experts-00000-00001.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_reads_that_do_not_end_are_given_up_on(tmp_path: Path) -> None:

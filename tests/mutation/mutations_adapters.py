@@ -3,6 +3,8 @@
 _POLICY, _MAPS, _PLUGIN = (f"eplb_core/adapters/vllm{name}.py" for name in ("_policy", "_maps", ""))
 _SGLANG, _SGLANG_MAPS = "eplb_core/adapters/sglang.py", "eplb_core/adapters/sglang_maps.py"
 _ASCEND, _HOOKING = "eplb_core/adapters/vllm_ascend_policy.py", "eplb_core/adapters/_hooking.py"
+_MOVES, _REBALANCE = "eplb_core/adapters/sglang_moves.py", "eplb_core/adapters/sglang_rebalance.py"
+_RECORD, _FORMATS = "eplb_core/adapters/sglang_record.py", "eplb_core/formats.py"
 _T = "tests/adapters/test_"
 
 MUTATIONS = [
@@ -48,6 +50,7 @@ MUTATIONS = [
         'if not _hooking.asked_for("vllm") or _active:',
         "if _active:",
         f"{_T}vllm.py::test_registering_acts_once_and_only_when_asked",
+        "rule 11",
     ),
     (
         _PLUGIN,
@@ -81,6 +84,7 @@ MUTATIONS = [
         "            return engine_own(*args, **kwargs)\n",
         "            raise\n",
         f"{_T}hooking.py::test_an_error_is_logged_once_and_the_engine_answers",
+        "rule 11",
     ),
     (_HOOKING, "    if message not in _logged:\n", "    if True:\n", f"{_T}hooking.py"),
     # SGLang
@@ -97,15 +101,199 @@ MUTATIONS = [
     ),
     (
         _SGLANG,
-        '        if algorithm.startswith("elasticity"):\n',
-        "        if False:\n",
+        '        if algorithm.startswith("elasticity") or _sglang.bypassed.get():\n',
+        "        if _sglang.bypassed.get():\n",
         f"{_T}sglang.py::test_algorithms_for_dead_ranks_are_the_engine_s",
+    ),
+    (
+        _SGLANG,
+        '        if algorithm.startswith("elasticity") or _sglang.bypassed.get():\n',
+        '        if algorithm.startswith("elasticity"):\n',
+        f"{_T}sglang.py::test_an_algorithm_that_ranks_have_not_agreed_on_is_the_engine_s",
     ),
     (
         _SGLANG,
         "            narrowed=rank is not None,\n",
         "            narrowed=False,\n",
         "tests/adapters/test_sglang.py::test_a_table_at_start_is_drawn_from_narrowed_lists",
+    ),
+    # one answer on all ranks
+    (
+        _HOOKING,
+        "    answer = engine_own()\n",
+        "",
+        f"{_T}hooking.py::test_where_one_rank_fell_back_all_take_the_engine_s_and_the_line_names_it",
+    ),
+    (
+        _HOOKING,
+        "    return otherwise()\n",
+        "    return answer\n",
+        f"{_T}hooking.py::test_where_the_engine_s_own_answers_differ_too_nothing_changes",
+    ),
+    (
+        _HOOKING,
+        "    kept = [said.digest for said in told if not said.failure] or digests\n",
+        "    kept = digests\n",
+        f"{_T}hooking.py::test_where_one_rank_fell_back_all_take_the_engine_s_and_the_line_names_it",
+    ),
+    (
+        _PLUGIN,
+        "            group = group_of(num_ranks) if still else None\n",
+        "            group = None\n",
+        f"{_T}vllm.py::test_where_the_policy_fails_on_one_rank_all_ranks_take_the_engine_s",
+    ),
+    (
+        _PLUGIN,
+        "            group = group_of(num_ranks) if still else None\n",
+        "            group = group_of(num_ranks)\n",
+        f"{_T}vllm.py::test_ranks_that_come_or_go_are_not_compared",
+    ),
+    (
+        _PLUGIN,
+        "        if sender.rank is None:  # all",
+        "        if False:  # all",
+        f"{_T}vllm.py::test_where_equal_tables_fail_on_one_rank_all_ranks_write_the_engine_s",
+    ),
+    (
+        _REBALANCE,
+        "        token = _sglang.bypassed.set(True)\n",
+        "        token = _sglang.bypassed.set(False)\n",
+        f"{_T}sglang_rebalance.py::test_where_one_rank_places_otherwise_all_take_sglang_s_own_map",
+    ),
+    (
+        _REBALANCE,
+        "    if broadcast_over_world or not _gather_works():\n",
+        "    if not _gather_works():\n",
+        f"{_T}sglang_rebalance.py::test_where_one_rank_places_otherwise_all_take_sglang_s_own_map",
+    ),
+    # SGLang's moves
+    (
+        _MOVES,
+        "            tables=self.rows,\n",
+        "",
+        f"{_T}sglang_moves.py::test_a_rebalance_moves_weights_and_all_maps_in_place_and_counts_its_transfers",
+    ),
+    (
+        _MOVES,
+        "        self._aimed = target.physical_to_logical_map, table.numpy()[self._layers]\n",
+        "",
+        f"{_T}sglang_moves.py::test_rows_of_the_target_have_sglang_s_picks_which_follow_from_the_layers_before",
+    ),
+    (
+        _MOVES,
+        "            vllm_maps.fold_window(window[:, layer], before, live.physical_to_logical_map[layer])\n",
+        "            pass\n",
+        f"{_T}sglang_moves.py::test_counts_of_the_window_stay_with_their_experts_when_a_layer_moves",
+    ),
+    (
+        _MOVES,
+        "        yield from self._passes()  # of one that the engine forgot\n",
+        "",
+        f"{_T}sglang_moves.py::test_an_engine_that_forgot_a_migration_goes_on_with_it",
+    ),
+    (
+        _MOVES,
+        'FOR_THE_ENGINE = ("failed", "plan", ',
+        'FOR_THE_ENGINE = ("failed", ',
+        f"{_T}sglang_moves.py::test_an_error_on_one_rank_ends_it_on_all_and_leaves_the_next_rebalance_to_the_engine",
+    ),
+    (
+        _MOVES,
+        '        told = self._agreement.gather(b"moved" if moved else b"")\n',
+        '        told = [b"moved" if moved else b""]\n',
+        f"{_T}sglang_moves.py::test_experts_that_lie_in_other_tensors_after_an_update_end_the_moves_on_all_ranks",
+    ),
+    (
+        _MOVES,
+        "            self.migrator.pause()\n",
+        "            pass\n",
+        f"{_T}sglang_moves.py::test_weights_that_the_engine_writes_meanwhile_pause_a_migration",
+    ),
+    (
+        _MOVES,
+        "        return [self._layers[row] for row in layers]\n",
+        "        return [int(row) for row in layers]\n",
+        f"{_T}sglang_moves.py::test_moves_are_recorded_by_the_model_s_own_layers",
+    ),
+    (
+        _REBALANCE,
+        "        if self._trouble is not None:\n            raise self._trouble\n",
+        "",
+        f"{_T}sglang_rebalance.py::test_what_cannot_be_looked_up_ends_the_migration_and_not_this_rank_alone",
+    ),
+    (
+        _REBALANCE,
+        "    if moves.off:\n",
+        "    if False:\n",
+        f"{_T}sglang_rebalance.py::test_without_moves_or_when_they_are_over_or_switched_off_the_engine_rebalances",
+    ),
+    (
+        _REBALANCE,
+        "        finally:\n            moves.after_weights()\n",
+        "        finally:\n            pass\n",
+        f"{_T}sglang_rebalance.py::test_no_rank_moves_an_expert_while_the_engine_writes_weights",
+    ),
+    # SGLang's weight cache
+    (
+        _RECORD,
+        "        _adopt(metadata, layout, model_config)\n",
+        "        pass\n",
+        f"{_T}sglang_record.py::test_an_engine_that_starts_after_moves_adopts_the_layout_and_is_served",
+    ),
+    (
+        _RECORD,
+        "        if reason:\n",
+        "        if False:\n",
+        f"{_T}sglang_record.py::test_an_engine_without_the_plug_in_is_refused_once_experts_have_moved",
+    ),
+    (
+        _RECORD,
+        '    if len({each.partition(",")[0] for each in told}) > 1 or trouble is not None:\n',
+        "    if trouble is not None:\n",
+        f"{_T}sglang_record.py::test_ranks_where_some_mapped_and_some_loaded_do_not_start",
+    ),
+    (
+        _RECORD,
+        "    if _barred:\n",
+        "    if False:\n",
+        f"{_T}sglang_record.py::test_where_one_rank_has_no_record_no_rank_moves",
+    ),
+    (
+        _RECORD,
+        'request.get("type") == "fetch_state" and _fits(daemon.config, request):\n',
+        'request.get("type") == "fetch_state":\n',
+        f"{_T}sglang_record.py::test_an_engine_of_another_configuration_is_no_user_of_the_weights",
+    ),
+    (
+        _MOVES,
+        "        return self._failures == TRIES\n",
+        "        return False\n",
+        f"{_T}sglang_moves.py::test_reads_that_fail_are_tried_again_and_a_pause_of_all_passes_is_no_failure",
+    ),
+    (
+        _RECORD,
+        "        return {}\n    missing = move()\n",
+        "    missing = move()\n",
+        f"{_T}sglang_record.py::test_moves_of_the_engine_s_own_updater_are_begun_and_committed",
+    ),
+    (
+        _RECORD,
+        '    if reply.status != "ok" or reply.digest != digest:\n',
+        "    if False:\n",
+        f"{_T}sglang_record.py::test_a_move_that_could_not_be_recorded_is_the_last",
+    ),
+    (
+        _RECORD,
+        "            return trouble\n",
+        "            break\n",
+        f"{_T}sglang_record.py::test_a_daemon_of_another_signature_is_left_as_it_is",
+    ),
+    # inline JSON
+    (
+        _FORMATS,
+        '    if path == INLINE and to != "sglang":\n',
+        "    if False:\n",
+        "tests/test_cli.py::test_convert_reads_and_writes_sglang_s_inline_json",
     ),
     # vllm-ascend
     (

@@ -73,7 +73,7 @@ MUTATIONS = [
         f"{TEST_DECIDE}::test_holders_share_the_sending",
     ),
     # verdicts: any gain, no pay-back, the wrong way round
-    (DECIDE, "elif not (saved > 0.0 and saved > least * time):", "elif not saved > 0.0:", NOISE),
+    (DECIDE, "elif not (saved > 0.0 and saved > least * time):", "elif not saved > 0.0:", NOISE, "rule 6"),
     (DECIDE, "elif horizon is not None and not saved * horizon", "elif horizon is None and not saved * 10", PAYBACK),
     (DECIDE, "gain, price = before - after,", "gain, price = after - before,", GAIN),
     (
@@ -93,6 +93,7 @@ MUTATIONS = [
         "elif not has_load[layer]:",
         "elif not changed[layer]:",
         f"{TEST_DECIDE}::test_a_layer_without_load_stays",
+        "rule 6",
     ),
     (DECIDE, "if lost[layer]:", "if lost[layer] and not stays[layer]:", DIED),
     (DECIDE, "    if gone.any():", "    if gone.all():", DIED),

@@ -6,7 +6,7 @@ DEFINITION = f"{TESTS}::test_answers_equal_the_definition"
 GOLDEN = f"{TESTS}::test_answers_equal_deepseeks_own"
 SUMS = f"{TESTS}::test_group_sums_round_as_torch_rounds"
 
-MUTATIONS: list[tuple[str, str, str, str]] = [
+MUTATIONS: list[tuple[str, ...]] = [
     (
         FILE,
         "        groups = nodes = 1\n",
@@ -31,6 +31,7 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
         "bits[layer, expert] >= _INFINITY_BITS)",
         "bits[layer, expert] > _INFINITY_BITS)",
         f"{TESTS}::test_load_that_is_no_count_raises_and_says_where",
+        "rule 6",
     ),
     (
         FILE,
@@ -57,7 +58,7 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
     (FILE, "pack_load[lightest] += as_float[0]", "pack_load[lightest] += np.rint(as_float[0])", GOLDEN),
     (FILE, "        if held[lightest] == capacity:", "        if held[lightest] == capacity + 1:", DEFINITION),
     (FILE, "heap[child + 1] < heap[child]", "heap[child + 1] > heap[child]", DEFINITION),
-    (FILE, "_sum_in_lanes(values, partial, 8)", "_sum_in_lanes(values, partial, 4)", SUMS),
+    (FILE, "_sum_in_lanes(values, partial, 8)", "_sum_in_lanes(values, partial, 4)", SUMS, "rule 5"),
     (FILE, "group_keys[at - 1] > key:", "group_keys[at - 1] < key:", DEFINITION),
     (FILE, "    power = 4\n", "    power = 5\n", SUMS),
     (FILE, "* (groups // nodes) + place_of[group]) * size", "* (groups // nodes)) * size", DEFINITION),

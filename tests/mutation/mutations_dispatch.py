@@ -20,7 +20,7 @@ T_COUNTER = "tests/dispatch/test_counter.py"
 GOLDEN = f"{T_STATIC}::test_static_tables_are_sglangs_bit_for_bit"
 DRAWS = f"{T_STATIC}::test_static_table_follows_the_standard_librarys_draws"
 
-MUTATIONS: list[tuple[str, str, str, str]] = [
+MUTATIONS: list[tuple[str, ...]] = [
     # static tables
     (STATIC, "if 0 < on_node[node[rank]] < slots.size:", "if 0 < on_node[node[rank]]:", GOLDEN),
     (STATIC, "            if narrowed:\n", "            if False:\n", GOLDEN),
@@ -31,7 +31,7 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
         "    limit, power = 210, 1",
         f"{T_STATIC}::test_many_replicas_take_the_rejecting_way_of_sampling",
     ),
-    (STATIC, "if prefer_same_node else np.zeros(ranks, dtype=np.int64)", "", DRAWS),
+    (STATIC, "if prefer_same_node else np.zeros(ranks, dtype=np.int64)", "", DRAWS, "rule 5"),
     (
         STATIC,
         "start=layer * 61 % 1024,",
@@ -87,6 +87,7 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
         "shares[slot] = new[k] / multiple[k]",
         "shares[slot] = new[k]",
         f"{T_SHARES}::test_slots_of_one_expert_on_one_rank_take_equal_parts",
+        "rule 2",
     ),
     # rows and tables
     (
@@ -94,6 +95,7 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
         "    if fault[0]:\n        return fault\n",
         "",
         f"{T_TABLES}::test_more_replicas_than_there_is_room_for_are_refused_before_anything_is_written",
+        "rule 8",
     ),
     (
         ROWS,
@@ -130,12 +132,14 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
         "        if len(rows) > 1:  # a row",
         "        if False:  # a row",
         f"{T_TABLES}::test_more_replicas_than_there_is_room_for_are_refused_before_anything_is_written",
+        "rule 8",
     ),
     (
         TABLES,
         "            self._p2l[layer] = p2l[layer]\n",
         "",
         f"{T_TABLES}::test_installing_one_layer_equals_making_the_tables_anew",
+        "rule 4",
     ),
     (
         TABLES,
@@ -304,5 +308,21 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
         "self.device = torch.empty(shape, dtype=torch.int64",
         "self.device = torch.empty(shape, dtype=torch.int32",
         f"{T_COUNTER}::test_windows_whose_sum_exceeds_32_bits_are_summed_in_64",
+    ),
+    # an install makes new buffers in place of those that graphs hold
+    (
+        TABLES,
+        "            self._p2l[layer] = p2l[layer]\n",
+        "            self._p2l[layer] = p2l[layer]\n            self._packed = self._packed.clone()\n",
+        f"{T_TABLES}::test_addresses_shapes_and_types_stay",
+        "rule 8",
+    ),
+    # dispatch asks what is meant for loading
+    (
+        STATIC,
+        "from eplb_core.layout import",
+        "from eplb_core.loading.resolver import SlotResolver\nfrom eplb_core.layout import",
+        "tests/test_api.py::test_imports_go_one_way",
+        "rule 3",
     ),
 ]

@@ -29,6 +29,31 @@ MUTATIONS = [
     ("eplb_core/_files.py", "c if c.isprintable() else", "c if c else", "tests/test_files.py"),
     ("eplb_core/_files.py", "        temporary.unlink(missing_ok=True)\n", "", "tests/test_files.py"),
     ("eplb_core/_files.py", "Path(os.path.realpath(path))", "Path(path)", "tests/test_files.py"),
+    ("eplb_core/_files.py", "        if isinstance(error, OSError):  #", "        if False:  #", "tests/test_files.py"),
+    (
+        "eplb_core/cli.py",
+        'errors="backslashreplace"',
+        'errors="strict"',
+        "tests/test_cli.py::test_names_that_the_terminal_cannot_show_are_escaped",
+    ),
+    (
+        "eplb_core/cli.py",
+        "with contextlib.suppress(OSError):",
+        "with contextlib.suppress(TypeError):",
+        "tests/test_cli.py::test_output_that_cannot_be_written_ends_with_status_2_and_one_line",
+    ),
+    (
+        "eplb_core/cli.py",
+        "if sys.stdout is not None:",
+        "if True:",
+        "tests/test_cli.py::test_a_closed_output_is_no_error",
+    ),
+    (
+        "eplb_core/loading/backup.py",
+        "        part.unlink(missing_ok=True)\n        raise OSError(",
+        "        part.touch()\n        raise OSError(",
+        "tests/loading/test_backup.py",
+    ),
     # layouts
     ("eplb_core/layout_file.py", 'if read.layout.digest != found["digest"]:', "if False:", "tests/test_layout_file.py"),
     (

@@ -10,7 +10,7 @@ COPIES = "eplb_core/loading/_copies.py"
 GROUPS = "tests/loading/test_install.py::test_copies_of_a_circle_are_one_group_and_independent_ones_are_not"
 ORDER = "tests/loading/test_install.py::test_groups_of_copies_may_be_made_in_any_order"
 
-MUTATIONS: list[tuple[str, str, str, str]] = [
+MUTATIONS: list[tuple[str, ...]] = [
     (COPIES, "written = copies[j, 1] >= 0 and (", "written = (", GROUPS),
     (COPIES, "                    if group[i] == high:\n", "                    if i == k:\n", ORDER),
 ]

@@ -44,8 +44,8 @@ MUTATIONS = [
         f"{TEST_TOPOLOGY}::test_a_topology_does_not_change",
     ),
     # layout: derived maps
-    (LAYOUT, 'np.argsort(key, axis=1, kind="stable")', 'np.argsort(-key, axis=1, kind="stable")', INVERSES),
-    (LAYOUT, " + (slots - counts.sum(axis=1))[:, None]", "", INVERSES),
+    (LAYOUT, 'np.argsort(key, axis=1, kind="stable")', 'np.argsort(-key, axis=1, kind="stable")', INVERSES, "rule 4"),
+    (LAYOUT, " + (slots - counts.sum(axis=1))[:, None]", "", INVERSES, "rule 4"),
     (
         LAYOUT,
         "if num_experts < 2**15 else p2l",
@@ -59,19 +59,27 @@ MUTATIONS = [
         f"{TEST_LAYOUT}::test_ids_out_of_range_are_no_ids_from_the_end",
     ),
     # layout: the digest
-    (LAYOUT, 'dtype="<i8").tobytes()', 'dtype="<i4").tobytes()', f"{TEST_LAYOUT}::test_digest_is_of_the_stated_bytes"),
+    (
+        LAYOUT,
+        'dtype="<i8").tobytes()',
+        'dtype="<i4").tobytes()',
+        f"{TEST_LAYOUT}::test_digest_is_of_the_stated_bytes",
+        "rule 5",
+    ),
     # layout: what is none
     (
         LAYOUT,
         "p2l.min() < -1 or p2l.max() >= num_experts",
         "p2l.max() >= num_experts",
         f"{TEST_LAYOUT}::test_ids_that_are_no_expert_are_refused",
+        "rule 1",
     ),
     (
         LAYOUT,
         "    if layers and counts.min() == 0:\n",
         "    if False:\n",
         f"{TEST_LAYOUT}::test_a_map_without_one_expert_is_refused",
+        "rule 1",
     ),
     (
         LAYOUT,
@@ -110,6 +118,7 @@ MUTATIONS = [
         "        if len(lost):\n",
         "        if False:\n",
         f"{TEST_LAYOUT}::test_a_rank_with_the_only_slot_of_an_expert_cannot_leave",
+        "rule 1",
     ),
     (
         LAYOUT,
@@ -131,6 +140,7 @@ MUTATIONS = [
         "float(each[known].mean())",
         "float(np.nan_to_num(each).mean())",
         f"{TEST_METRICS}::test_layers_without_load_count_in_no_average",
+        "rule 6",
     ),
     (
         METRICS,
@@ -156,6 +166,7 @@ MUTATIONS = [
         "if load.size and not (load.min() >= 0.0 and load.max() < np.inf):",
         "if load.size and load.min() < 0.0:",
         f"{TEST_ARRAYS}::test_load_that_is_no_count_raises_and_says_where",
+        "rule 6",
     ),
     (
         ARRAYS,

@@ -25,6 +25,7 @@ MUTATIONS = [
         "table[expert] = (*rows, *table[expert])",
         "table[expert] = (rows[0],)",
         f"{TEST_RESOLVER}::test_second_replica_on_the_same_rank_is_loaded",
+        "rule 2",
     ),
     # no range filter
     (
@@ -32,6 +33,7 @@ MUTATIONS = [
         "[start : start + self.layout.slots_per_rank]",
         "[start:]",
         f"{TEST_RESOLVER}::test_slots_of_new_ranks_never_reach_the_shared_row_of_an_old_rank",
+        "rule 3",
     ),
     # shared experts filtered to the rank that owns the slot after the routed ones
     (
@@ -88,6 +90,7 @@ MUTATIONS = [
         "{**part._parameters, **part._buffers, **vars(part)}",
         "{**part._parameters}",
         f"{TEST_STORE}::test_every_kind_of_slot_tensor_is_found",
+        "rule 9",
     ),
     # unknown lengths pass
     (
@@ -151,6 +154,7 @@ MUTATIONS = [
         "held & (~self.written | wrong.any(axis=1))",
         "held & (~self.written | wrong[:, 0])",
         f"{TEST_VERIFY}::test_a_tensor_that_stayed_behind_is_found_and_named",
+        "rule 9",
     ),
     # one slot of several is written
     (
@@ -158,6 +162,7 @@ MUTATIONS = [
         "store.tensor_row(tensor, slot), index) for slot in slots)",
         "store.tensor_row(tensor, slot), index) for slot in slots[:1])",
         f"{TEST_CHECKPOINT}::test_every_slot_gets_its_expert_second_replicas_too",
+        "rule 3",
     ),
     # fused tensors are taken in the order of experts
     (
@@ -200,6 +205,7 @@ MUTATIONS = [
         "if start <= slot < start + layer._num_local_routed]",
         "if start <= slot]",
         f"{TEST_SGLANG}::test_a_loader_is_told_its_own_rank_s_slots_alone",
+        "rule 3",
     ),
     # the plug-in keeps answering from a layout that moves have changed
     (
@@ -207,6 +213,7 @@ MUTATIONS = [
         "known[0] is layout_map and known[1] == version",
         "known[0] is layout_map",
         f"{TEST_SGLANG}::test_a_layout_that_moves_changed_is_read_anew",
+        "rule 4",
     ),
     # the plug-in acts without being asked for
     (
@@ -214,6 +221,7 @@ MUTATIONS = [
         '    if not _hooking.asked_for("sglang"):\n        return\n',
         "",
         f"{TEST_SGLANG}::test_an_installed_plug_in_does_nothing_unless_asked_for",
+        "rule 11",
     ),
     # ids out of range fall back to the engine, which counts from the end
     (

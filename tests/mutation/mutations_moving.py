@@ -118,6 +118,7 @@ MUTATIONS = [
         "copies[row[slot]] > 1):",
         "copies[row[slot]] >= 1):",
         f"{TEST_STEPS}::test_any_capacity_reaches_the_target_through_valid_layouts",
+        "rule 1",
     ),
     # a step needs more staging than there is
     (
@@ -139,6 +140,7 @@ MUTATIONS = [
         "            source[slot] = source[source_slot[slot] % slots]\n",
         "            source[slot] = source_slot[slot] % slots\n",
         f"{TEST_INSTALL}::test_an_install_leaves_every_slot_with_its_expert",
+        "rule 2",
     ),
     # rows of whole tensors stay behind
     (
@@ -146,6 +148,7 @@ MUTATIONS = [
         "if self.stores[0].whole_names:",
         "if not self.stores:",
         f"{TEST_INSTALL}::test_an_install_leaves_every_slot_with_its_expert",
+        "rule 9",
     ),
     # staging is used again while a read that was given up on may write to it
     (
@@ -153,6 +156,7 @@ MUTATIONS = [
         "return not self.transport.poll(ticket).state.is_end",
         "return self.transport.poll(ticket).state is ReadState.PENDING",
         f"{TEST_MIGRATOR}::test_a_rank_that_never_becomes_ready_ends_it_by_the_deadline",
+        "rule 7",
     ),
     # a read that is refused keeps its staging for ever
     (
@@ -230,6 +234,7 @@ MUTATIONS = [
         "        if self._lost or self._stopped:\n            return ()\n",
         "        if self._lost or self._stopped or self.idle:\n            return ()\n",
         f"{TEST_FAULTS}::test_a_pass_makes_one_collective_in_one_order_whatever_happens",
+        "rule 10",
     ),
     # peers with other tensors are taken
     (
@@ -244,6 +249,7 @@ MUTATIONS = [
         "needed = 2 * index if index and run.steps[index - 1].layer == step.layer else 0",
         "needed = 0",
         f"{TEST_STOPS}::test_a_layer_is_not_read_again_before_every_rank_has_installed_it",
+        "rule 7",
     ),
     # ranks that began do not abort
     (
@@ -272,6 +278,7 @@ MUTATIONS = [
         "        if self._tables is not None:\n",
         "        if self._tables is None:\n",
         f"{TEST_MIGRATOR}::test_rows_that_change_are_installed_one_a_pass_in_order",
+        "rule 4",
     ),
     # no deadline
     (
@@ -353,6 +360,7 @@ MUTATIONS = [
         "        if failures:\n            if trouble is None:",
         "        if failures and trouble:\n            if trouble is None:",
         f"{TEST_MOVER}::test_a_read_that_fails_ends_the_move_on_every_rank_between_two_layers",
+        "rule 7",
     ),
     # the largest word instead of the smallest
     (
@@ -395,6 +403,7 @@ MUTATIONS = [
         "    if len(bad):\n",
         "    if len(bad) > 1000:\n",
         f"{TEST_MIGRATOR}::test_bytes_that_were_torn_on_the_way_are_not_installed",
+        "rule 7",
     ),
     # copies on ranks that are gone count on the way
     (
@@ -416,6 +425,7 @@ MUTATIONS = [
         "            self._post()\n",
         "            pass\n        self._post()\n",
         f"{TEST_MIGRATOR}::test_a_callback_that_raises_leaves_the_rank_in_step_with_the_others",
+        "rule 10",
     ),
     # the number of steps is this rank's own
     (
@@ -423,6 +433,7 @@ MUTATIONS = [
         "return len(self.steps) if self.phase == _words.MOVING else 0",
         "return len(self.steps)",
         f"{TEST_MIGRATOR}::test_the_number_of_steps_is_the_same_on_a_rank_that_has_no_plan",
+        "rule 5",
     ),
     # what a pause installs is not known to `rejoin`
     (
@@ -458,6 +469,7 @@ MUTATIONS = [
         "        keep_while_written(puller)\n",
         "        pass\n",
         f"{TEST_MOVER}::test_staging_outlives_a_move_whose_agreement_failed_while_a_read_may_still_write",
+        "rule 7",
     ),
     # batches are as large as they come
     (

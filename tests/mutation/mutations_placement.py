@@ -40,6 +40,7 @@ MUTATIONS = [
         "while j > 0 and load[order[j - 1]] < load[e]:",
         "while j > 0 and load[order[j - 1]] <= load[e]:",
         f"{TEST_KERNELS}::test_experts_are_ordered_as_sorted_orders_them",
+        "rule 5",
     ),
     (
         KERNELS,
@@ -69,6 +70,7 @@ MUTATIONS = [
         "chosen[k] = r\n                _replay(tree, leaves + r, _FULL)\n",
         "chosen[k] = r\n                _replay(tree, leaves + r, key[r] if used + 1 < cap[r] else _FULL)\n",
         PACKING,
+        "rule 2",
     ),
     # packing: loads do not count
     (
@@ -135,7 +137,7 @@ MUTATIONS = [
         f"{TEST_REFINE}::test_the_queue_is_in_order_after_every_exchange",
     ),
     # search: a second replica on a rank; the last one at home leaves
-    (REFINE, "return count[e] == 1 or not holds(expert, to, stride, e)", "return True", BOOKS),
+    (REFINE, "return count[e] == 1 or not holds(expert, to, stride, e)", "return True", BOOKS, "rule 2"),
     (
         REFINE,
         "    if pinned and home[e] == node[source] and node[to] != node[source] and home_count[e] < 2:\n",
@@ -150,6 +152,7 @@ MUTATIONS = [
         "        if count[f] < 2 or (home[f] == node[full] and home_count[f] < 2):\n",
         "        if home[f] == node[full] and home_count[f] < 2:\n",
         BOOKS,
+        "rule 1",
     ),
     # search: the first try stays, however bad
     (REFINE, "            _restore(num_experts, cap, stride, scratch)\n", "            pass\n", BOOKS),
@@ -166,9 +169,10 @@ MUTATIONS = [
         "g = scratch.ints[ORDER, _draw(num_experts, work)]",
         "g = _draw(num_experts, work)",
         f"{TEST_PROPERTIES}::test_relabelled_experts_relabel_the_answer",
+        "rule 5",
     ),
     # search: another generator
-    (REFINE, "48271", "16807", f"{TEST_REFINE}::test_random_numbers_are_lehmers"),
+    (REFINE, "48271", "16807", f"{TEST_REFINE}::test_random_numbers_are_lehmers", "rule 5"),
     # blocks: ranks that are out take part
     (SOLVE, "if capacity[r] > 0 and node in (-1, rank_to_node[r]):", "if node in (-1, rank_to_node[r]):", COVER),
     # blocks: experts of other groups take part
@@ -255,6 +259,7 @@ MUTATIONS = [
         "            known = known or (k < s and new[layer, start + k] == e)\n",
         "",
         f"{TEST_RELABEL}::test_repeats_are_placed_one_by_one_and_received_once",
+        "rule 2",
     ),
     # renaming: a slot beyond the rank's capacity is kept
     (
@@ -269,6 +274,7 @@ MUTATIONS = [
         "            p2l[np.ix_(skip, open_slots)] = np.arange(open_slots.sum()) % experts\n",
         "            p2l[np.ix_(skip, open_slots)] = np.arange(open_slots.sum()) // 2 % experts\n",
         f"{TEST_PLACE}::test_layers_without_load_get_the_trivial_spread_and_no_balancedness",
+        "rule 6",
     ),
     (
         PROBLEM,
@@ -289,6 +295,7 @@ MUTATIONS = [
         "    if live < experts:\n",
         "    if False:\n",
         f"{TEST_PLACE}::test_too_few_live_slots_raise_with_the_numbers",
+        "rule 1",
     ),
     (PROBLEM, "    if experts % groups:\n", "    if False:\n", REFUSALS),
     (PROBLEM, "    if fit.sum() < groups:\n", "    if False:\n", REFUSALS),
@@ -299,5 +306,21 @@ MUTATIONS = [
         "            others = others or (row[a] == e and a != p)\n",
         "            others = others or row[a] == e\n",
         f"{TEST_PLACE}::test_a_search_that_its_budget_ended_loses_no_expert",
+    ),
+    # place: draws from the global random state
+    (
+        PLACE,
+        "    topology = problem.topology\n    solve_layers(",
+        "    topology = problem.topology\n    np.random.random()\n    solve_layers(",
+        "tests/placement/test_same_bytes.py::test_the_global_random_state_is_neither_read_nor_advanced",
+        "rule 5",
+    ),
+    # an engine's names in the core
+    (
+        PLACE,
+        "from eplb_core.topology import Topology\n",
+        "from eplb_core.adapters.vllm_policy import Options\nfrom eplb_core.topology import Topology\n",
+        "tests/test_api.py::test_imports_go_one_way",
+        "rule 11",
     ),
 ]

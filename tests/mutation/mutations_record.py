@@ -33,6 +33,7 @@ MUTATIONS = [
         'self._set(dirty=f"{move} was pending when the engine left")',
         "pass",
         f"{TEST_RECORD}::test_an_engine_that_leaves_during_its_move_leaves_a_dirty_record",
+        "rule 7",
     ),
     # anybody's leaving ends the move
     (
@@ -359,6 +360,7 @@ MUTATIONS = [
         "if max(each.waited for each in found) < deadline:",
         "if min(each.waited for each in found) < deadline:",
         f"{TEST_AGREE}::test_ranks_fail_together",
+        "rule 5",
     ),
     # versions are not compared
     (
@@ -642,6 +644,7 @@ MUTATIONS = [
         "self._tables.install(layout, layers=list(rows))",
         "pass",
         f"{TEST_FOLLOW}::test_a_standby_switches_with_the_engine_that_moves_and_takes_over",
+        "rule 4",
     ),
     # the next move begins from a version that the follower has left
     (

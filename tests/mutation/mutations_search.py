@@ -33,6 +33,7 @@ MUTATIONS = [
         "pay[j] = fetch[e, others[j]] - fetch[e, full] if holds[e, others[j]] == 0 else NEVER",
         "pay[j] = fetch[e, others[j]] - fetch[e, full]",
         f"{TESTS}::test_budgets_hold_where_there_is_much_to_do",
+        "rule 2",
     ),
     # exchange: the other expert's transfer is free
     (
@@ -44,7 +45,7 @@ MUTATIONS = [
     # exchange: the other rank's pace is this one's
     (EXCHANGE, "y = other_time[t, j] + change * other_pace[j]", "y = other_time[t, j] + change * my_pace", STEP),
     # gift: a last replica is given away
-    (GIFT, "f >= 0 and count[f] > 1 and", "f >= 0 and count[f] > 0 and", END),
+    (GIFT, "f >= 0 and count[f] > 1 and", "f >= 0 and count[f] > 0 and", END, "rule 1"),
     # gift: beyond what a rank may fill
     (GIFT, "(f < 0 and work.filled[r] < capacity[r])", "(f < 0)", END),
     # gift: what the other holders take on is forgotten

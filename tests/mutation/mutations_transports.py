@@ -146,6 +146,7 @@ MUTATIONS = [
         '        if ticket.fault == "late" and not ticket.given_up:\n',
         "        if False:\n",
         f"{T_FAULTY}::test_a_late_read_writes_between_abandoned_and_drained",
+        "rule 7",
     ),
     (
         FAULTY,

@@ -1,7 +1,8 @@
 """Every rule has a test that notices when it is broken.
 
-Each `mutations_*.py` beside this file lists changes as (file, text before, text after, test that must fail). Always
-checked: that the text before stands in its file once and that the test exists. `make mutants` makes each change in a
+Each `mutations_*.py` beside this file lists changes as (file, text before, text after, test that must fail), and after
+these "rule N" where the change breaks one of the rules that always hold (docs/architecture.md). Always checked: that
+the text before stands in its file once and that the test exists. `make mutants` makes each change in a
 copy of the checkout and runs its test there, which must fail; that takes too long for every run.
 
 A list with `INTERPRETED = True` is tried without compilation: its kernels are plain Python, and nothing is compiled
@@ -41,7 +42,7 @@ def mutations() -> Iterator[tuple[str, Mutation]]:
         lists = runpy.run_path(str(path))
         for number, change in enumerate(lists["MUTATIONS"]):
             name = f"{path.stem.removeprefix('mutations_')}-{number}"
-            file, before, after, test = change
+            file, before, after, test, *_ = change
             yield name, Mutation(file, before, after, test, bool(lists.get("INTERPRETED", False)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -184,7 +185,8 @@ def runtime() -> Runtime:
 
 
 def _library(part: str, names: tuple[str, ...]) -> ctypes.CDLL:
-    loaded = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if part in line]
+    maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
+    loaded = [line.split()[-1] for line in maps.splitlines() if part in line]
     errors = []
     for name in (*loaded[:1], *names):
         try:

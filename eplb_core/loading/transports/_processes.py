@@ -13,7 +13,7 @@ from pathlib import Path
 
 def host() -> str:
     """Equal for processes that see each other by number: one host, one pid namespace."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+    return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip() + " " + os.readlink("/proc/self/ns/pid")
 
 
 def started(pid: int) -> int:

@@ -230,7 +230,7 @@ class _Mapping(NamedTuple):
 def _shared_mappings() -> list[_Mapping]:
     """This process's mappings of files that other mappings share, by address."""
     found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines():
         span, mode, offset, device, inode, *path = line.split(maxsplit=5)
         if mode[3] == "s" and inode != "0":
             start, end = (int(part, 16) for part in span.split("-"))

@@ -1,0 +1,41 @@
+"""What SGLang's functions look up beside their arguments, and what the environment has asked the plug-in for."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+options: dict[str, Any] = {}
+"""Of `EPLB_CORE_OPTIONS`, by name."""
+registered: list[str] = []
+"""Functions of SGLang that the plug-in has asked to change."""
+bypassed: ContextVar[bool] = ContextVar("bypassed", default=False)
+"""While it is set, placement is SGLang's own: ranks have not agreed on ours."""
+
+
+class Context(NamedTuple):
+    """Of the process that asks."""
+
+    narrows: bool
+    """Ranks dispatch their own tokens, so that each narrows its lists."""
+    prefer_same_node: bool
+    num_nodes: int
+
+
+def context() -> Context:  # pragma: no cover  needs SGLang: tests/engines
+    """As the engine has it now."""
+    from sglang.srt.eplb import expert_location
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    return Context(
+        get_exec().moe.moe_a2a_backend != "none",
+        expert_location._prefer_same_node_experts(),
+        get_parallel().nnodes,
+    )
+
+
+def live_metadata() -> Any:  # pragma: no cover  as above
+    """The metadata in use, or None."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    return get_global_expert_location_metadata()
