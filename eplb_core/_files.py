@@ -42,7 +42,8 @@ def bad_file(path: PathLike, expected: str, found: str, mend: str) -> FileFormat
 
 def plain(text: object, width: int = 240) -> str:
     """Cut to one short line without control characters: what a file says may reach a terminal."""
-    line = "".join(c if c.isprintable() else " " for c in str(text))
+    head = str(text)[: width + 1]  # a file may say very much
+    line = "".join(c if c.isprintable() else " " for c in head)
     return line if len(line) <= width else line[: width - 4] + " ..."
 
 

@@ -141,7 +141,7 @@ def _opened(path: Path) -> Iterator[Any]:
         file = safe_open(path, framework="pt", device="cpu")
     except FileFormatError:
         raise
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:  # no file can have such a name
         raise FileFormatError(
             f"shard {path.name} is no whole safetensors file: {error}; fetch it again", path=str(path)
         ) from error

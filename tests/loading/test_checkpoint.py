@@ -468,3 +468,10 @@ def test_a_pipe_in_place_of_a_shard_is_not_waited_for(tmp_path: Path, name: str)
     os.mkfifo(tmp_path / name)
     with pytest.raises(FileFormatError, match=f"{name}: expected a file, found a device or pipe"):
         read_headers(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["\\ud800", "a\\u0000b"])
+def test_a_shard_s_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{name}"}}}}')
+    with pytest.raises(FileFormatError, match="is no whole safetensors file"):
+        read_headers(tmp_path)

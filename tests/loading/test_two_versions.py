@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
+import eplb_core
 from eplb_core import ExpertLayout, LayoutAgreementError, MigrationError, Topology
-from eplb_core.loading import _joining, agree
+from eplb_core.loading import agree
 from eplb_core.loading._joining import Hello, check_hellos, decode, encode, facts_of
 from tests.loading.worlds import stores_of
 
@@ -21,7 +22,7 @@ def hello(rank: int, **changed: object) -> Hello:
 
 
 def test_the_version_is_told() -> None:
-    assert hello(0).facts["version of eplb_core"] == _joining.__version__ != ""
+    assert hello(0).facts["version of eplb_core"] == eplb_core.__version__ != ""
 
 
 def test_another_version_with_the_same_words_is_refused_on_both_ranks() -> None:
@@ -46,7 +47,7 @@ def test_another_version_with_the_same_words_is_refused_on_both_ranks() -> None:
 def test_another_version_with_other_words_is_refused(head: bytes) -> None:
     with pytest.raises(MigrationError, match=r"does not understand .*; install one version of eplb_core on all ranks"):
         decode(len(head).to_bytes(8, "little") + head + bytes(8))
-    with pytest.raises(MigrationError, match=f"eplb_core {_joining.__version__} does not understand"):
+    with pytest.raises(MigrationError, match=f"eplb_core {eplb_core.__version__} does not understand"):
         decode(head)
 
 
