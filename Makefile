@@ -38,8 +38,10 @@ test-bounds: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m pytest -m mutation tests/mutation
 
-# 100,000 messages of Hypothesis to the server of layout records, and 10,000 schedules of engines and crashes.
+# Broken files and command lines, 100,000 messages of Hypothesis to the server of layout records, and 10,000 schedules
+# of engines and crashes.
 fuzz: $(READY)
+	$(BIN)/python -m benchmarks.fuzz_files
 	$(BIN)/python -m benchmarks.fuzz_record
 	$(BIN)/python -m benchmarks.schedules
 

@@ -14,20 +14,32 @@ ArrayLike: TypeAlias = npt.ArrayLike
 A = TypeVar("A", bound=npt.NDArray[Any])
 
 
-def to_numpy(value: object) -> npt.NDArray[Any]:
-    """View `value` as a numpy array; a CUDA tensor costs one copy to the host."""
-    if hasattr(value, "detach"):
-        tensor: Any = value
-        tensor = tensor.detach().cpu()
-        if str(tensor.dtype) == "torch.bfloat16":
-            tensor = tensor.float()
-        value = tensor.numpy()
-    return np.asarray(value)
+def to_numpy(value: object, name: str) -> npt.NDArray[Any]:
+    """View `value`, which the caller calls `name`, as a numpy array; a CUDA tensor costs one copy to the host."""
+    try:
+        if hasattr(value, "detach"):
+            tensor: Any = value
+            tensor = tensor.detach().cpu()
+            if str(tensor.dtype) == "torch.bfloat16":
+                tensor = tensor.float()
+            value = tensor.numpy()
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # ragged lists, sparse tensors
+        kind = ValueError if isinstance(error, (ValueError, OverflowError)) else TypeError
+        raise kind(f"`{name}` ({type(value).__name__}) must be one array with rows of equal length: {error}") from error
+
+
+def to_reals(value: object, name: str) -> FloatArray:
+    """As float64, a view where it is that; text, complex numbers and objects are refused."""
+    array = to_numpy(value, name)
+    if array.dtype.kind not in "iufb":
+        raise TypeError(f"`{name}` (dtype {array.dtype}) must be integers or floats")
+    return np.asarray(array, dtype=np.float64)
 
 
 def to_ids(value: object, name: str) -> IntArray:
     """Copy ids into a C-ordered int64 array; refuses what cannot tell -1 from an id."""
-    array = to_numpy(value)
+    array = to_numpy(value, name)
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)  # an empty list has no dtype of its own
     if not np.issubdtype(array.dtype, np.signedinteger):
@@ -51,7 +63,7 @@ def check_load(value: object, name: str, ndims: tuple[int, ...]) -> FloatArray:
         name: How the caller calls it, for messages.
         ndims: The numbers of dimensions that are allowed.
     """
-    array = to_numpy(value)
+    array = to_numpy(value, name)
     if array.ndim not in ndims:
         shapes = " or ".join({1: "[E]", 2: "[L, E]", 3: "[T, L, E]"}[n] for n in ndims)
         raise ValueError(f"`{name}` (shape {list(array.shape)}) must be {shapes}")

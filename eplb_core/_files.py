@@ -42,7 +42,8 @@ def bad_file(path: PathLike, expected: str, found: str, mend: str) -> FileFormat
 
 def plain(text: object, width: int = 240) -> str:
     """Cut to one short line without control characters: what a file says may reach a terminal."""
-    line = "".join(c if c.isprintable() else " " for c in str(text))
+    head = str(text)[: width + 1]  # a file may say very much
+    line = "".join(c if c.isprintable() else " " for c in head)
     return line if len(line) <= width else line[: width - 4] + " ..."
 
 
@@ -192,7 +193,7 @@ def tensor_array(path: PathLike, value: object, name: str) -> AnyArray:
         if hasattr(value, "detach"):
             tensor: Any = value
             _check_shape(name, tensor.shape, tensor.element_size())
-            array = to_numpy(tensor)
+            array = to_numpy(tensor, name)
         else:
             array = np.asarray(value)
         if array.dtype.kind not in "iuf":

@@ -15,6 +15,9 @@ from eplb_core._arrays import ArrayLike, IntArray, check_int, read_only, to_ids,
 from eplb_core.errors import LayoutError, MissingExpertError
 from eplb_core.topology import Topology
 
+MAX_SLOTS = 1 << 24
+"""Far above any deployment: a number beyond it is a mistake, and would take memory before anything could say so."""
+
 
 class LayoutDiff(NamedTuple):
     """Slots whose expert changes, in order of layer and slot; all arrays int64 `[n]`."""
@@ -362,6 +365,8 @@ def check_num_slots(num_slots: int, num_experts: int) -> int:
         raise ValueError(
             f"`num_slots` (={slots}) must be at least `num_experts` (={num_experts}); use {num_experts} or more"
         )
+    if slots > MAX_SLOTS:
+        raise ValueError(f"`num_slots` (={slots}) must be at most {MAX_SLOTS}")
     return slots
 
 
@@ -384,7 +389,7 @@ def min_redundant(num_experts: int, num_ranks: int) -> int:
 
 def layer_rows(layers: ArrayLike, num_layers: int) -> IntArray:
     """Rows from ints in `[0, L)` or bools `[L]`, as int64 `[n]` in the order given."""
-    array = to_numpy(layers)
+    array = to_numpy(layers, "layers")
     if array.dtype == np.bool_:
         if array.shape != (num_layers,):
             raise ValueError(f"`layers` (shape {list(array.shape)}) must be bools [{num_layers}] or ints")
@@ -438,6 +443,13 @@ def check_map(p2l: IntArray, num_experts: int, topology: Topology) -> None:
             f"at layer {layer}, slot {slot}{f'; {len(bad) - 1} more' if len(bad) > 1 else ''}; -1 marks an empty slot",
             layer=layer,
             slot=slot,
+        )
+    if num_experts > slots and layers * num_experts > MAX_SLOTS:  # before anything as long as E is allocated
+        absent = int(np.argmin(np.isin(np.arange(slots + 1), p2l[0])))
+        raise MissingExpertError(
+            f"expert {absent} has no slot at layer 0: `num_experts` (={num_experts}) must be at most the {slots} slots",
+            layer=0,
+            expert=absent,
         )
     counts = count_replicas(p2l, num_experts)
     if layers and counts.min() == 0:

@@ -156,7 +156,7 @@ def layout_of_map(
     """A layout from a map that a file has, or FileFormatError with the layer and slot at fault."""
     if topology is None:
         raise bad_file(path, "a file that says its ranks", f"format {format}", "give the topology (--ranks, --nodes)")
-    array = to_numpy(p2l)
+    array = to_numpy(p2l, _MAP)
     with reading(path, "a valid layout", "mend the file, or the number of ranks or experts given for it"):
         if array.dtype.kind == "u":
             raise TypeError(f"the map is {array.dtype}, which cannot hold -1")

@@ -42,7 +42,7 @@ def count_topk(topk_ids: ArrayLike, num_experts: int, *, num_tokens: int | None 
         array([1, 1, 2, 0])
     """
     experts = check_int(num_experts, "num_experts", 1)
-    source = to_numpy(topk_ids)
+    source = to_numpy(topk_ids, "topk_ids")
     if source.dtype.kind == "i" and np.iinfo(source.dtype).max < experts - 1:
         raise TypeError(
             f"`topk_ids` (dtype {source.dtype}) must hold ids up to {experts - 1} and -1; use a wider dtype"
@@ -105,7 +105,7 @@ def fold_slots(slot_counts: ArrayLike, physical_to_logical_map: ArrayLike, num_e
 
 def check_counts(value: ArrayLike, name: str) -> IntArray:
     """Integers, 0 or more, as int64."""
-    array = to_numpy(value)
+    array = to_numpy(value, name)
     if array.dtype.kind not in "iu":
         raise TypeError(f"`{name}` (dtype {array.dtype}) must be integers")
     if array.size and (array.min() < 0 or int(array.max()) > _TOP):
@@ -197,7 +197,7 @@ def check_trace(load: ArrayLike, *, top_k: int | None = None) -> tuple[TraceFaul
         >>> [fault.kind for fault in check_trace([[9, 9, 0, 0, 0, 0, 0, 0], [1, 0, 3, 4, 1, 1, 2, 5]], top_k=2)]
         ['first_experts']
     """
-    array = to_numpy(load)
+    array = to_numpy(load, "load")
     if array.ndim not in (2, 3) or array.dtype.kind not in "iufb":
         raise ValueError(f"`load` (shape {list(array.shape)}, dtype {array.dtype}) must be numbers [L, E] or [T, L, E]")
     windows = (array[None] if array.ndim == 2 else array).astype(np.float64)

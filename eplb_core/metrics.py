@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_load, to_numpy
+from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_load, to_reals
 from eplb_core.layout import ExpertLayout
 
 
@@ -43,7 +43,7 @@ def rank_load(layout: ExpertLayout, expert_load: ArrayLike, *, shares: ArrayLike
     if shares is None:
         fraction = even_shares(layout)
     else:
-        fraction = np.asarray(to_numpy(shares), dtype=np.float64)
+        fraction = to_reals(shares, "shares")
         if fraction.shape[-2:] != (layers, slots) or fraction.ndim > load.ndim:
             raise ValueError(f"`shares` (shape {list(fraction.shape)}) must be [{layers}, {slots}], a fraction a slot")
         fraction = np.where(p2l >= 0, fraction, 0.0)
@@ -106,7 +106,7 @@ def total_balancedness(rank_load: ArrayLike) -> float:
 
 def check_rank_load(value: ArrayLike) -> FloatArray:
     """`[..., R]` as float64, finite and not negative, one rank or more."""
-    load = np.asarray(to_numpy(value), dtype=np.float64)
+    load = to_reals(value, "rank_load")
     if load.ndim == 0 or load.shape[-1] == 0:
         raise ValueError(f"`rank_load` (shape {list(load.shape)}) must be [..., R] with one rank or more")
     bad = ~((load >= 0) & (load < np.inf))

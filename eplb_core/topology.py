@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, read_only, to_ids, to_numpy
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, read_only, to_ids, to_reals
+
+MAX_RANKS = 1 << 20
+"""Far above any deployment: a number beyond it is a mistake, and would take memory before anything could say so."""
 
 
 class Topology:
@@ -51,6 +54,8 @@ class Topology:
             if num_ranks is None:
                 raise TypeError("give `num_ranks` or `rank_to_node`")
             ranks = check_int(num_ranks, "num_ranks", 1)
+            if ranks > MAX_RANKS:
+                raise ValueError(f"`num_ranks` (={ranks}) must be at most {MAX_RANKS}")
             nodes = check_int(1 if num_nodes is None else num_nodes, "num_nodes", 1)
             if ranks % nodes:
                 raise ValueError(
@@ -63,6 +68,8 @@ class Topology:
             if node_of.ndim != 1 or node_of.size == 0:
                 raise ValueError(f"`rank_to_node` (shape {list(node_of.shape)}) must be [R] with one rank or more")
             ranks, nodes = node_of.size, int(node_of.max()) + 1
+            if nodes > MAX_RANKS:
+                raise ValueError(f"`rank_to_node` (={nodes - 1}) must be below {MAX_RANKS} at rank {node_of.argmax()}")
             present = np.zeros(max(nodes, 1), dtype=bool)
             present[node_of[node_of >= 0]] = True
             if node_of.min() < 0 or not present.all():
@@ -79,7 +86,7 @@ class Topology:
                 raise ValueError(f"`num_ranks` (={num_ranks}) and `rank_to_node` ({ranks} ranks) disagree; give one")
             if num_nodes is not None and num_nodes != nodes:
                 raise ValueError(f"`num_nodes` (={num_nodes}) and `rank_to_node` ({nodes} nodes) disagree; give one")
-        speed = np.ones(ranks) if rank_speed is None else np.array(to_numpy(rank_speed), dtype=np.float64)
+        speed = np.ones(ranks) if rank_speed is None else np.array(to_reals(rank_speed, "rank_speed"))
         if speed.shape != (ranks,):
             raise ValueError(f"`rank_speed` (shape {list(speed.shape)}) must be [{ranks}], one speed a rank")
         bad = ~((speed > 0) & (speed < np.inf))

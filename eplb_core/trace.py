@@ -95,7 +95,7 @@ class Trace:
 
 def check_trace_load(value: ArrayLike) -> IntArray | FloatArray:
     """`[T, L, E]` as a new int64 array for integers and float64 for floats; `[L, E]` becomes one window."""
-    array = to_numpy(value)
+    array = to_numpy(value, "load")
     checked = check_load(array, "load", (2, 3))
     load: IntArray | FloatArray = check_counts(array, "load") if array.dtype.kind in "iu" else checked.copy()
     if load.shape[-1] == 0:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_core._arrays import add_up, check_int, check_load, check_real, read_only, to_ids, to_numpy
+from eplb_core._arrays import add_up, check_int, check_load, check_real, read_only, to_ids, to_numpy, to_reals
 
 
 def test_tensors_arrays_and_lists_give_the_same_values() -> None:
     for value in ([[1, 2]], np.array([[1, 2]]), torch.tensor([[1, 2]]), torch.tensor([[1, 2]], dtype=torch.int32)):
-        assert to_numpy(value).tolist() == [[1, 2]]
-    assert to_numpy(torch.tensor([1.5], dtype=torch.bfloat16)).tolist() == [1.5]
-    assert to_numpy(torch.tensor([1.5], requires_grad=True)).tolist() == [1.5]
+        assert to_numpy(value, "x").tolist() == [[1, 2]]
+    assert to_numpy(torch.tensor([1.5], dtype=torch.bfloat16), "x").tolist() == [1.5]
+    assert to_numpy(torch.tensor([1.5], requires_grad=True), "x").tolist() == [1.5]
 
 
 def test_ids_are_copied_and_signed() -> None:
@@ -117,3 +117,23 @@ def test_windows_are_added_up_as_integers_where_those_hold_the_sum() -> None:
     assert add_up(np.full((4, 1, 2), 2**62)).tolist() == [[2.0**64] * 2]
     assert add_up(np.full((3, 1, 2), 0.5)).tolist() == [[1.5] * 2]
     assert add_up(np.zeros((0, 1, 2), dtype=np.int64)).tolist() == [[0] * 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ([[1], [2, 3]], ValueError, r"`x` \(list\) must be one array with rows of equal length: .*inhomogeneous"),
+        (torch.eye(2).to_sparse(), TypeError, r"`x` \(Tensor\) must be one array"),
+        (torch.empty(2, device="meta"), TypeError, r"`x` \(Tensor\) must be one array"),
+    ],
+)
+def test_what_is_no_array_is_named(value: Any, error: type[Exception], message: str) -> None:
+    for check in (to_numpy, to_ids, to_reals, lambda given, name: check_load(given, name, (2,))):
+        with pytest.raises(error, match=message):
+            check(value, "x")
+
+
+@pytest.mark.parametrize("value", ["text", ["a"], None, [None], 1j, {}, np.array(["2020"], dtype="M8[Y]"), b"x"])
+def test_what_are_no_numbers_are_named_with_their_dtype(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"`x` \(dtype .*\) must be integers or floats"):
+        to_reals(value, "x")

@@ -326,3 +326,10 @@ def test_a_rank_with_the_only_slot_of_an_expert_cannot_leave() -> None:
 def test_ranks_that_are_none_are_refused(ranks: list[int], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         ExpertLayout([[0, 1, 1, 0]], 2, topology=TWO).resized(TWO, ranks)
+
+
+def test_more_experts_than_slots_are_refused_before_anything_that_long_is_allocated() -> None:
+    with pytest.raises(MissingExpertError, match=r"expert 2 has no slot at layer 0: `num_experts` \(=10+\) must be at"):
+        ExpertLayout([[0, 1]], 10**12, topology=Topology(2))
+    with pytest.raises(ValueError, match=r"`num_slots` \(=1000000000000\) must be at most 16777216"):
+        ExpertLayout.trivial(1, 2, num_slots=10**12, topology=Topology(2))

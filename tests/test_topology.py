@@ -78,6 +78,20 @@ def test_text_names_ranks_nodes_and_unequal_speeds() -> None:
         ({"num_ranks": True}, TypeError, r"`num_ranks` \(=True\) must be an integer"),
         ({"num_ranks": 4.0}, TypeError, r"`num_ranks` \(=4.0\) must be an integer"),
         ({"num_ranks": 4, "num_nodes": 0}, ValueError, r"`num_nodes` \(=0\) must be at least 1"),
+        # Refused before anything that long is allocated.
+        ({"num_ranks": 10**12}, ValueError, r"`num_ranks` \(=1000000000000\) must be at most 1048576"),
+        (
+            {"rank_to_node": [0, 10**12]},
+            ValueError,
+            r"`rank_to_node` \(=1000000000000\) must be below 1048576 at rank 1",
+        ),
+        (
+            {"num_ranks": 2, "rank_speed": ["a", "b"]},
+            TypeError,
+            r"`rank_speed` \(dtype <U1\) must be integers or floats",
+        ),
+        ({"num_ranks": 2, "rank_speed": [1j, 2]}, TypeError, r"`rank_speed` \(dtype complex128\) must be integers or"),
+        ({"num_ranks": 2, "rank_speed": [[1], 2]}, ValueError, r"`rank_speed` \(list\) must be one array with rows of"),
         # A4: a bare assertion elsewhere.
         ({"num_ranks": 3, "num_nodes": 2}, ValueError, r"`num_nodes` \(=2\) must divide `num_ranks` \(=3\)"),
         ({"rank_to_node": []}, ValueError, r"`rank_to_node` \(shape \[0\]\) must be \[R\] with one rank or more"),

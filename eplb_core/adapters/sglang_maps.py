@@ -48,7 +48,7 @@ def rebalance(
         `physical_to_logical_map` int64 `[L, P]`, `logical_to_all_physical_map` `[L, E, K]`, and the number of slots of
         each expert `[L, E]`; on the CPU. A layer without load keeps its row.
     """
-    counts = to_numpy(tokens_per_expert)
+    counts = to_numpy(tokens_per_expert, "tokens_per_expert")
     topology = Topology(num_physical_experts // num_local_physical_experts, num_nodes)
     windows = _windows(counts)
     grouped = num_groups is not None and num_nodes > 1

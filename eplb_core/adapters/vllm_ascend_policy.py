@@ -46,7 +46,7 @@ class EplbCorePolicy:
             ValueError: The shapes do not fit, or a count is negative.
         """
         table = to_ids(current_expert_table, "current_expert_table")
-        counts = to_numpy(expert_workload)
+        counts = to_numpy(expert_workload, "expert_workload")
         if table.ndim != 3 or counts.shape[-3:] != table.shape or counts.ndim not in (3, 4):
             raise ValueError(
                 f"`expert_workload` (shape {list(counts.shape)}) must be [L, R, S] or [T, L, R, S] like "

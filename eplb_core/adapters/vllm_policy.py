@@ -72,7 +72,7 @@ def rebalance(
     if options.mode == "deepseek":
         answer = rebalance_experts(torch.as_tensor(weight), num_replicas, num_groups, num_nodes, num_ranks)[0].numpy()
         return torch.from_numpy(answer if live is None else preserve_intragpu_slots(answer, num_ranks, live))
-    load = to_numpy(weight)
+    load = to_numpy(weight, "weight")
     topology = _topology(num_ranks, num_nodes)
     stride = num_replicas // num_ranks
     current = None if live is None else _live_layout(live, load, topology, stride)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, read_only, to_numpy
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, read_only, to_numpy, to_reals
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch._kernels import group_slots
 from eplb_core.layout import ExpertLayout
@@ -52,11 +52,11 @@ def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = No
     """
     ranks, layers, experts = layout.topology.num_ranks, layout.num_layers, layout.num_experts
     table = np.empty((ranks, layers, experts), dtype=np.int64)
-    by_source = expert_load is not None and to_numpy(expert_load).ndim == 3
+    by_source = expert_load is not None and to_numpy(expert_load, "expert_load").ndim == 3
     if expert_load is None:
         load = np.ones((1, layers, experts))
     elif by_source:
-        load = _check_source_load(to_numpy(expert_load), (ranks, layers, experts))
+        load = _check_source_load(to_numpy(expert_load, "expert_load"), (ranks, layers, experts))
     else:
         load = check_load(expert_load, "expert_load", (2,))[None]
         if load.shape[1:] != (layers, experts):
@@ -160,7 +160,7 @@ def check_shares(layout: ExpertLayout, shares: ArrayLike | None) -> FloatArray:
     p2l, experts = layout.physical_to_logical_map, layout.num_experts
     held = p2l >= 0
     expert_of = np.maximum(p2l, 0)
-    array = np.asarray(to_numpy(shares), dtype=np.float64)
+    array = to_reals(shares, "shares")
     if array.shape != p2l.shape:
         raise ValueError(f"`shares` (shape {list(array.shape)}) must be {list(p2l.shape)}, a fraction a slot")
     bad = held & ~((array >= 0.0) & (array <= 1.0 + 1e-6))

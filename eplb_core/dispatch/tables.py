@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, read_only, to_ids, to_numpy
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, read_only, to_ids, to_reals
 from eplb_core.dispatch import _rows, even, static
 from eplb_core.dispatch._host import GOLDEN, MASK, TAG
 from eplb_core.dispatch.counter import LoadCounter
@@ -326,7 +326,7 @@ class DispatchTables:
                 f"`shares` cannot be kept by mode {self.mode!r}; use 'weighted', or `repeated_dispatch_table`"
             )
         # Read-only like the equal ones, whoever owns them: kernels are compiled for one kind of array.
-        fractions: FloatArray = read_only(np.require(to_numpy(shares), np.float64, ["C", "A"]).view())
+        fractions: FloatArray = read_only(np.require(to_reals(shares, "shares"), np.float64, ["C", "A"]).view())
         if fractions.shape != p2l.shape:
             raise ValueError(f"`shares` (shape {list(fractions.shape)}) must be {list(p2l.shape)}, a fraction a slot")
         return fractions

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eplb_core import __version__
 from eplb_core._arrays import IntArray, check_int
 from eplb_core.errors import MigrationError
 from eplb_core.layout import ExpertLayout
@@ -83,6 +84,7 @@ def facts_of(stores: Sequence[ExpertStore], layout: ExpertLayout) -> dict[str, A
     first = stores[0]
     return {
         "format": _FORMAT,
+        "version of eplb_core": __version__,  # another one may take the same steps in another order
         "experts": layout.num_experts,
         "layers, slots": list(layout.physical_to_logical_map.shape),
         "nodes of the ranks": layout.topology.rank_to_node.tolist(),
@@ -108,13 +110,25 @@ def encode(hello: Hello, failure: str) -> bytes:
 
 
 def decode(blob: bytes) -> tuple[Hello, str]:
-    """What another rank encoded."""
-    end = 8 + int.from_bytes(blob[:8], "little")
-    head = json.loads(blob[8:end])
-    shape = head["places"]
-    size = 8 * int(np.prod(shape))
-    places = np.frombuffer(blob[end : end + size], dtype="<i8").astype(np.int64).reshape(shape)
-    return Hello(head["rank"], head["facts"], head["capacity"], places, blob[end + size :]), head["failure"]
+    """What another rank encoded.
+
+    Raises:
+        MigrationError: It speaks otherwise: it runs another version of this library.
+    """
+    try:
+        end = 8 + int.from_bytes(blob[:8], "little")
+        head = json.loads(blob[8:end])
+        shape = head["places"]
+        size = 8 * int(np.prod(shape))
+        places = np.frombuffer(blob[end : end + size], dtype="<i8").astype(np.int64).reshape(shape)
+        rank, capacity = check_int(head["rank"], "rank", 0), check_int(head["capacity"], "capacity", 0)
+        return Hello(rank, dict(head["facts"]), capacity, places, blob[end + size :]), str(head["failure"])
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise MigrationError(
+            f"a rank says of itself what eplb_core {__version__} does not understand ({type(error).__name__}: "
+            f"{str(error)[:80]}); install one version of eplb_core on all ranks; no weight was moved",
+            reason="join",
+        ) from error
 
 
 def check_hellos(joined: list[tuple[Hello, str]], num_ranks: int) -> list[Hello]:

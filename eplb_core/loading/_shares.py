@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, to_numpy
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, to_reals
 from eplb_core._numba import kernel
 from eplb_core.layout import ExpertLayout
 
 
 def check_shares(shares: ArrayLike, layout: ExpertLayout) -> FloatArray:
     """Shares `[L, P]` as the tables would take them, so that no install can fail; else ValueError."""
-    array = np.array(to_numpy(shares), dtype=np.float64)
+    array = np.array(to_reals(shares, "shares"))
     p2l = layout.physical_to_logical_map
     if array.shape != p2l.shape:
         raise ValueError(f"shares (shape {list(array.shape)}) must be {list(p2l.shape)}, a fraction a slot")

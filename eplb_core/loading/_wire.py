@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from eplb_core._arrays import IntArray
+from eplb_core._arrays import IntArray, check_int
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._record_state import Move, RecordState
 from eplb_core.loading.record import LayoutRecord
@@ -165,7 +165,7 @@ def decode_state(message: Message, known: ExpertLayout | None = None) -> RecordS
             move,
             str(message["dirty"]),
             tuple(str(name) for name in message["non_followers"]),
-            int(message["num_non_followers"]),
+            check_int(message["num_non_followers"], "num_non_followers", 0),
             tuple(str(name) for name in message.get("followers", ())),  # a keeper of before has none
             bool(message.get("asking", False)),
             tuple(str(name) for name in message.get("holding", ())),

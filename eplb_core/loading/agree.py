@@ -101,7 +101,8 @@ def agree_on_layout(
     start = time.monotonic()
     while True:
         state, finding = _look(client, own, adopts, time.monotonic() - start)
-        found = [_parse(blob) for blob in agreement.gather(json.dumps(finding).encode())]
+        told = agreement.gather(json.dumps(finding).encode())
+        found = [_parse(blob, rank) for rank, blob in enumerate(told)]
         decision = decide(found, limit)
         if decision.action != "wait":
             break
@@ -229,9 +230,16 @@ def _look(
     )
 
 
-def _parse(blob: bytes) -> Finding:
-    own, shape, adopts, record, version, digest, record_shape, *rest = json.loads(blob)
-    return Finding(own, _to_shape(shape), adopts, record, version, digest, _to_shape(record_shape), *rest)
+def _parse(blob: bytes, rank: int) -> Finding:
+    try:
+        own, shape, adopts, record, version, digest, record_shape, *rest = json.loads(blob)
+        return Finding(own, _to_shape(shape), adopts, record, version, digest, _to_shape(record_shape), *rest)
+    except (ValueError, TypeError) as error:
+        raise LayoutAgreementError(
+            f"rank {rank} says of its layout what this version of eplb_core does not understand ({error}); install one "
+            "version on all ranks",
+            ranks=(rank,),
+        ) from error
 
 
 def _to_shape(numbers: Sequence[int]) -> Shape:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
 import os
+import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from eplb_core import _files
 from eplb_core._arrays import IntArray, read_only
-from eplb_core.errors import MigrationError
+from eplb_core.errors import EplbError, MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._joining import check_frame
 from eplb_core.loading._pull import Puller, Trouble, keep_while_written
@@ -26,6 +30,12 @@ from eplb_core.loading.pull_plan import EMPTY, READ
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.transport import Transport
 
+MANIFEST = "backup.json"
+"""Names the files of a backup and their sizes; written when all of them are there."""
+FORMAT = "eplb-backup-1"
+_WANTED = f"a backup ({FORMAT})"
+_MEND = "save the backup anew"
+
 Rows = list[torch.Tensor]
 """An expert's bytes on the host, uint8, one a tensor of the store."""
 
@@ -33,6 +43,7 @@ Rows = list[torch.Tensor]
 class HostBackup:
     """Experts in safetensors files, as `HostBackup.save` writes them; for `Migrator(backup=)` and `move_experts`.
 
+    What a save left that did not come to its end is no backup, and one that was saved over gives no expert any more.
     A folder on a disk that all nodes see serves all of them; one in memory (`/dev/shm`) serves its node, and outlives
     the ranks' processes.
 
@@ -42,7 +53,8 @@ class HostBackup:
             node share them. The folder must be in memory (`/dev/shm`) and the files writable.
 
     Raises:
-        FileNotFoundError: No such folder, or nothing of a backup in it.
+        FileNotFoundError: No such folder, or no whole backup in it.
+        FileFormatError: A file is missing, truncated or foreign.
         OSError: The files cannot be pinned.
         ModuleNotFoundError: safetensors is missing: `pip install eplb_core[files]`.
 
@@ -57,16 +69,19 @@ class HostBackup:
         self.folder = Path(folder)
         self._file_of: dict[tuple[int, int], Path] = {}
         self._pinned: dict[str, torch.Tensor] = {}
-        paths = sorted(self.folder.glob("experts-*.safetensors"))
-        if not paths:
-            raise FileNotFoundError(f"{self.folder} must hold experts-*.safetensors; `HostBackup.save` writes them")
-        for path in paths:
-            with _open(path) as file:
+        for path in _files_of(self.folder):
+            with _files.reading(path, _WANTED, _MEND), _open(path) as file:
                 for name in file.keys():  # noqa: SIM118  no mapping
-                    layer, expert, _ = name.split(".", 2)
-                    self._file_of[int(layer), int(expert)] = path
+                    self._add(name, path, file.get_slice(name).get_dtype())
             if pin:
                 self._pinned.update(_pinned_tensors(path))
+
+    def _add(self, name: str, path: Path, dtype: str) -> None:
+        layer, expert, _ = (int(part) for part in name.split("."))
+        if dtype != "U8":
+            raise ValueError(f"tensor {name} of {dtype}, not bytes")
+        if self._file_of.setdefault((layer, expert), path) != path:
+            raise ValueError(f"expert {expert} of layer {layer}, which {self._file_of[layer, expert].name} has too")
 
     def __contains__(self, place: tuple[int, int]) -> bool:
         """Whether the expert of (layer, expert) is here."""
@@ -78,14 +93,15 @@ class HostBackup:
         Raises:
             KeyError: It is not here.
             ValueError: It has other tensors or sizes.
+            FileFormatError: The file is gone or damaged since it was opened.
         """
         path = self._file_of.get((layer, expert))
         if path is None:
             raise KeyError(f"{self.folder} does not have expert {expert} of layer {layer}")
         with self._source(path) as tensor_of:
             for index, row in enumerate(rows):
-                name = f"{layer}.{expert}.{index}"
-                found = tensor_of(name)
+                with _files.reading(path, f"tensor {index} of expert {expert} of layer {layer}", _MEND):
+                    found = tensor_of(f"{layer}.{expert}.{index}")
                 if found.numel() != row.numel():
                     raise ValueError(
                         f"tensor {index} of expert {expert} of layer {layer} has {found.numel()} bytes in {path} and "
@@ -127,25 +143,94 @@ class HostBackup:
             deadline: Seconds for the reads of a few experts.
 
         Raises:
-            MigrationError: A read failed.
+            MigrationError: A read failed, or another rank could not write; then there is no backup.
             OSError: The files cannot be written.
+
+        An earlier backup in the folder goes first: two may not fit.
         """
         stores = check_frame(stores, layout, rank)
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        puller = None
+        hand = _Hand(path, rank, agreement)
+        mates = list(range(layout.topology.num_ranks))
         if transport is not None:
-            staging = Staging(None, stores)
-            puller = Puller(stores, layout, rank, transport, agreement, staging, {})
-        for layer in range(layout.num_layers):
-            tensors: dict[str, torch.Tensor] = {}
-            share = _share(layout, layer, rank, per_node=puller is not None)
-            for expert, rows in _experts(stores[layer], layout, layer, rank, share, puller, deadline):
-                tensors.update({f"{layer}.{expert}.{index}": row for index, row in enumerate(rows)})
-            if tensors:
-                _save(tensors, path / f"experts-{layer:05}-{rank:05}.safetensors")
-        agreement.gather(b"written")
+            nodes = layout.topology.rank_to_node
+            mates = np.flatnonzero(nodes == nodes[rank]).tolist()
+        with hand.together("begin"):
+            path.mkdir(parents=True, exist_ok=True)
+        first = hand.clear(mates)
+        with hand.together("write its experts"):
+            puller = None
+            if transport is not None:
+                staging = Staging(None, stores)
+                puller = Puller(stores, layout, rank, transport, agreement, staging, {})
+            for layer in range(layout.num_layers):
+                tensors: dict[str, torch.Tensor] = {}
+                share = _share(layout, layer, rank, per_node=puller is not None)
+                for expert, rows in _experts(stores[layer], layout, layer, rank, share, puller, deadline):
+                    tensors.update({f"{layer}.{expert}.{index}": row for index, row in enumerate(rows)})
+                if tensors:
+                    hand.write(tensors, layer)
+        with hand.together("write the manifest"):
+            if first:
+                hand.commit(mates)
         return cls(path)
+
+
+class _Hand:
+    """One rank's part in a save: every step ends well on all ranks, or with an error on all of them."""
+
+    def __init__(self, folder: Path, rank: int, agreement: Agreement) -> None:
+        self._folder, self._rank, self._agreement = folder, rank, agreement
+        self._sizes: dict[str, int] = {}
+        self._words: list[dict[str, Any]] = []
+        self._life = secrets.token_hex(4)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A step; afterwards all ranks say how it went, so that none waits for one that failed."""
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(EplbError):
+                self._gather(f"{type(error).__name__}: {error}")
+            raise
+        self._gather("")
+        for words in self._words:
+            if words["why"]:
+                raise MigrationError(
+                    f"no backup: rank {words['rank']} could not {what}: {words['why']}",
+                    reason="backup",
+                    rank=words["rank"],
+                )
+
+    def _gather(self, why: str) -> None:
+        words = {"rank": self._rank, "why": why, "life": self._life, "files": self._sizes}
+        self._words = [json.loads(blob) for blob in self._agreement.gather(json.dumps(words).encode())]
+
+    def clear(self, mates: Sequence[int]) -> bool:
+        """Remove what is in the folder, on the first of the ranks that share it; whether this is that one."""
+        # One save's files have one name on all ranks and no other save's, so nothing that is written now is removed.
+        self._life = self._words[0]["life"]
+        first: bool = self._rank == min(words["rank"] for words in self._words if words["rank"] in mates)
+        if first:
+            (self._folder / MANIFEST).unlink(missing_ok=True)  # before any of its files
+            for file in self._folder.glob("experts-*"):
+                if f"-{self._life}-" not in file.name:
+                    file.unlink(missing_ok=True)
+        return first
+
+    def write(self, tensors: dict[str, torch.Tensor], layer: int) -> None:
+        """A file of a layer's experts."""
+        path = self._folder / f"experts-{self._life}-{layer:05}-{self._rank:05}.safetensors"
+        self._sizes[path.name] = _save(tensors, path)
+
+    def commit(self, mates: Sequence[int]) -> None:
+        """From now on it is a backup."""
+        sizes: dict[str, int] = {}
+        for words in self._words:
+            if words["rank"] in mates:
+                sizes |= words["files"]
+        _files.write_atomic(self._folder / MANIFEST, json.dumps({"format": FORMAT, "files": sizes}).encode())
 
 
 def _share(layout: ExpertLayout, layer: int, rank: int, *, per_node: bool) -> list[int]:
@@ -207,8 +292,38 @@ def _read(puller: Puller, layout: ExpertLayout, layer: int, source: IntArray, de
     return pull.place_of[: len(source)]
 
 
+def _files_of(folder: Path) -> list[Path]:
+    """The files that the manifest names, each as long as it says."""
+    manifest = folder / MANIFEST
+    if not manifest.exists():
+        raise FileNotFoundError(
+            f"{folder} must hold a whole backup, with {MANIFEST}; `HostBackup.save` writes that last, so a save that "
+            "was cut off is to be done again"
+        )
+    found = _files.read_json(manifest)
+    with _files.reading(manifest, _WANTED, _MEND):
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError("another kind of file")
+        for name, size in found["files"].items():
+            if Path(name).name != name or not name.startswith("experts-"):
+                raise ValueError(f"a file {name!r}, which no backup has")
+            path = folder / name
+            there = path.stat().st_size if path.is_file() else "no file"
+            if there != size:
+                raise _files.bad_file(path, f"{size} bytes", str(there), _MEND)
+        return [folder / name for name in sorted(found["files"])]
+
+
 def _open(path: Path) -> Any:
-    return _safetensors().safe_open(path, framework="pt")
+    safetensors = _safetensors()
+    try:
+        _files.open_regular(path, sys.maxsize).close()  # a pipe would be waited for
+    except FileNotFoundError as error:
+        raise _files.bad_file(
+            path, "the backup that was opened", "no file: it was saved over", "open it anew"
+        ) from error
+    with _files.reading(path, _WANTED, _MEND):
+        return safetensors.safe_open(path, framework="pt")
 
 
 def _safetensors() -> Any:
@@ -239,12 +354,14 @@ def _pinned_tensors(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> int:
+    """Write a file and wait for the disk; its size."""
     safetensors = _safetensors()
-    part = path.with_suffix(".part")
     try:
-        safetensors.torch.save_file(tensors, part)
-        part.replace(path)  # whole or not at all
+        safetensors.torch.save_file(tensors, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            return os.fstat(file.fileno()).st_size
     except (safetensors.SafetensorError, OSError) as error:  # a full disk is one of safetensors' own
-        part.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written: {error}; the backup is not complete") from error

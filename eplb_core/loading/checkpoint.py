@@ -7,7 +7,7 @@ back; in memory there is one expert's part of one tensor at a time.
 
 from __future__ import annotations
 
-import json
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eplb_core._arrays import BoolArray, read_only
+from eplb_core._files import open_regular, read_json, reading
 from eplb_core.errors import FileFormatError
 from eplb_core.loading._load_plan import CheckpointError as CheckpointError
 from eplb_core.loading._load_plan import Copy, Header, LoadPlan
@@ -136,8 +137,11 @@ def _opened(path: Path) -> Iterator[Any]:
     except ImportError as error:
         raise ImportError("reading checkpoints needs safetensors: pip install 'eplb-core[files]'") from error
     try:
+        open_regular(path, sys.maxsize).close()  # a pipe would be waited for
         file = safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
+    except FileFormatError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:  # no file can have such a name
         raise FileFormatError(
             f"shard {path.name} is no whole safetensors file: {error}; fetch it again", path=str(path)
         ) from error
@@ -158,10 +162,8 @@ def _shards(files: str | Path | Iterable[str | Path]) -> list[Path]:
         if not found:
             raise FileFormatError(f"{folder} has no *.safetensors file", path=str(folder))
         return found
-    try:
-        names = sorted({str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FileFormatError(f"{index} has no `weight_map` of shards", path=str(index)) from error
+    with reading(index, "an index with the `weight_map` of shards", "fetch it again"):
+        names = sorted({str(name) for name in read_json(index)["weight_map"].values()})
     return [folder / name for name in names]
 
 

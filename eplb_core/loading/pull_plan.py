@@ -143,7 +143,7 @@ def _check_loaded(loaded: ArrayLike | None, layout: ExpertLayout) -> BoolArray:
     shape = layout.physical_to_logical_map.shape
     if loaded is None:
         return np.ones(shape, dtype=np.bool_)
-    array = np.array(to_numpy(loaded))
+    array = np.array(to_numpy(loaded, "loaded"))
     if array.dtype != np.bool_ or array.shape != shape:
         raise ValueError(f"`loaded` ({array.dtype} {list(array.shape)}) must be bool {list(shape)}, one a slot")
     return array

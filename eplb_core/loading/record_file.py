@@ -61,10 +61,10 @@ def open_record(path: _files.PathLike, layout: ExpertLayout, *, memory: str) -> 
         The record. After a restart with kept memory: at the version it had, with the engines of then as non-followers,
         dirty if a move was pending.
     """
-    if not os.path.exists(path):
-        return LayoutRecord(layout)
     try:
         state, former = load_record(path)
+    except FileNotFoundError:  # and nothing else: a file that cannot be seen may well be there
+        return LayoutRecord(layout)
     except (OSError, ValueError) as error:  # FileFormatError is a ValueError
         return LayoutRecord.of_state(RecordState(layout, dirty=f"the record's file cannot be read: {error}"))
     if memory and memory != former:

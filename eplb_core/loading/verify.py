@@ -127,7 +127,7 @@ def verify_weights(
         by_expert[:] = check_reference(reference, by_expert.shape)
     written = np.ones(expert.shape, dtype=np.bool_)
     if loaded is not None:
-        mask = to_numpy(loaded)
+        mask = to_numpy(loaded, "loaded")
         if mask.dtype != np.bool_ or mask.shape != (layout.num_layers, layout.num_slots):
             raise ValueError(
                 f"`loaded` ({mask.dtype} {list(mask.shape)}) must be bools [{layout.num_layers}, {layout.num_slots}]"
@@ -199,7 +199,8 @@ def _by_place(
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Prints `[n, Q, T]`, experts `[n, Q]`, ranks `[Q]` and slots `[Q]` of all places, ranks in order."""
     value = prints_of_all_ranks
-    array = np.stack([to_numpy(of_rank) for of_rank in value]) if isinstance(value, list | tuple) else to_numpy(value)
+    name = "prints_of_all_ranks"
+    array = to_numpy([to_numpy(each, name) for each in value] if isinstance(value, list | tuple) else value, name)
     ranks, per_rank, slots = layout.topology.num_ranks, layout.slots_per_rank, layout.num_slots
     if array.dtype != np.int64:
         raise TypeError(f"`prints_of_all_ranks` (dtype {array.dtype}) must be int64, as `fingerprints` gives them")
@@ -220,7 +221,7 @@ def _by_place(
 
 def check_reference(value: object, shape: tuple[int, ...]) -> IntArray:
     """`by_expert` of a report, int64 `[L, E, tensors]`, or ValueError."""
-    array = to_numpy(value)
+    array = to_numpy(value, "reference")
     if array.dtype != np.int64 or array.shape != shape:
         raise ValueError(
             f"`reference` ({array.dtype} {list(array.shape)}) must be int64 {list(shape)}; "

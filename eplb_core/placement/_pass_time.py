@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_load, to_numpy
+from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_load, to_reals
 from eplb_core._numba import kernel
 from eplb_core.layout import ExpertLayout
 from eplb_core.placement._search import score_weighted
@@ -49,7 +49,7 @@ def time_layers(
     slots = layout.num_slots
     fraction = np.zeros((0, layers, slots))
     if shares is not None:
-        fraction = np.array(to_numpy(shares), dtype=np.float64, order="C")
+        fraction = np.array(to_reals(shares, name), order="C")
         fraction = fraction[None] if fraction.ndim == 2 else fraction
         if fraction.shape not in ((1, layers, slots), (windows, layers, slots)):
             raise ValueError(

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_int, to_ids, to_numpy
+from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_int, to_ids, to_numpy, to_reals
 from eplb_core.errors import InfeasiblePlacementError
-from eplb_core.layout import ExpertLayout, check_num_slots, rank_capacity
+from eplb_core.layout import MAX_SLOTS, ExpertLayout, check_num_slots, rank_capacity
 from eplb_core.placement._links import NO_LIMIT, Links, new_links
 from eplb_core.topology import Topology
 
@@ -82,7 +82,7 @@ def check_active(active_ranks: ArrayLike | None, ranks: int) -> BoolArray:
     """Bools `[R]`; all where none are given."""
     if active_ranks is None:
         return np.ones(ranks, dtype=np.bool_)
-    active = np.array(to_numpy(active_ranks))
+    active = np.array(to_numpy(active_ranks, "active_ranks"))
     if active.dtype != np.bool_ or active.shape != (ranks,):
         raise ValueError(
             f"`active_ranks` (dtype {active.dtype}, shape {list(active.shape)}) must be bools [{ranks}], one a rank"
@@ -119,7 +119,7 @@ def check_slots(num_slots: int | ArrayLike, layers: int, experts: int) -> IntArr
     """Slots of each layer `[L]`."""
     if isinstance(num_slots, int | np.integer):
         return np.full(layers, check_num_slots(int(num_slots), experts), dtype=np.int64)
-    slots = to_numpy(num_slots)
+    slots = to_numpy(num_slots, "num_slots")
     if slots.ndim == 0:
         return np.full(layers, check_num_slots(slots.item(), experts), dtype=np.int64)
     if slots.shape != (layers,) or slots.dtype.kind not in "iu":
@@ -130,6 +130,9 @@ def check_slots(num_slots: int | ArrayLike, layers: int, experts: int) -> IntArr
     if layers and slots.min() < experts:
         layer = int(np.argmin(slots))
         raise ValueError(f"`num_slots` (={slots[layer]}) must be at least the {experts} experts at layer {layer}")
+    if layers and slots.max() > MAX_SLOTS:
+        layer = int(np.argmax(slots))
+        raise ValueError(f"`num_slots` (={slots[layer]}) must be at most {MAX_SLOTS} at layer {layer}")
     return slots
 
 
@@ -137,7 +140,7 @@ def check_weights(window_weights: ArrayLike | None, count: int) -> FloatArray:
     """Weights `[T]`."""
     if window_weights is None:
         return np.ones(count)
-    weights = np.array(to_numpy(window_weights), dtype=np.float64)
+    weights = np.array(to_reals(window_weights, "window_weights"))
     if weights.shape != (count,):
         raise ValueError(f"`window_weights` (shape {list(weights.shape)}) must be [{count}], one a window")
     good = (weights >= 0) & (weights < np.inf)
@@ -188,7 +191,7 @@ def _check_cost(transfer_cost: ArrayLike | None, ranks: int) -> FloatArray:
     """Costs `[R, R]`."""
     if transfer_cost is None:
         return np.ones((ranks, ranks))
-    cost = np.array(to_numpy(transfer_cost), dtype=np.float64)
+    cost = np.array(to_reals(transfer_cost, "transfer_cost"))
     if cost.shape != (ranks, ranks):
         raise ValueError(f"`transfer_cost` (shape {list(cost.shape)}) must be [{ranks}, {ranks}], from rank to rank")
     good = (cost >= 0) & (cost <= 1e9)

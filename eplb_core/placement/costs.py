@@ -7,9 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import combinations
 from math import sqrt
 
-import numpy as np
-
-from eplb_core._arrays import ArrayLike, check_int, check_real, to_numpy
+from eplb_core._arrays import ArrayLike, check_int, check_real, to_reals
 
 WORTH = 0.02
 """Less than this share of the layers' time is within what deployments differ by anyway."""
@@ -141,7 +139,7 @@ def model_of(cost: CostModel | None) -> CostModel:
 
 
 def _column(values: ArrayLike, name: str) -> list[float]:
-    array = np.asarray(to_numpy(values), dtype=np.float64)
+    array = to_reals(values, name)
     if array.ndim != 1:
         raise ValueError(f"`{name}` (shape {list(array.shape)}) must be [n]")
     return [check_real(value, name, at_least=0.0) for value in array.tolist()]

@@ -83,7 +83,8 @@ def rebalance_experts(
     most = _replicate(load, groups, nodes, keys, phy2log, replica_of, logcnt)
     if most < 0:
         check_load(weight, "weight", (2,))
-        raise ValueError(f"`weight` (={float(np.max(to_numpy(weight))):g}) must fit float32; scale the load down")
+        top = float(np.max(to_numpy(weight, "weight")))
+        raise ValueError(f"`weight` (={top:g}) must fit float32; scale the load down")
     keys.sort(axis=1)  # unique integers: one order, whatever the algorithm
     log2phy = np.empty((layers, experts, most), dtype=np.int64)
     _pack(nodes, ranks // nodes, keys, replica_of, phy2log, log2phy)
@@ -97,7 +98,7 @@ def _float32_rows(weight: torch.Tensor | npt.ArrayLike) -> Float32Array:
             raise TypeError(f"`weight` (dtype {weight.dtype}) must be integers or floats")
         load: npt.NDArray[Any] = weight.detach().float().cpu().contiguous().numpy()
     else:
-        array = np.asarray(weight)
+        array = to_numpy(weight, "weight")
         if array.dtype.kind not in "biuf":
             raise TypeError(f"`weight` (dtype {array.dtype}) must be integers or floats")
         with np.errstate(over="ignore"):  # infinite after rounding: refused below

@@ -132,7 +132,7 @@ def lost_experts(layout: ExpertLayout, active_ranks: ArrayLike) -> IntArray:
 
 def _mask(ranks: ArrayLike, num_ranks: int) -> BoolArray:
     """Ranks as bools `[R]`."""
-    array = to_numpy(ranks)
+    array = to_numpy(ranks, "ranks")
     if array.dtype == np.bool_:
         if array.shape != (num_ranks,):
             raise ValueError(f"`ranks` (shape {list(array.shape)}) must be bools [{num_ranks}] or ints")

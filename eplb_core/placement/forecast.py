@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, check_int, check_load, check_real, read_only, to_numpy
+from eplb_core._arrays import ArrayLike, FloatArray, check_int, check_load, check_real, read_only, to_reals
 
 Forecaster: TypeAlias = Callable[[FloatArray], "ArrayLike | tuple[ArrayLike, ArrayLike]"]
 """From load `[T, L, E]` to windows `[W, L, E]`, or to windows and weights `[W]`."""
@@ -58,7 +58,7 @@ def forecast(expert_load: ArrayLike, forecaster: str | Forecaster = "all") -> Fo
     checked = check_load(windows, "forecast", (3,))
     if len(checked) == 0 or checked.shape[1:] != load.shape[1:]:
         raise ValueError(f"forecast (shape {list(checked.shape)}) must be [W, {load.shape[1]}, {load.shape[2]}], W > 0")
-    each = np.ones(len(checked)) if weights is None else np.array(to_numpy(weights), dtype=np.float64)
+    each = np.ones(len(checked)) if weights is None else np.array(to_reals(weights, "weights"))
     if each.shape != (len(checked),) or not ((each >= 0.0) & (each < np.inf)).all():
         raise ValueError(
             f"weights of the forecast (shape {list(each.shape)}) must be [{len(checked)}], finite and not negative"

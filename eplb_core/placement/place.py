@@ -170,13 +170,14 @@ def place(
         windows = windows[None]
     if windows.shape[0] == 0 or windows.shape[2] == 0:
         raise ValueError(f"`expert_load` (shape {list(windows.shape)}) must have one window and one expert or more")
+    windows = _lifted(windows)
     effort = check_real(effort, "effort", above=0.0, at_most=10_000.0)
     layers = windows.shape[1]
     slots = check_slots(num_slots, layers, windows.shape[2])
     if not isinstance(topology, Topology):
         raise TypeError(f"`topology` (={topology!r}) must be a Topology")
     # Without a layer there is a frame all the same: the slots that were asked for, or as many as the experts need.
-    most = int(slots.max()) if layers else int(np.max(to_numpy(num_slots), initial=windows.shape[2]))
+    most = int(slots.max()) if layers else int(np.max(to_numpy(num_slots, "num_slots"), initial=windows.shape[2]))
     stride = -(-most // topology.num_ranks)
     total = None if max_total_transfers is None else check_int(max_total_transfers, "max_total_transfers", 0)
     default = _PRICE if max_transfers is None and total is None else _PRICE_IN_BUDGET
@@ -221,6 +222,16 @@ def place(
         dispatch,
         read_only(senders[chosen, each]) if terms.limited else None,
     )
+
+
+def _lifted(windows: FloatArray) -> FloatArray:
+    """Layers whose load is so small that fractions of it lose digits, times a power of two: that changes no answer."""
+    top = windows.max(axis=(0, 2))
+    faint = (top > 0.0) & (top < 2.0**-900)
+    if not faint.any():
+        return windows
+    shift = np.where(faint, -np.frexp(top)[1], 0)
+    return read_only(np.ldexp(windows, shift[None, :, None]))
 
 
 def _offers(terms: Terms) -> list[Terms]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, to_ids, to_numpy
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, to_ids, to_reals
 from eplb_core._numba import kernel
 
 _MOST_CANDIDATES = 127
@@ -70,7 +70,7 @@ def spend_budget(gains: ArrayLike, prices: ArrayLike, budget: int) -> IntArray:
 
 def _check_candidates(gains: ArrayLike, prices: ArrayLike) -> tuple[FloatArray, IntArray]:
     """Both as `[C, L]`."""
-    gain = np.array(to_numpy(gains), dtype=np.float64, order="C")
+    gain = np.array(to_reals(gains, "gains"), order="C")
     price = to_ids(prices, "prices")
     if gain.shape != price.shape or gain.ndim not in (1, 2):
         raise ValueError(

@@ -107,7 +107,11 @@ def _deepseek(num_slots: int, num_groups: int) -> Policy:
     import torch
 
     def choose(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
-        weight = torch.from_numpy(add_up(windows))
+        total = add_up(windows)
+        power = int(np.frexp(float(total.max(initial=0)))[1])
+        if not -60 < power < 120:  # beyond its float32; a power of two changes no answer
+            total = np.ldexp(total.astype(np.float64), -power)
+        weight = torch.from_numpy(total)
         ranks, nodes = live.topology.num_ranks, live.topology.num_nodes
         p2l, _, _ = eplb_core.rebalance_experts(weight, num_slots, num_groups, nodes, ranks)
         return ExpertLayout(p2l, live.num_experts, topology=live.topology)

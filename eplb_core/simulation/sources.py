@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, read_only, to_ids
-from eplb_core._files import PathLike, bad_file
+from eplb_core._files import MAX_BYTES, PathLike, bad_file, open_regular, reading
 from eplb_core.load import count_topk
 from eplb_core.trace import Trace, check_trace_load
 
@@ -165,34 +166,43 @@ def _read(path: PathLike, key: str | None, count: int) -> Iterator[Any]:
     """First what the header says, then blocks of `count` windows."""
     name = key or "expert_load"
     want = f"an array `{name}` [T, L, E] of numbers in C order"
-    if not zipfile.is_zipfile(path):
-        with open(path, "rb") as file:
+    mend = "save the trace again"
+    with open_regular(path, sys.maxsize) as file:
+        if file.peek(2)[:2] != b"PK":
             yield from _read_npy(file, path, want, count)
-        return
-    with zipfile.ZipFile(path) as archive:
-        if f"{name}.npy" not in archive.namelist():
-            raise bad_file(path, want, ", ".join(archive.namelist()), "name the array by `key`")
-        with archive.open(f"{name}.npy") as file:
-            yield from _read_npy(file, path, want, count)
+            return
+        with reading(path, want, mend):
+            archive = zipfile.ZipFile(file)
+            members = archive.namelist()
+        if f"{name}.npy" not in members:
+            raise bad_file(path, want, ", ".join(members) or "nothing", "name the array by `key`")
+        with reading(path, want, mend):
+            member = archive.open(f"{name}.npy")
+        with member:
+            yield from _read_npy(member, path, want, count)
 
 
 def _read_npy(file: Any, path: PathLike, want: str, count: int) -> Iterator[Any]:
-    try:
+    mend = "save the trace again"
+    with reading(path, want, mend):
         version = npy.read_magic(file)
         read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, fortran, dtype = read_header(file)
-    except ValueError as error:
-        raise bad_file(path, want, str(error), "save the trace again") from None
-    if fortran or dtype.kind not in "iuf" or len(shape) != 3:
-        raise bad_file(path, want, f"shape {list(shape)}, {dtype}", "save the trace again")
+        if fortran or dtype.kind not in "iuf" or len(shape) != 3 or min(shape) < 0:
+            raise ValueError(f"shape {list(shape)}, {dtype}")
+        size = dtype.itemsize * shape[1] * shape[2]
+        if size * max(min(count, shape[0]), 1) > MAX_BYTES:
+            raise ValueError(f"shape {list(shape)}: {max(count, 1)} windows take more than {MAX_BYTES:,} bytes")
     yield _Head(shape)
-    size = dtype.itemsize * shape[1] * shape[2]
     for first in range(0, shape[0], max(count, 1)):
         take = min(count, shape[0] - first)
-        raw = file.read(size * take)
-        if len(raw) < size * take:
-            raise bad_file(path, want, f"the file ends in window {first + len(raw) // max(size, 1)}", "copy it again")
-        yield np.frombuffer(raw, dtype).reshape(take, *shape[1:])
+        with reading(path, want, mend):
+            raw = file.read(size * take)
+            if len(raw) < size * take:
+                raise ValueError(f"the file ends in window {first + len(raw) // max(size, 1)}")
+            load = np.frombuffer(raw, dtype) if raw else np.empty(0, dtype)
+            block = check_trace_load(load.reshape(take, *shape[1:]))
+        yield block
 
 
 Source: TypeAlias = "Trace | TokenTrace | TraceStream | ArrayLike"

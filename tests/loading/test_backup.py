@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,8 @@ import pytest
 import torch
 
 from eplb_core import ExpertLayout, Topology
-from eplb_core.errors import MigrationError
-from eplb_core.loading.backup import HostBackup, _save
+from eplb_core.errors import FileFormatError, MigrationError
+from eplb_core.loading.backup import MANIFEST, HostBackup, _save
 from eplb_core.loading.mover import move_experts
 from eplb_core.loading.transports import DeferredCopy
 from tests.loading.worlds import SIZES, World, label, random_layout
@@ -83,7 +86,7 @@ def test_a_dead_rank_s_experts_come_from_the_files(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"must hold experts-\*.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"must hold a whole backup, with backup.json"):
         HostBackup(tmp_path)
     backup = save(World(LAYOUT), lambda rank: tmp_path, far=False)[0]
     with pytest.raises(KeyError, match="does not have expert 9 of layer 1"):
@@ -108,3 +111,90 @@ def test_reads_that_do_not_end_are_given_up_on(tmp_path: Path) -> None:
     world = World(LAYOUT, DeferredCopy)
     results = save(world, lambda rank: tmp_path / str(rank), far=True, deadline=0.05)
     assert any(isinstance(error, MigrationError) and error.reason == "deadline" for error in results)
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path)
+    manifest = {"format": "eplb-backup-1", "files": {path.name: path.stat().st_size}}
+    path.with_name(MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_files_of_an_earlier_save_by_more_ranks_give_nothing(tmp_path: Path) -> None:
+    wide = ExpertLayout([[0, 1, 2, 3]], 4, topology=Topology(4))
+    narrow = ExpertLayout([[3, 2, 1, 0]], 4, topology=Topology(1))
+    world = World(wide)
+    for stores in world.stores.values():
+        for store in stores:
+            for name in store.names:
+                store.row(name, 0).fill_(9)  # weights of before
+    before = save(world, lambda rank: tmp_path, far=False)[0]
+    after = save(World(narrow), lambda rank: tmp_path, far=False)[0]
+    for expert in range(4):
+        rows = [torch.zeros(size, dtype=torch.uint8) for size in SIZES.values()]
+        after.fetch(0, expert, rows)
+        assert all(torch.equal(row, label(0, expert, name)) for name, row in zip(SIZES, rows, strict=True))
+        with pytest.raises(FileFormatError, match="it was saved over; open it anew"):
+            before.fetch(0, expert, rows)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_is_no_backup(tmp_path: Path) -> None:
+    save(World(LAYOUT), lambda rank: tmp_path, far=False)
+    (tmp_path / "file").touch()
+    results = save(World(LAYOUT), lambda rank: tmp_path / "file" / "x" if rank == 2 else tmp_path, far=False)
+    assert isinstance(results[2], OSError)
+    for rank in (0, 1, 3):
+        assert isinstance(results[rank], MigrationError)
+        assert re.search("no backup: rank 2 could not begin: NotADirectoryError", str(results[rank]))
+    HostBackup(tmp_path)  # nothing was begun, so the former one is still there
+
+
+def test_a_save_that_was_cut_off_is_no_backup(tmp_path: Path) -> None:
+    save(World(LAYOUT), lambda rank: tmp_path, far=False)
+    (tmp_path / MANIFEST).unlink()
+    with pytest.raises(FileNotFoundError, match="a save that was cut off is to be done again"):
+        HostBackup(tmp_path)
+
+
+@pytest.mark.parametrize("hurt", ["cut", "gone", "pipe"])
+def test_a_file_that_is_not_whole_is_named(tmp_path: Path, hurt: str) -> None:
+    """A pipe in a file's place is not waited for."""
+    save(World(LAYOUT), lambda rank: tmp_path, far=False)
+    victim = sorted(tmp_path.glob("*.safetensors"))[1]
+    size = victim.stat().st_size
+    victim.write_bytes(victim.read_bytes()[:-1])
+    if hurt != "cut":
+        victim.unlink()
+    if hurt == "pipe":
+        os.mkfifo(victim)
+    found = f"{size - 1}" if hurt == "cut" else "no file"
+    with pytest.raises(FileFormatError, match=f"{victim.name}: expected {size} bytes, found {found}; save the backup"):
+        HostBackup(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "found"),
+    [
+        ({"0.1.0": torch.zeros(3)}, "tensor 0.1.0 of F32, not bytes"),
+        ({"model.weight": torch.zeros(3, dtype=torch.uint8)}, "not enough values|invalid literal"),
+    ],
+)
+def test_a_foreign_file_is_refused(tmp_path: Path, tensors: dict[str, torch.Tensor], found: str) -> None:
+    write(tmp_path / "experts-0.safetensors", tensors)
+    with pytest.raises(FileFormatError, match=found):
+        HostBackup(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"format": "eplb-backup-1", "files": {"../x": 1}}', '{"format": 1}'])
+def test_a_foreign_manifest_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(FileFormatError, match=r"backup.json: expected .*, found"):
+        HostBackup(tmp_path)
+
+
+def test_an_expert_without_all_its_tensors_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "experts-0.safetensors", {"0.1.0": torch.zeros(3, dtype=torch.uint8)})
+    with pytest.raises(FileFormatError, match="expected tensor 1 of expert 1 of layer 0, found"):
+        HostBackup(tmp_path).fetch(0, 1, [torch.zeros(3, dtype=torch.uint8)] * 2)

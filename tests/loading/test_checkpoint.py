@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, ExpertStore, SlotResolver, Topology
 from eplb_core.errors import FileFormatError
-from eplb_core.loading.checkpoint import CheckpointError, LoadReport, load_checkpoint
+from eplb_core.loading.checkpoint import CheckpointError, LoadReport, load_checkpoint, read_headers
 from eplb_core.loading.templates import CheckpointTemplate, Part
 
 save_file: Callable[[dict[str, torch.Tensor], Path], None] = pytest.importorskip("safetensors.torch").save_file
@@ -431,7 +432,9 @@ def test_shards_that_are_not_there_are_named(tmp_path: Path) -> None:
     refused(tmp_path, FileFormatError, "shard model-7.safetensors is no whole safetensors file")
     for content in ("{", "[]", '{"weight_map": 3}'):
         index.write_text(content)
-        refused(tmp_path, FileFormatError, "has no `weight_map` of shards")
+        refused(
+            tmp_path, FileFormatError, r"index.json: expected (JSON|an index with the `weight_map` of shards), found"
+        )
 
 
 def test_one_name_in_two_shards_is_named(tmp_path: Path) -> None:
@@ -458,3 +461,17 @@ def test_without_safetensors_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "safetensors", None)
     (tmp_path / "x.safetensors").touch()
     refused(tmp_path, ImportError, r"pip install 'eplb-core\[files\]'")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_place_of_a_shard_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FileFormatError, match=f"{name}: expected a file, found a device or pipe"):
+        read_headers(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["\\ud800", "a\\u0000b"])
+def test_a_shard_s_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{name}"}}}}')
+    with pytest.raises(FileFormatError, match="is no whole safetensors file"):
+        read_headers(tmp_path)

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -873,3 +874,10 @@ def test_what_cannot_be_written_down_is_not_promised() -> None:
     assert say(session, do="commit", layers=[0], rows=rows)["version"] == 1
     keeper.leave(session)
     assert keeper.state.engines == ()
+
+
+def test_a_record_s_file_that_cannot_be_seen_is_not_taken_for_none(tmp_path: Path) -> None:
+    """A link to itself, as a folder without permission: there may be a version in it that weights were moved to."""
+    (tmp_path / "file").symlink_to(tmp_path / "file")
+    record = record_file.open_record(tmp_path / "file", LAYOUT, memory="m1")
+    assert re.search("the record's file cannot be read: .*symbolic links", record.state.dirty)

@@ -369,6 +369,27 @@ MUTATIONS = [
         "dist.ReduceOp.MAX",
         f"{TEST_AGREEMENT}::test_the_minimum_comes_one_pass_later_and_nothing_on_the_first",
     ),
+    # files of an earlier save stay, and stand in for newer ones
+    (
+        BACKUP,
+        "                    file.unlink(missing_ok=True)",
+        "                    pass",
+        "tests/loading/test_backup.py::test_files_of_an_earlier_save_by_more_ranks_give_nothing",
+    ),
+    # a file that was cut is taken for whole
+    (
+        BACKUP,
+        "            if there != size:",
+        "            if there is None:",
+        "tests/loading/test_backup.py::test_a_file_that_is_not_whole_is_named",
+    ),
+    # another version's steps are taken for one's own
+    (
+        "eplb_core/loading/_joining.py",
+        '        "version of eplb_core": __version__,',
+        '        "version of eplb_core": "",',
+        "tests/loading/test_two_versions.py::test_the_version_is_told",
+    ),
     # a node's backup lacks what its ranks do not hold
     (
         BACKUP,

@@ -31,8 +31,8 @@ MUTATIONS = [
     # shares that the caller may write to are another kind of array: a kernel for them is compiled while serving
     (
         "eplb_core/dispatch/tables.py",
-        'read_only(np.require(to_numpy(shares), np.float64, ["C", "A"]).view())',
-        'np.require(to_numpy(shares), np.float64, ["C", "A"]).view()',
+        'read_only(np.require(to_reals(shares, "shares"), np.float64, ["C", "A"]).view())',
+        'np.require(to_reals(shares, "shares"), np.float64, ["C", "A"]).view()',
         "tests/loading/test_migrator.py::test_nothing_is_compiled_after_the_constructors",
         "rule 8",
     ),

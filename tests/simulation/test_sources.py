@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,3 +97,25 @@ def test_bad_tokens_raise_with_the_numbers(ids: object, error: type[Exception], 
 
 def test_tokens_without_layers_are_windows_all_the_same() -> None:
     assert TokenTrace(np.zeros((4, 0, 1), dtype=np.int64), num_experts=3, window_tokens=2).load.shape == (2, 0, 3)
+
+
+@pytest.mark.parametrize("text", ["(-1, 2, 3)", "(9, 99999999, 99999999)", "(2, 2, 10**9)", "(" * 60])
+def test_a_header_that_declares_nonsense_is_refused(tmp_path: Path, text: str) -> None:
+    header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {text}, }}".ljust(117) + "\n"
+    (tmp_path / "x.npy").write_bytes(b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + header.encode())
+    with pytest.raises(FileFormatError, match=r"x.npy: expected an array `expert_load` \[T, L, E\]"):
+        stream_trace(tmp_path / "x.npy")
+
+
+def test_a_damaged_archive_is_refused_and_a_pipe_not_waited_for(tmp_path: Path) -> None:
+    save_trace(Trace(LOAD), tmp_path / "x.npz")
+    whole = (tmp_path / "x.npz").read_bytes()
+    (tmp_path / "x.npz").write_bytes(whole[:-30])
+    with pytest.raises(FileFormatError, match=r"x.npz: expected .*, found BadZipFile"):
+        stream_trace(tmp_path / "x.npz")
+    (tmp_path / "x.npz").write_bytes(whole[:80] + bytes(20) + whole[100:])
+    with pytest.raises(FileFormatError, match=r"x.npz: expected .*, found"):
+        replay(stream_trace(tmp_path / "x.npz"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileFormatError, match="found a device or pipe"):
+        stream_trace(tmp_path / "pipe")
