@@ -84,7 +84,7 @@ Made from the records by `python -m benchmarks --table`; `python -m benchmarks -
 your machine. Beside ours stands another project's code, or the simplest thing that does the work, in the same run on
 the same input. "Times better" is theirs over ours for times, bytes and transfers, ours over theirs for balance and
 bandwidth: less than 1 is worse. A record names its machine, versions and commit (+: with changes);
-`python -m benchmarks.NAME` makes it.
+`python -m benchmarks --only NAME` makes it.
 """
 
 
@@ -253,6 +253,20 @@ def _engines(record: Record) -> Iterator[Claim]:
         yield Claim(said, plan["adapter_s"] * 1e3, "ms", plan["library_s"] * 1e3, "the library's own call")
 
 
+def _engines_sglang(record: Record) -> Iterator[Claim]:
+    rows = {row["run"]: row for row in record["rows"]}
+    for way in ("static", "dynamic"):
+        theirs, said = (
+            rows[f"{way}, SGLang"],
+            f"{rows[f'{way}, SGLang']['rebalances']} rebalances by SGLang, our policy",
+        )
+        for name, row in rows.items():
+            if name.startswith(f"{way}, eplb_core"):
+                yield Claim(f"{said}, {name}: transfers", row["transfers"], "", theirs["transfers"], "SGLang's own")
+                yield Claim("... balance", row["balance"], "", theirs["balance"], "SGLang's own", True)
+                break
+
+
 def _engine(record: Record) -> Iterator[Claim]:
     if "skewed" in record:
         after, before = record["skewed"]["after"]["balancedness"], record["skewed"]["before"]["balancedness"]
@@ -356,6 +370,7 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "moving": _moving,
     "transports": _transports,
     "engines": _engines,
+    "engines_sglang": _engines_sglang,
     "engines_vllm": _engines,
     "engine": _engine,
     "record": _record,
