@@ -109,7 +109,9 @@ def fetch(original: Callable[..., Any], loader: Any, model_config: Any, device_c
         except Exception as error:  # raised when the others, who wait for this rank's word, have it
             trouble = error
         else:
-            _hooking.log_once(f"record: version {version} of the layout is adopted ({layout.digest[:12]})", logging.INFO)
+            _hooking.log_once(
+                f"record: version {version} of the layout is adopted ({layout.digest[:12]})", logging.INFO
+            )
     if trouble is None:
         weights, trouble = _mapped(original, loader, model_config, device_config, presence, layout)
     recorded = presence is not None and presence.found is not None

@@ -282,8 +282,8 @@ def test_a_rank_that_cannot_adopt_says_so_before_it_raises(tmp_path: Path, monke
     monkeypatch.setattr(_sglang, "live_metadata", lambda: live)
     daemon, server = serving(tmp_path, monkeypatch, MOVED)
     mapped: list[Any] = []
+    loader = SimpleNamespace(socket_path=daemon.socket_path)
     with server, pytest.raises(KeyError, match="moe_ep_rank"):
-        loader = SimpleNamespace(socket_path=daemon.socket_path)
         sglang_record.fetch(lambda *given: mapped.append(given), loader, None, None)
     assert told[-1] == b"failed"
     assert not mapped
