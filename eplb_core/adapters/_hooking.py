@@ -175,7 +175,7 @@ def settle(
     return otherwise()
 
 
-def _try(answer_of: Callable[[], T], digest_of: Callable[[T], str]) -> tuple[T | None, Said, Exception | None]:
+def _try(answer_of: Callable[[], T], digest_of: Callable[[T], str]) -> tuple[Any, Said, Exception | None]:
     """An answer and what to say of it, or why there is none."""
     try:
         answer = answer_of()
