@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 T = TypeVar("T")
 _logged: set[str] = set()
@@ -147,7 +147,7 @@ def settle(
     """An answer that is the same on every rank: where ranks differ, all take the engine's own.
 
     One rank alone that falls back to the engine's code would move experts and send tokens by another map than the
-    others do. Collective.
+    others do. Collective: a rank whose answer raises says so before it raises, since the others wait for its word.
 
     Args:
         part: For the log, and for `failure_of`.
@@ -156,18 +156,32 @@ def settle(
         engine_own: What the engine would do, deterministic.
         digest_of: Names an answer.
         otherwise: What a rank does where the engine's own answers differ too, since their inputs do: nothing.
+
+    Raises:
+        Exception: What the engine's own code raised on this rank.
     """
-    answer = ours()
-    told = gather(Said(digest_of(answer), failure_of(part)))
-    if _are_equal(told):
-        return answer
+    answer, said, error = _try(ours, digest_of)
+    told = gather(said if error else said._replace(failure=failure_of(part)))
+    if error is None and _are_equal(told):
+        return cast(T, answer)
     log_once(who_differs(part, told, "all ranks take the engine's own"))
-    answer = engine_own()
-    told = gather(Said(digest_of(answer), ""))
+    answer, said, error = _try(engine_own, digest_of)
+    told = gather(said)
+    if error is not None:
+        raise error
     if _are_equal(told):
-        return answer
+        return cast(T, answer)
     log_once(who_differs(part, told, "nothing changes: the engine's own differ too"))
     return otherwise()
+
+
+def _try(answer_of: Callable[[], T], digest_of: Callable[[T], str]) -> tuple[Any, Said, Exception | None]:
+    """An answer and what to say of it, or why there is none."""
+    try:
+        answer = answer_of()
+        return answer, Said(digest_of(answer), ""), None
+    except Exception as error:
+        return None, Said("", f"{type(error).__name__}: {error}"), error
 
 
 def _are_equal(told: Sequence[Said]) -> bool:
@@ -181,7 +195,7 @@ def who_differs(part: str, told: Sequence[Said], what_now: str) -> str:
     most = max(kept, key=lambda digest: (kept.count(digest), -digests.index(digest)))
     others = [rank for rank, digest in enumerate(digests) if digest != most]
     named = ", ".join(
-        f"rank {rank} ({digests[rank][:12]}{f': {told[rank].failure}' if told[rank].failure else ''})"
+        f"rank {rank} ({digests[rank][:12] or 'no map'}{f': {told[rank].failure}' if told[rank].failure else ''})"
         for rank in others[:4]
     )
     more = f" and {len(others) - 4} more" if len(others) > 4 else ""

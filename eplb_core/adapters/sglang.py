@@ -57,7 +57,7 @@ class _Hook(NamedTuple):
 
 def register() -> None:
     """Register the hooks; SGLang calls this in each of its processes. Does nothing unless `EPLB_CORE=sglang`."""
-    if not _hooking.asked_for("sglang"):
+    if not _hooking.asked_for("sglang") or _registered:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

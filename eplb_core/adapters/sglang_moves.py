@@ -252,11 +252,12 @@ class Moves:
 
     def _passes(self) -> Generator[None, None, None]:
         while not self.migrator.idle and self.migrator.status.phase in ("planning", "moving"):
+            before = self.migrator.layout
             try:
                 self.migrator.poll()
-            except MigrationError:
-                raise  # the agreement was lost over an install: a pass now could send tokens to other experts
             except Exception as error:
+                if isinstance(error, MigrationError) or self.migrator.layout is before:
+                    raise  # others may have installed what this rank has not: a pass would send tokens to other experts
                 _hooking.log_once(f"moves: the maps are written again, since {type(error).__name__}: {error}")
                 self.rows.install(self.migrator.layout)
             if not self.migrator.idle:
@@ -369,6 +370,7 @@ def open_moves(
     num_nodes: int,
     record: Any = None,
     window: Callable[[], torch.Tensor | None] = lambda: None,
+    trouble: str = "",
     patience: float = 600.0,
 ) -> Moves:
     """Moves over all processes of torch's default group, which are the EP ranks; collective.
@@ -382,6 +384,7 @@ def open_moves(
         num_nodes: As there.
         record: As there.
         window: As there.
+        trouble: Why this rank cannot, if it knows already: it still has to say so to the others.
         patience: Seconds for a rank that does not come; it may still compile.
 
     Raises:
@@ -404,12 +407,12 @@ def open_moves(
 
     check_equal(gather(dict(facts)))
     reader: Transport | None = None
-    trouble = ""
     try:
         device = stores_of(weights())[1][0].device
+        layout_of(metadata, None, Topology(metadata.ep_size, num_nodes))
         reader = make_transport(transport, groups[2], device)
     except Exception as error:
-        trouble = f"{type(error).__name__}: {error}"
+        trouble = trouble or f"{type(error).__name__}: {error}"
     made: Moves | None = None
     if not _first(gather(trouble)):
         try:

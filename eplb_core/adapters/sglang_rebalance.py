@@ -15,7 +15,6 @@ import torch
 
 from eplb_core._warm_up import warm_up
 from eplb_core.adapters import _hooking, _sglang, sglang_moves, sglang_record
-from eplb_core.errors import EplbError
 
 PARAMETERS = {
     "eplb.eplb_manager.EPLBManager.rebalance": ("self",),
@@ -55,11 +54,15 @@ def _leave(*_: Any) -> None:
 
 def _register(runner: Any, manager: Any) -> None:
     metadata = _sglang.live_metadata()
-    reason = _why_not(runner, metadata)
+    reason = sglang_record.barred() or _why_not(runner, metadata)
     if reason:
         _hooking.log_once(f"moves are left to SGLang: {reason}", logging.INFO)
         return
-    warm_up()  # compiled here, or the first migration would wait for it
+    trouble = ""
+    try:
+        warm_up()  # compiled here, or the first migration would wait for it
+    except Exception as error:  # said to all ranks, which would wait for this one
+        trouble = f"{type(error).__name__}: {error}"
     context, options = _sglang.context(), _sglang.options
     transport = options.get("transport", "torch_distributed")
     moves = sglang_moves.open_moves(
@@ -79,6 +82,7 @@ def _register(runner: Any, manager: Any) -> None:
         num_nodes=context.num_nodes,
         record=sglang_record.client(),
         window=_recorder_window,
+        trouble=trouble,
     )
     vars(manager)[_KEPT] = moves
     _moves[:] = [moves]
@@ -143,10 +147,9 @@ def rebalance(original: Callable[..., Any], manager: Any) -> Generator[None, Non
     if not manager._check_rebalance_needed(said["average_utilization_rate_over_window"]):
         return
     own = moves.disagreed
-    counts = _counts(said["logical_count"], fold=not own and _places())
-    problem = _Problem(manager)
+    problem = _Problem(manager, said["logical_count"], fold=not own and _places())
     before = moves.migrator.layout
-    ended = yield from moves.rebalance(lambda: problem.solve(counts(), own=own))
+    ended = yield from moves.rebalance(lambda: problem.solve(own=own))
     changed = int((before.physical_to_logical_map != moves.migrator.layout.physical_to_logical_map).sum())
     logging.getLogger("eplb_core").info("eplb_core: rebalance end: %d slots changed%s", changed, ended and f"; {ended}")
 
@@ -182,23 +185,25 @@ def _counts(logical_count: torch.Tensor, *, fold: bool) -> Callable[[], torch.Te
 
 
 class _Problem:
-    """What SGLang asks its algorithm for, looked up on the thread of the passes; an error is raised by `solve`.
+    """The load, and what SGLang asks its algorithm for, looked up on the thread of the passes; errors wait for `solve`.
 
     There it ends the migration on every rank; here it would leave the other ranks alone.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, logical_count: torch.Tensor, *, fold: bool) -> None:
         self._asked: dict[str, Any] = {}
         self._trouble: Exception | None = None
         try:
+            self._counts = _counts(logical_count, fold=fold)
             self._asked = _asked_of(manager)
         except Exception as error:
             self._trouble = error
 
-    def solve(self, counts: torch.Tensor, *, own: bool) -> torch.Tensor:
+    def solve(self, *, own: bool) -> torch.Tensor:
         """The map to reach, `[L, P]`; `own`: by the engine's algorithm."""
         if self._trouble is not None:
             raise self._trouble
+        counts = self._counts()
         token = _sglang.bypassed.set(own)
         try:
             return _solve(counts if counts.dim() == 3 else counts[None], self._asked)
@@ -286,17 +291,24 @@ def around_weights(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     moves = _moves[0]
     _updating.append(True)
     try:
-        moves.before_weights()
+        _unless_over(moves, moves.before_weights)
         try:
             return original(*args, **kwargs)
         finally:
-            moves.after_weights()
-    except EplbError as error:
-        moves.over = moves.over or str(error)
-        _hooking.log_once(f"moves: SGLang's own rebalance goes on, since {error}")
-        raise
+            _unless_over(moves, moves.after_weights)
     finally:
         _updating.clear()
+
+
+def _unless_over(moves: sglang_moves.Moves, step: Callable[[], None]) -> None:
+    """A step of all ranks around the engine's update; what it raises ends the moves and not the update."""
+    if moves.over:
+        return
+    try:
+        step()
+    except Exception as error:
+        moves.close(f"{type(error).__name__}: {error}")
+        _hooking.log_once(f"moves: SGLang's own rebalance goes on, since {moves.over}")
 
 
 _updating: list[bool] = []

@@ -57,6 +57,7 @@ DAEMON_PARAMETERS = {
 }
 SUFFIX = ".layout"
 """What the record's socket is called, after the daemon's."""
+_KEEPS = "_eplb_core_keeps_records"
 CLAIM = "eplb_core"
 """Key of a request for weights under which an engine says by which layout it routes."""
 _claim: ContextVar[dict[str, Any] | None] = ContextVar("_claim", default=None)
@@ -69,6 +70,11 @@ _barred: list[str] = []
 def client() -> LayoutClient | None:
     """Where this rank's moves are recorded; None where its weights are its own."""
     return _kept[0] if _kept else None
+
+
+def barred() -> str:
+    """Why no rank may move experts, or nothing; the same on all ranks."""
+    return _barred[0] if _barred else ""
 
 
 # ---- an engine that starts -------------------------------------------------------------------------------------------
@@ -96,10 +102,18 @@ def fetch(original: Callable[..., Any], loader: Any, model_config: Any, device_c
     except BaseException:
         _leave(presence)
         raise
+    weights, trouble = None, None
     if layout is not own and layout != own:
-        _adopt(metadata, layout, model_config)
-        _hooking.log_once(f"record: version {version} of the layout is adopted ({layout.digest[:12]})", logging.INFO)
-    weights, trouble = _mapped(original, loader, model_config, device_config, presence, layout)
+        try:
+            _adopt(metadata, layout, model_config)
+        except Exception as error:  # raised when the others, who wait for this rank's word, have it
+            trouble = error
+        else:
+            _hooking.log_once(
+                f"record: version {version} of the layout is adopted ({layout.digest[:12]})", logging.INFO
+            )
+    if trouble is None:
+        weights, trouble = _mapped(original, loader, model_config, device_config, presence, layout)
     recorded = presence is not None and presence.found is not None
     word = "failed" if trouble else "disk" if weights is None else "mapped, recorded" if recorded else "mapped"
     told = [each.decode() for each in agreement.gather(word.encode())]
@@ -223,8 +237,8 @@ def record_update(
         )
 
     kept = client()
-    if _barred:
-        _hooking.log_once(f"record: nothing moves: {_barred[0]}")
+    if barred():
+        _hooking.log_once(f"record: nothing moves: {barred()}")
         return {}
     if kept is None:
         return move()
@@ -307,6 +321,8 @@ def keep_records(daemon_class: Any) -> str:
     Returns:
         Why it is left as it is, or nothing.
     """
+    if vars(daemon_class).get(_KEEPS):
+        return ""
     for name, parameters in DAEMON_PARAMETERS.items():
         trouble = _hooking.mismatch(vars(daemon_class).get(name), f"WeightCacheDaemon.{name}", parameters)
         if trouble:
@@ -314,6 +330,7 @@ def keep_records(daemon_class: Any) -> str:
             return trouble
     daemon_class.serve = _around(daemon_class.serve, serve)
     daemon_class._handle_connection = _around(daemon_class._handle_connection, answer_request)
+    setattr(daemon_class, _KEEPS, True)
     return ""
 
 

@@ -27,6 +27,7 @@ import torch
 
 from eplb_core.adapters import _hooking, vllm_communicator, vllm_maps, vllm_policy
 from eplb_core.adapters.vllm_policy import PolicyOptions
+from eplb_core.errors import EplbError
 from eplb_core.topology import Topology
 
 PARTS = ("policy", "maps", "dispatch", "fold")
@@ -130,7 +131,7 @@ def activate(state_module: Any) -> Active:
     if dispatch:
         state = state_module.EplbState
         state.update_mapping = _update_hook(state.update_mapping)
-    if not _hooking.mismatch(state_module.EplbState.add_model, *_ADD_MODEL):
+    if not _hooking.mismatch(_find(state_module, _ADD_MODEL[0]), *_ADD_MODEL):
         state_module.EplbState.add_model = _add_model_hook(state_module, active)
     return active
 
@@ -138,14 +139,19 @@ def activate(state_module: Any) -> Active:
 def _fits(part: str, state_module: Any) -> bool:
     """Whether the engine's functions are those that the part was written for; a line in the log if not."""
     for name, parameters in _NEEDS[part]:
-        target: Any = state_module
-        for step in name.split("."):
-            target = getattr(target, step, None)
-        trouble = _hooking.mismatch(target, name, parameters)
+        trouble = _hooking.mismatch(_find(state_module, name), name, parameters)
         if trouble:
             _hooking.log_once(f"{part} is left to vLLM {_version()}, written for 0.33.0: {trouble}")
             return False
     return True
+
+
+def _find(state_module: Any, name: str) -> Any:
+    """What the module has by this name, dots and all, or None."""
+    target = state_module
+    for step in name.split("."):
+        target = getattr(target, step, None)
+    return target
 
 
 def _version() -> str:
@@ -158,11 +164,13 @@ def _version() -> str:
 def _replace_policy(state_module: Any, options: PolicyOptions) -> type:
     """Put ours wherever vLLM has its own: the names are imported from one module into the next."""
     default = state_module.DefaultEplbPolicy
+    # All of them before the first is changed: what fails here leaves vLLM as it was.
+    modules = [state_module, *map(importlib.import_module, (f"{_HOME}.policy", f"{_HOME}.policy.default"))]
     policy = policy_class(default, options, lambda ranks: _group_of(state_module, "get_eplb_group", ranks))
     for name, known in tuple(state_module.EPLB_POLICIES.items()):
         if known is default:
             state_module.EPLB_POLICIES[name] = policy
-    for module in (state_module, *map(importlib.import_module, (f"{_HOME}.policy", f"{_HOME}.policy.default"))):
+    for module in modules:
         module.DefaultEplbPolicy = policy
     return policy
 
@@ -394,22 +402,54 @@ def _take_over(state_module: Any, active: Active, state: Any, model_config: Any)
             lines.append(f"policy ({active.options.mode}, min_gain={active.options.min_gain:g})")
     lines += [part for part in ("maps", "fold") if part in active.parts]
     if "dispatch" in active.parts:
-        group = state_module.get_ep_group().device_group
-        rank = vllm_maps.sender(state.parallel_config, group.rank())
-        local, room = model_state.model.num_local_physical_experts, model_state.logical_to_physical_map.shape[-1]
+        sender = _agree_on_sender(state_module, active, state, model_state)
+        vars(model_state)["_eplb_core_sender"] = sender
+        _write_tables(state_module, model_state)
+        whose = "equal on all ranks, which map the same tokens" if sender.rank is None else f"of rank {sender.rank}"
+        lines.append(f"dispatch ({active.dispatch}, {whose})")
+    _hooking.log_once(f"in effect in vLLM {_version()}: {', '.join(lines) or 'nothing'}", logging.INFO)
+
+
+def _agree_on_sender(state_module: Any, active: Active, state: Any, model_state: Any) -> _Sender:
+    """Whose tables the model's are; where all ranks' must be equal, all ranks write them or none.
+
+    Raises:
+        EplbError: Some rank cannot, or has other settings; on every rank.
+    """
+    group = state_module.get_ep_group().device_group
+    rank = vllm_maps.sender(state.parallel_config, group.rank())
+    sender, error = None, None
+    try:
+        room = model_state.logical_to_physical_map.shape[-1]
         sender = _Sender(
             rank,
-            local,
+            model_state.model.num_local_physical_experts,
             state_module.get_node_count(),
             active.dispatch,
             min(room, 64),
             lambda ranks: _group_of(state_module, "get_ep_group", ranks),
         )
-        vars(model_state)["_eplb_core_sender"] = sender
-        _write_tables(state_module, model_state)
-        whose = "equal on all ranks, which map the same tokens" if rank is None else f"of rank {rank}"
-        lines.append(f"dispatch ({active.dispatch}, {whose})")
-    _hooking.log_once(f"in effect in vLLM {_version()}: {', '.join(lines) or 'nothing'}", logging.INFO)
+    except Exception as failure:
+        error = failure
+    cpu_group = _group_of(state_module, "get_ep_group", group.size()) if rank is None else None
+    if cpu_group is not None:
+        said = "" if sender is None else f"eplb_core {_own_version()}, {', '.join(active.parts)}, {sender[1:5]}"
+        told = _hooking.gather_over(cpu_group)(_hooking.Said(said, "" if error is None else repr(error)))
+        for other, each in enumerate(told):
+            if each != told[0] or each.failure:
+                raise EplbError(
+                    f"rank {other} has {each.failure or each.digest} and rank 0 {told[0].failure or told[0].digest}; "
+                    "give all ranks the same eplb_core, variables and engine"
+                )
+    if sender is None:
+        raise EplbError(str(error))
+    return sender
+
+
+def _own_version() -> str:
+    import eplb_core
+
+    return eplb_core.__version__
 
 
 def _write_tables(state_module: Any, model_state: Any) -> None:

@@ -30,11 +30,11 @@ class TransportCommunicator:
         buffer: Where a layer's experts land, one tensor for each of a layer's.
         rank: This rank.
         gather: Every rank's object, by rank; collective.
-        barrier: Returns when all ranks have come to it.
+        barrier: Returns when all ranks have come to it: whether all of them said True.
         deadline: Seconds after which a read that has not ended is an error.
 
     Raises:
-        TransportError: The memory cannot be registered, or a peer is not reached.
+        TransportError: The memory cannot be registered, here or on another rank, or a peer is not reached.
         ValueError: A tensor is not contiguous, or ranks have different tensors.
     """
 
@@ -48,13 +48,10 @@ class TransportCommunicator:
         *,
         rank: int,
         gather: Callable[[Any], Sequence[Any]],
-        barrier: Callable[[], object],
+        barrier: Callable[[bool], bool],
         deadline: float = 300.0,
     ) -> None:
         tensors = [tensor for layer in weights for tensor in layer]
-        for number, tensor in enumerate([*tensors, *buffer]):
-            if not tensor.is_contiguous():
-                raise ValueError(f"tensor {number} (shape {list(tensor.shape)}) must be contiguous, slots first")
         self._transport, self._rank, self._barrier, self._deadline = transport, rank, barrier, deadline
         self._buffer = list(buffer)
         self._each = len(self._buffer)
@@ -63,12 +60,20 @@ class TransportCommunicator:
         self._stride = [tensor.nbytes // self._slots for tensor in tensors]
         self._stream: Any = None
         self._cuda = tensors[0].is_cuda
-        regions = [Region(tensor.data_ptr(), tensor.nbytes, str(tensor.device)) for tensor in (*tensors, *self._buffer)]
-        said = gather((transport.export(regions), self._slots, self._stride))
-        for peer, (_, slots, stride) in enumerate(said):
+        blob, error = b"", None
+        try:
+            blob = _export(transport, [*tensors, *self._buffer])
+        except Exception as failure:
+            error = failure  # raised when the others, who wait for this rank's word, have it
+        said = gather((blob, self._slots, self._stride, "" if error is None else str(error)))
+        if error is not None:
+            raise error
+        for peer, (_, slots, stride, trouble) in enumerate(said):
+            if trouble:
+                raise _PeerError(f"rank {peer}: {trouble}", rank=peer)
             if (slots, stride) != (self._slots, self._stride):
                 raise ValueError(f"rank {peer} has {slots} slots of other tensors than this rank's {self._slots}")
-        for peer, (blob, _, _) in enumerate(said):
+        for peer, (blob, _, _, _) in enumerate(said):
             if peer != rank:
                 transport.connect(peer, blob)
         self._layer = -1
@@ -106,8 +111,18 @@ class TransportCommunicator:
         """Read all that was noted down; returns when every rank's reads are over.
 
         Raises:
-            TransportError: A read failed or took too long; the text names the rank.
+            TransportError: A read failed or took too long, here or on another rank: on every rank, so that nobody
+                installs a layer that another could not read.
         """
+        try:
+            self._read()
+        except Exception:
+            self._barrier(False)
+            raise
+        if not self._barrier(True):
+            raise TransportError(f"reads of layer {self._layer} failed on another rank; its log says why")
+
+    def _read(self) -> None:
         asked, self._asked = self._asked, {}
         tickets = []
         most = self._transport.caps.max_batch
@@ -118,7 +133,6 @@ class TransportCommunicator:
         end = time.monotonic() + self._deadline
         for peer, ticket in tickets:
             self._wait(peer, ticket, end)
-        self._barrier()
 
     def _wait(self, peer: int, ticket: Any, end: float) -> None:
         while True:
@@ -133,6 +147,17 @@ class TransportCommunicator:
                 self._transport.abandon(ticket)
                 raise TransportError(f"a read from rank {peer} took more than {self._deadline:g} s", rank=peer)
             time.sleep(0.0002)
+
+
+class _PeerError(TransportError):
+    """Another rank cannot."""
+
+
+def _export(transport: Transport, tensors: Sequence[torch.Tensor]) -> bytes:
+    for number, tensor in enumerate(tensors):
+        if not tensor.is_contiguous():
+            raise ValueError(f"tensor {number} (shape {list(tensor.shape)}) must be contiguous, slots first")
+    return transport.export([Region(tensor.data_ptr(), tensor.nbytes, str(tensor.device)) for tensor in tensors])
 
 
 def create(
@@ -155,8 +180,10 @@ def create(
         dist.all_gather_object(answers, own, group=cpu_group)
         return answers
 
-    def barrier() -> None:
-        dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=cpu_group)
+    def barrier(fine: bool) -> bool:
+        flag = torch.tensor([fine], dtype=torch.int32)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=cpu_group)
+        return bool(flag[0])
 
     trouble = ""
     transport: Any = None
@@ -175,6 +202,8 @@ def create(
             gather=gather,
             barrier=barrier,
         )
+    except _PeerError:
+        pass  # that rank says it
     except Exception as error:
         trouble = f"rank {cpu_group.rank()}: {error}"
     _agree(gather(trouble), transport)

@@ -74,29 +74,38 @@ def test_an_error_is_logged_once_and_the_engine_answers(caplog: pytest.LogCaptur
 # ---- one answer on all ranks -----------------------------------------------------------------------------------------
 
 
-def settled(answers: list[str], own: list[str], failures: list[str]) -> list[str]:
-    """What ranks with these answers settle on; their words go by one table."""
+def given(answer: str | Exception) -> str:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def settled(answers: list[Any], own: list[Any], failures: list[str]) -> list[Any]:
+    """What ranks with these answers settle on, or raise; their words go by one table."""
     rooms: dict[int, list[Any]] = {}
     barrier = threading.Barrier(len(answers))
-    got = [""] * len(answers)
+    got: list[Any] = [""] * len(answers)
 
     def rank_does(rank: int) -> None:
         turn = iter(range(9))
 
         def gather(said: _hooking.Said) -> list[_hooking.Said]:
             room = rooms.setdefault(next(turn), [None] * len(answers))
-            room[rank] = said._replace(failure=failures[rank])
-            barrier.wait()
+            room[rank] = said if said.failure else said._replace(failure=failures[rank])
+            barrier.wait(60)
             return list(room)
 
-        got[rank] = _hooking.settle(
-            "policy",
-            gather,
-            lambda: answers[rank],
-            lambda: own[rank],
-            digest_of=lambda answer: answer.encode().hex(),
-            otherwise=lambda: f"as it was on {rank}",
-        )
+        try:
+            got[rank] = _hooking.settle(
+                "policy",
+                gather,
+                lambda: given(answers[rank]),
+                lambda: given(own[rank]),
+                digest_of=lambda answer: answer.encode().hex(),
+                otherwise=lambda: f"as it was on {rank}",
+            )
+        except KeyError as error:
+            got[rank] = error
 
     threads = [threading.Thread(target=rank_does, args=(rank,)) for rank in range(len(answers))]
     for thread in threads:
@@ -128,6 +137,17 @@ def test_where_the_engine_s_own_answers_differ_too_nothing_changes(caplog: pytes
         assert settled(["a", "a", "b"], ["x", "x", "y"], [""] * 3) == [f"as it was on {rank}" for rank in range(3)]
     assert "policy: rank 2 (62) computed another map than the other ranks (61)" in caplog.text
     assert "policy: rank 2 (79) computed another map than the other ranks (78), so nothing changes" in caplog.text
+
+
+def test_a_rank_whose_answer_raises_says_so_first_and_leaves_no_other_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    """Ours and, in its place, the engine's own: the other ranks would wait for its word until they gave up."""
+    error = KeyError("no load")
+    with caplog.at_level(logging.WARNING):
+        assert settled([error, "a"], ["own"] * 2, [""] * 2) == ["own"] * 2
+        assert "policy: rank 0 (no map: KeyError: 'no load') computed another map" in caplog.text
+        assert settled(["a", error], ["own", error], [""] * 2) == ["as it was on 0", error]
+        assert settled([error] * 2, [error] * 2, [""] * 2) == [error] * 2
+        assert settled([error] * 2, ["own"] * 2, [""] * 2) == ["own"] * 2
 
 
 def test_words_go_over_a_group_of_torch(tmp_path: Path) -> None:

@@ -103,6 +103,22 @@ def test_an_installed_plug_in_does_nothing_unless_asked_for(value: str | None, m
         sglang.register()
 
 
+def test_hooks_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice around a load they would hand the experts to two Migrators."""
+    registered: list[str] = []
+    registry: Any = ModuleType("sglang.srt.plugins.hook_registry")
+    registry.HookRegistry = SimpleNamespace(register=lambda target, *_: registered.append(target))
+    registry.HookType = SimpleNamespace(REPLACE=0, AROUND=1)
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.setattr(sglang, "_registered", [])
+    monkeypatch.setenv("EPLB_CORE", "sglang")
+    sglang.register()
+    sglang.register()
+    assert registered == ["sglang.srt.eplb.expert_location.compute_initial_expert_location_metadata"]
+
+
 # ---- placement, maps, tables, update ---------------------------------------------------------------------------------
 
 

@@ -250,6 +250,51 @@ def test_counts_of_the_window_stay_with_their_experts_when_a_layer_moves() -> No
     close(ranks)
 
 
+def test_a_table_that_fails_on_one_rank_is_written_again_and_ends_the_migration_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After the weights of a layer and before its maps: this pass has both, on that rank too."""
+    ranks = ranks_of()
+    failed: list[int] = []
+    whole = ranks[1].moves.rows._picks_of
+
+    def picks(alone: Any, row: int) -> Any:
+        if not failed:
+            failed.append(row)
+            raise RuntimeError("no memory")
+        return whole(alone, row)
+
+    monkeypatch.setattr(ranks[1].moves.rows, "_picks_of", picks)
+    ended = rebalance(ranks, torch.tensor(GOAL))
+    assert failed
+    assert all(ended)
+    assert ranks[0].metadata.physical_to_logical_map.tolist() == ranks[1].metadata.physical_to_logical_map.tolist()
+    assert all(rank.moves.over for rank in ranks)
+    close(ranks)
+
+
+def test_an_install_of_weights_that_fails_on_one_rank_is_no_pass_to_go_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others have the layer by then, and would send it tokens of other experts."""
+    ranks = ranks_of()
+
+    def fails(layer: int, copies: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(ranks[1].moves.migrator._installer, "run", fails)
+
+    def passes(rank: int) -> str:
+        try:
+            drive(ranks[rank], ranks[rank].moves.rebalance(lambda: torch.tensor(GOAL)))
+        except Exception as error:
+            ranks[rank].moves._agreement.leave()  # type: ignore[attr-defined]
+            return str(error)
+        return ""
+
+    assert on_all(passes)[1] == "the device is gone"
+
+
 def test_weights_that_the_engine_writes_meanwhile_pause_a_migration() -> None:
     ranks = ranks_of()
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from eplb_core.adapters import _hooking, _sglang, sglang_maps, sglang_moves, sglang_rebalance
+from eplb_core.adapters import _hooking, _sglang, sglang_maps, sglang_moves, sglang_rebalance, sglang_record
+from eplb_core.errors import EplbError
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,9 @@ class Moves:
             self.asked.append(error)
         yield
         return ""
+
+    def close(self, reason: str) -> None:
+        self.over = reason
 
     def before_weights(self) -> None:
         self.events.append("before")
@@ -120,6 +124,18 @@ def test_what_cannot_be_looked_up_ends_the_migration_and_not_this_rank_alone(
     assert [type(each) for each in moves.asked] == [KeyError]
 
 
+def test_a_load_that_cannot_be_copied_ends_the_migration_and_not_this_rank_alone(
+    engine: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(counts: torch.Tensor, *, fold: bool) -> Any:
+        raise MemoryError("no pinned memory")
+
+    monkeypatch.setattr(sglang_rebalance, "_counts", broken)
+    moves = Moves()
+    assert passes(Manager(moves)) == 2
+    assert [type(each) for each in moves.asked] == [MemoryError]
+
+
 def test_without_moves_or_when_they_are_over_or_switched_off_the_engine_rebalances(engine: list[Any]) -> None:
     over, off = Moves(), Moves()
     over.over = "a peer died"
@@ -165,7 +181,11 @@ def test_a_model_that_cannot_be_registered_is_left_to_the_engine_with_one_line(
         monkeypatch.setattr(sglang_rebalance, "_why_not", lambda runner, metadata: "elastic EP changes the ranks")
         sglang_rebalance.register_after_load(loads.append, target)
         assert "moves are left to SGLang: elastic EP changes the ranks" in caplog.text
-    assert loads == [draft, target, target]
+        monkeypatch.setattr(sglang_record, "_barred", ["rank 1 has no record"])
+        monkeypatch.setattr(sglang_rebalance, "_why_not", lambda runner, metadata: "")
+        assert loads == [draft, target, target]
+        sglang_rebalance.register_after_load(loads.append, target)  # shared weights, recorded by some ranks only
+        assert "moves are left to SGLang: rank 1 has no record" in caplog.text
     assert "_eplb_core_moves" not in vars(target.eplb_manager)
 
 
@@ -173,6 +193,9 @@ def test_a_registered_model_says_what_is_in_effect(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     given: dict[str, Any] = {}
+
+    def no_room() -> None:
+        raise OSError("no room for compiled code")
 
     def open_moves(metadata: Any, weights: Any, picks: Any, **named: Any) -> Any:
         given.update(named, weights=weights(), picks=picks)
@@ -182,7 +205,7 @@ def test_a_registered_model_says_what_is_in_effect(
     monkeypatch.setattr(_sglang, "context", lambda: _sglang.Context(True, False, 2))
     monkeypatch.setattr(_sglang, "options", {"tables": "even", "transport": "shared_memory"})
     monkeypatch.setattr(sglang_rebalance, "_why_not", lambda runner, metadata: "")
-    monkeypatch.setattr(sglang_rebalance, "warm_up", lambda: None)
+    monkeypatch.setattr(sglang_rebalance, "warm_up", no_room)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setattr(sglang_moves, "open_moves", open_moves)
     model = SimpleNamespace(routed_experts_weights_of_layer={0: []})
@@ -192,6 +215,7 @@ def test_a_registered_model_says_what_is_in_effect(
     assert "in effect in SGLang: moves by a Migrator over shared_memory: 2 layers of 64 bytes a slot" in caplog.text
     assert given["picks"] == sglang_moves.Picks(3, prefer_same_node=False, even=True)
     assert (given["num_nodes"], given["transport"], given["weights"]) == (2, "shared_memory", {0: []})
+    assert given["trouble"] == "OSError: no room for compiled code"  # said to all ranks, which wait for this one
     assert given["facts"]["options"] == [("tables", "even"), ("transport", "shared_memory")]
     assert runner.eplb_manager._eplb_core_moves.layers == [1, 2]
 
@@ -217,6 +241,24 @@ def test_no_rank_moves_an_expert_while_the_engine_writes_weights(monkeypatch: py
     with pytest.raises(ValueError, match="no such file"):
         sglang_rebalance.around_weights(fails)
     assert moves.events[4:] == ["before", "after"]
+
+
+@pytest.mark.parametrize("step", ["before_weights", "after_weights"])
+def test_moves_that_cannot_be_paused_or_resumed_are_over_and_the_update_is_not(
+    step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise EplbError("rank 1 did not come")
+
+    moves = Moves()
+    monkeypatch.setattr(moves, step, fails)
+    monkeypatch.setattr(sglang_rebalance, "_moves", [moves])
+    with caplog.at_level(logging.WARNING):
+        assert sglang_rebalance.around_weights(lambda: "updated") == "updated"
+    assert moves.over == "EplbError: rank 1 did not come"
+    assert moves.events == (["before"] if step == "after_weights" else [])
+    assert "moves: SGLang's own rebalance goes on, since EplbError: rank 1 did not come" in caplog.text
+    assert sglang_rebalance.around_weights(lambda: "again") == "again"
 
 
 # ---- one map on all ranks --------------------------------------------------------------------------------------------

@@ -263,6 +263,43 @@ def test_where_one_rank_has_no_record_no_rank_moves(
     assert "nothing moves: rank 1 shares its weights with a daemon that keeps no record" in caplog.text
 
 
+def test_a_rank_that_cannot_adopt_says_so_before_it_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for its word with their weights mapped."""
+    told: list[bytes] = []
+
+    class One(LocalAgreement):
+        def gather(self, blob: bytes) -> list[bytes]:
+            told.append(blob)
+            return super().gather(blob)
+
+    def adopt(metadata: Any, layout: eplb.ExpertLayout, config: Any) -> None:
+        raise KeyError("moe_ep_rank")
+
+    monkeypatch.setattr(sglang_record, "make_agreement", lambda: One.group(1)[0])
+    monkeypatch.setattr(sglang_record, "_adopts", lambda: True)
+    monkeypatch.setattr(sglang_record, "_adopt", adopt)
+    live = metadata(ROWS)
+    monkeypatch.setattr(_sglang, "live_metadata", lambda: live)
+    daemon, server = serving(tmp_path, monkeypatch, MOVED)
+    mapped: list[Any] = []
+    loader = SimpleNamespace(socket_path=daemon.socket_path)
+    with server, pytest.raises(KeyError, match="moe_ep_rank"):
+        sglang_record.fetch(lambda *given: mapped.append(given), loader, None, None)
+    assert told[-1] == b"failed"
+    assert not mapped
+    assert sglang_record.client() is None
+
+
+def test_a_daemon_keeps_one_record_however_often_it_is_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon, server = serving(tmp_path, monkeypatch)
+    with server:
+        serve = type(daemon).serve
+        assert sglang_record.keep_records(type(daemon)) == ""
+        assert type(daemon).serve is serve
+
+
 def test_an_engine_of_another_configuration_is_no_user_of_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,7 @@ def engine_module() -> Any:
         create_eplb_communicator=lambda group_coordinator, backend, expert_weights, expert_buffer: backend,
         EPLB_POLICIES={"default": Default},
         DefaultEplbPolicy=Default,
-        get_ep_group=lambda: SimpleNamespace(device_group=SimpleNamespace(rank=lambda: 1)),
+        get_ep_group=lambda: SimpleNamespace(device_group=SimpleNamespace(rank=lambda: 1, size=lambda: 4)),
         get_node_count=lambda: 1,
     )
     return module
@@ -353,7 +353,7 @@ def on_two(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any]) -> list[
 
 def coordinator(rank: int) -> Any:
     group = SimpleNamespace(size=lambda: 2, rank=rank)
-    return lambda: SimpleNamespace(cpu_group=group, device_group=SimpleNamespace(rank=lambda: rank))
+    return lambda: SimpleNamespace(cpu_group=group, device_group=SimpleNamespace(rank=lambda: rank, size=lambda: 2))
 
 
 def test_where_the_policy_fails_on_one_rank_all_ranks_take_the_engine_s(
@@ -435,3 +435,57 @@ def test_where_equal_tables_fail_on_one_rank_all_ranks_write_the_engine_s(
     assert first[0][:3] == [1, 7, -1]  # not rotated by layer: the engine's own
     assert "dispatch: rank 1 (" in caplog.text
     assert "MemoryError: no room" in caplog.text
+
+
+@pytest.mark.parametrize("trouble", ["an error", "another mode"])
+def test_a_rank_that_cannot_write_equal_tables_leaves_all_ranks_the_engine_s(
+    trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At every commit the others would wait for its word."""
+
+    def fails() -> int:
+        raise RuntimeError("no node")
+
+    engines = [engine_module() for _ in range(2)]
+    model = SimpleNamespace(num_local_physical_experts=4)
+    for rank, engine in enumerate(engines):
+        engine.get_ep_group = coordinator(rank)
+        if rank == 1 and trouble == "an error":
+            engine.get_node_count = fails
+        elif rank == 1:
+            monkeypatch.setenv("EPLB_CORE_OPTIONS", "dispatch=weighted")
+        vllm.activate(engine)
+
+    def commit(rank: int) -> Any:
+        state = engines[rank].EplbState("allgather_reducescatter")
+        state.add_model(model, CONFIG)
+        model_state = state.model_states["m"]
+        engines[rank]._commit_eplb_maps_for_layer(model_state, torch.tensor([3, 0, 1, 2, 3, 1, 2, 0]), 1)
+        return model_state.logical_to_physical_map.tolist()
+
+    with caplog.at_level(logging.WARNING):
+        first, second = on_two(monkeypatch, commit)
+    assert first == second
+    assert first[1][0][:3] == [1, 7, -1]  # not rotated by layer: the engine's own
+    found = "no node" if trouble == "an error" else "'weighted', 8)"
+    assert "dispatch: the engine's own code goes on, since ours raised EplbError: rank 1 has" in caplog.text
+    assert found in caplog.text
+
+
+def test_an_engine_without_the_state_s_class_keeps_what_needs_it(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in effect is said to be."""
+    monkeypatch.setenv("EPLB_CORE", "vllm")
+    del engine.EplbState
+    vllm.register()
+    assert vllm.active_parts() == ("policy", "maps", "fold")
+
+
+def test_an_engine_without_one_of_the_policy_s_modules_is_left_as_it_was(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPLB_CORE", "vllm")
+    monkeypatch.setitem(sys.modules, f"{NAMES[3]}.default", None)
+    vllm.register()
+    assert vllm.active_parts() == ()
+    assert engine.DefaultEplbPolicy is Default
+    assert {"default": Default} == engine.EPLB_POLICIES

@@ -24,6 +24,23 @@ def expected(layer: int, expert: int) -> torch.Tensor:
     return torch.arange(4, dtype=torch.float32) + 10 * expert + 100 * layer
 
 
+def voting() -> Callable[[bool], bool]:
+    """A barrier of all ranks: whether all said True."""
+    said: list[bool] = []
+    meet = threading.Barrier(RANKS, timeout=60)
+
+    def barrier(fine: bool) -> bool:
+        said.append(fine)
+        meet.wait()
+        answer = all(said)
+        if meet.wait() == 0:
+            said.clear()
+        meet.wait()
+        return answer
+
+    return barrier
+
+
 class Rank:
     """Weights that say which expert they are; two tensors a layer, of different size and dtype."""
 
@@ -49,7 +66,7 @@ def connect(
     ranks: Sequence[Rank], transports: Sequence[Transport], deadline: float = 60.0
 ) -> list[TransportCommunicator]:
     board: list[Any] = [None] * RANKS
-    meet = threading.Barrier(RANKS, timeout=60)
+    meet, barrier = threading.Barrier(RANKS, timeout=60), voting()
 
     def make(rank: int) -> TransportCommunicator:
         def gather(own: Any) -> list[Any]:
@@ -59,7 +76,7 @@ def connect(
 
         mine = ranks[rank]
         return TransportCommunicator(
-            transports[rank], mine.weights, mine.buffer, rank=rank, gather=gather, barrier=meet.wait, deadline=deadline
+            transports[rank], mine.weights, mine.buffer, rank=rank, gather=gather, barrier=barrier, deadline=deadline
         )
 
     return together(make)
@@ -115,10 +132,22 @@ def test_a_read_that_takes_its_time_is_waited_for() -> None:
 def test_a_read_that_does_not_end_is_given_up_on_by_name() -> None:
     ranks = [Rank(rank) for rank in range(RANKS)]
     made = connect(ranks, [DeferredCopy() for _ in range(RANKS)], deadline=0.0)
+    assert fails_on_rank_0(ranks, made)[0] == "a read from rank 1 took more than 0 s"
+
+
+def fails_on_rank_0(ranks: Sequence[Rank], made: Sequence[TransportCommunicator]) -> list[str]:
+    """What ranks say when one of them reads from rank 1 and cannot; nobody goes on to install the layer."""
     made[0].set_transfer_context(OLD, 0)
     made[0].add_recv([tensor[0] for tensor in ranks[0].buffer], 1, 3)
-    with pytest.raises(TransportError, match="a read from rank 1 took more than 0 s"):
-        made[0].execute()
+
+    def execute(rank: int) -> str:
+        with pytest.raises(TransportError) as raised:
+            made[rank].execute()
+        return str(raised.value)
+
+    said = together(execute)
+    assert all("failed on another rank" in each for each in said[1:])
+    return said
 
 
 def test_a_peer_that_is_gone_is_named() -> None:
@@ -126,19 +155,39 @@ def test_a_peer_that_is_gone_is_named() -> None:
     transports = [LocalCopy() for _ in range(RANKS)]
     made = connect(ranks, transports)
     transports[1].close()
-    made[0].set_transfer_context(OLD, 0)
-    made[0].add_recv([tensor[0] for tensor in ranks[0].buffer], 1, 3)
-    with pytest.raises(TransportError, match="rank 1"):
-        made[0].execute()
+    assert "rank 1" in fails_on_rank_0(ranks, made)[0]
+
+
+def test_a_rank_that_cannot_be_registered_is_named_on_the_others_which_do_not_wait_for_it() -> None:
+    ranks = [Rank(rank) for rank in range(RANKS)]
+    ranks[1].weights[0][0] = ranks[1].weights[0][0].t()
+    said: list[str] = []
+    board: list[Any] = [None] * RANKS
+    meet = threading.Barrier(RANKS, timeout=60)
+
+    def make(rank: int) -> str:
+        def gather(own: Any) -> list[Any]:
+            board[rank] = own
+            meet.wait()
+            return list(board)
+
+        mine = ranks[rank]
+        with pytest.raises((TransportError, ValueError)) as raised:
+            TransportCommunicator(LocalCopy(), mine.weights, mine.buffer, rank=rank, gather=gather, barrier=bool)
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    said = together(make)
+    reason = "tensor 0 (shape [4, 2]) must be contiguous, slots first"
+    assert said == [f"_PeerError: rank 1: {reason}", f"ValueError: {reason}", f"_PeerError: rank 1: {reason}"]
 
 
 def test_tensors_that_do_not_fit_raise() -> None:
     rank = Rank(0)
     strided = [[tensor.t() for tensor in layer] for layer in rank.weights]
-    alone: dict[str, Any] = {"rank": 0, "gather": lambda own: [own], "barrier": lambda: None}
+    alone: dict[str, Any] = {"rank": 0, "gather": lambda own: [own], "barrier": bool}
     with pytest.raises(ValueError, match=r"tensor 0 \(shape \[4, 2\]\) must be contiguous"):
         TransportCommunicator(LocalCopy(), strided, rank.buffer, **alone)
-    alone["gather"] = lambda own: [own, (b"", 5, own[2])]
+    alone["gather"] = lambda own: [own, (b"", 5, own[2], "")]
     with pytest.raises(ValueError, match="rank 1 has 5 slots of other tensors than this rank's 2"):
         TransportCommunicator(LocalCopy(), rank.weights, rank.buffer, **alone)
 

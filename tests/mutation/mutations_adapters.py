@@ -4,6 +4,7 @@ _POLICY, _MAPS, _PLUGIN = (f"eplb_core/adapters/vllm{name}.py" for name in ("_po
 _SGLANG, _SGLANG_MAPS = "eplb_core/adapters/sglang.py", "eplb_core/adapters/sglang_maps.py"
 _ASCEND, _HOOKING = "eplb_core/adapters/vllm_ascend_policy.py", "eplb_core/adapters/_hooking.py"
 _MOVES, _REBALANCE = "eplb_core/adapters/sglang_moves.py", "eplb_core/adapters/sglang_rebalance.py"
+_COMMUNICATOR = "eplb_core/adapters/vllm_communicator.py"
 _RECORD, _FORMATS = "eplb_core/adapters/sglang_record.py", "eplb_core/formats.py"
 _T = "tests/adapters/test_"
 
@@ -120,8 +121,8 @@ MUTATIONS = [
     # one answer on all ranks
     (
         _HOOKING,
-        "    answer = engine_own()\n",
-        "",
+        "_try(engine_own, digest_of)\n",
+        "_try(lambda: answer, digest_of)\n",
         f"{_T}hooking.py::test_where_one_rank_fell_back_all_take_the_engine_s_and_the_line_names_it",
     ),
     (
@@ -229,15 +230,100 @@ MUTATIONS = [
     ),
     (
         _REBALANCE,
-        "        finally:\n            moves.after_weights()\n",
+        "        finally:\n            _unless_over(moves, moves.after_weights)\n",
         "        finally:\n            pass\n",
         f"{_T}sglang_rebalance.py::test_no_rank_moves_an_expert_while_the_engine_writes_weights",
+    ),
+    # one rank alone that fails
+    (
+        _HOOKING,
+        "    told = gather(said)\n    if error is not None:\n",
+        "    if error is not None:\n        raise error\n    told = gather(said)\n    if error is not None:\n",
+        f"{_T}hooking.py::test_a_rank_whose_answer_raises_says_so_first_and_leaves_no_other_waiting",
+    ),
+    (
+        _HOOKING,
+        "    if error is None and _are_equal(told):\n",
+        "    if _are_equal(told):\n",
+        f"{_T}hooking.py::test_a_rank_whose_answer_raises_says_so_first_and_leaves_no_other_waiting",
+    ),
+    (
+        _COMMUNICATOR,
+        "        except Exception:\n            self._barrier(False)\n            raise\n",
+        "        except Exception:\n            raise\n",
+        f"{_T}vllm_communicator.py::test_a_read_that_does_not_end_is_given_up_on_by_name",
+    ),
+    (
+        _COMMUNICATOR,
+        "        if not self._barrier(True):\n",
+        "        if self._barrier(True) is None:\n",
+        f"{_T}vllm_communicator.py::test_a_peer_that_is_gone_is_named",
+    ),
+    (
+        _COMMUNICATOR,
+        "            if trouble:\n",
+        "            if False:\n",
+        f"{_T}vllm_communicator.py::test_a_rank_that_cannot_be_registered_is_named_on_the_others_which_do_not_wait_for_it",
+    ),
+    (
+        _PLUGIN,
+        "            if each != told[0] or each.failure:\n",
+        "            if False:\n",
+        f"{_T}vllm.py::test_a_rank_that_cannot_write_equal_tables_leaves_all_ranks_the_engine_s",
+    ),
+    (
+        _PLUGIN,
+        "mismatch(_find(state_module, _ADD_MODEL[0]), *",
+        "mismatch(state_module.EplbState.add_model, *",
+        f"{_T}vllm.py::test_an_engine_without_the_state_s_class_keeps_what_needs_it",
+    ),
+    (
+        _REBALANCE,
+        '        moves.close(f"{type(error).__name__}: {error}")\n',
+        "        raise\n",
+        f"{_T}sglang_rebalance.py::test_moves_that_cannot_be_paused_or_resumed_are_over_and_the_update_is_not",
+    ),
+    (
+        _REBALANCE,
+        "    reason = sglang_record.barred() or _why_not(",
+        "    reason = _why_not(",
+        f"{_T}sglang_rebalance.py::test_a_model_that_cannot_be_registered_is_left_to_the_engine_with_one_line",
+    ),
+    (
+        _REBALANCE,
+        "        trouble=trouble,\n",
+        "",
+        f"{_T}sglang_rebalance.py::test_a_registered_model_says_what_is_in_effect",
+    ),
+    (
+        _MOVES,
+        "isinstance(error, MigrationError) or self.migrator.layout is before",
+        "isinstance(error, MigrationError)",
+        f"{_T}sglang_moves.py::test_an_install_of_weights_that_fails_on_one_rank_is_no_pass_to_go_on_with",
+    ),
+    (
+        _SGLANG,
+        'asked_for("sglang") or _registered:',
+        'asked_for("sglang"):',
+        f"{_T}sglang.py::test_hooks_are_registered_once",
+    ),
+    (
+        _RECORD,
+        "            trouble = error\n        else:\n",
+        "            raise\n        else:\n",
+        f"{_T}sglang_record.py::test_a_rank_that_cannot_adopt_says_so_before_it_raises",
+    ),
+    (
+        _RECORD,
+        "    if vars(daemon_class).get(_KEEPS):\n",
+        "    if False:\n",
+        f"{_T}sglang_record.py::test_a_daemon_keeps_one_record_however_often_it_is_asked_to",
     ),
     # SGLang's weight cache
     (
         _RECORD,
-        "        _adopt(metadata, layout, model_config)\n",
-        "        pass\n",
+        "            _adopt(metadata, layout, model_config)\n",
+        "            pass\n",
         f"{_T}sglang_record.py::test_an_engine_that_starts_after_moves_adopts_the_layout_and_is_served",
     ),
     (
@@ -254,7 +340,7 @@ MUTATIONS = [
     ),
     (
         _RECORD,
-        "    if _barred:\n",
+        "    if barred():\n",
         "    if False:\n",
         f"{_T}sglang_record.py::test_where_one_rank_has_no_record_no_rank_moves",
     ),
