@@ -222,6 +222,11 @@ def _fuzz_record(record: Record) -> Iterator[Claim]:
     yield Claim("hostile messages to a record's server, none changed it", record["messages"])
 
 
+def _fuzz_files(record: Record) -> Iterator[Claim]:
+    yield Claim("broken files and command lines", sum(record["counts"].values()))
+    yield Claim("... kinds of faults found in reading them", len(record["findings"]))
+
+
 def _soak_moves(record: Record) -> Iterator[Claim]:
     runs = record["runs"]
     losses = sum(run["scenario"] in {"killed", "stopped"} for run in runs)
@@ -375,6 +380,7 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "engine": _engine,
     "record": _record,
     "schedules": _schedules,
+    "fuzz_files": _fuzz_files,
     "fuzz_record": _fuzz_record,
     "soak_moves": _soak_moves,
     "simulation": _simulation,

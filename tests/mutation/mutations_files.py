@@ -50,8 +50,8 @@ MUTATIONS = [
     ),
     (
         "eplb_core/loading/backup.py",
-        "        part.unlink(missing_ok=True)\n        raise OSError(",
-        "        part.touch()\n        raise OSError(",
+        "        path.unlink(missing_ok=True)\n        raise OSError(",
+        "        path.touch()\n        raise OSError(",
         "tests/loading/test_backup.py",
     ),
     # layouts
