@@ -387,7 +387,9 @@ def _plans(times: int) -> list[dict[str, Any]]:
         adapter: list[float] = []
         for _ in range(times):
             start = time.perf_counter()
-            eplb.place(drifted, topology, num_slots=slots, current=live)
+            # From the array, as the adapter: a live layout that was used before has its maps already.
+            fresh = eplb.ExpertLayout(live.physical_to_logical_map, live.num_experts, topology=topology)
+            eplb.place(drifted, topology, num_slots=slots, current=fresh)
             middle = time.perf_counter()
             rebalance(counts, slots, slots // ranks, num_nodes=1, live=p2l)
             library.append(middle - start)
