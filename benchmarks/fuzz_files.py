@@ -28,6 +28,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -678,40 +679,61 @@ def _mapped_bytes() -> int:
 def describe(result: dict[str, Any], seconds: float) -> list[str]:
     """In a line."""
     total = sum(result["counts"].values())
-    return [f"{total:,} files and command lines in {seconds:.0f} s: {len(result['findings'])} kinds of faults found"]
+    return [f"{total:,} files and command lines in {seconds:,.0f} s: {len(result['findings'])} kinds of faults found"]
+
+
+def watch(seconds: float, seed: int, keep: Path) -> tuple[dict[str, Any], float]:
+    """What `work` found in a process of its own, and how long it took.
+
+    Raises:
+        RuntimeError: the process ended or hung; which file it read.
+    """
+    keep.mkdir(parents=True, exist_ok=True)
+    (keep / "result.json").unlink(missing_ok=True)
+    current, begun, hung = keep / "current.txt", time.monotonic(), False
+    process = multiprocessing.get_context("spawn").Process(target=work, args=(seconds, seed, keep))
+    process.start()
+    while process.is_alive():
+        process.join(LIMIT_S)
+        if current.exists() and time.time() - current.stat().st_mtime > 4 * LIMIT_S and process.is_alive():
+            hung = True
+            process.kill()
+    if process.exitcode:
+        what = "hung outside of Python" if hung else f"ended with {process.exitcode}"
+        read = current.read_text() if current.exists() else "nothing"
+        raise RuntimeError(f"the process with seed {seed} {what} while it read {read}")
+    return json.loads((keep / "result.json").read_text()), time.monotonic() - begun
+
+
+def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Counts in all, and each kind of fault once."""
+    counts: Counter[str] = Counter()
+    findings: dict[tuple[str, ...], Any] = {}
+    for result in results:
+        counts.update(result["counts"])
+        findings |= {(f["what"], f["reader"], f["text"][-300:]): f for f in result["findings"]}
+    return {"counts": dict(sorted(counts.items())), "findings": list(findings.values())}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz_files", description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=15.0, help="of each process")
+    parser.add_argument("--processes", type=int, default=1, help="at once, each with a seed of its own")
+    parser.add_argument("--seed", type=int, default=1, help="of the first process; the next have the next seeds")
     parser.add_argument("--quick", action="store_true", help="five seconds")
     parser.add_argument("--keep", type=Path, help="folder for files that were not refused as they should be")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     seconds = 5.0 if options.quick else 60 * options.minutes
-    with tempfile.TemporaryDirectory() as folder:
+    seeds = range(options.seed, options.seed + options.processes)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(seeds)) as pool:
         keep = options.keep or Path(folder)
-        keep.mkdir(parents=True, exist_ok=True)
-        (keep / "result.json").unlink(missing_ok=True)
-        begun = time.monotonic()
-        process = multiprocessing.get_context("spawn").Process(target=work, args=(seconds, options.seed, keep))
-        process.start()
-        while process.is_alive():
-            process.join(LIMIT_S)
-            current = keep / "current.txt"
-            if current.exists() and time.time() - current.stat().st_mtime > 4 * LIMIT_S:
-                print("the process hangs outside of Python", file=sys.stderr)
-                process.kill()
-        took = time.monotonic() - begun
-        if process.exitcode:
-            current = (keep / "current.txt").read_text() if (keep / "current.txt").exists() else "nothing"
-            print(f"the process ended with {process.exitcode} while it read {current}", file=sys.stderr)
-            return 1
-        result = json.loads((keep / "result.json").read_text())
+        running = [pool.submit(watch, seconds, seed, keep / f"seed-{seed}") for seed in seeds]
+        done = [one.result() for one in running]
+    result, took = merged([one for one, _ in done]), sum(each for _, each in done)
     lines = describe(result, took)
     print("\n".join(lines))
-    measure.write_json(options.json, {"summary": lines, "seed": options.seed, "seconds": took, **result})
+    measure.write_json(options.json, {"summary": lines, "seeds": list(seeds), "seconds": took, **result})
     return 1 if result["findings"] else 0
 
 
