@@ -86,7 +86,6 @@ def test_rolling_and_snapshots_run_on_the_device() -> None:
     np.testing.assert_array_equal(load.snapshot().numpy(), plain.snapshot().numpy())
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device() -> None:
     layout, new = random_layout(seed=1), random_layout(seed=2)
     load = LoadCounter(4, 32, windows=2, device="cuda")
@@ -155,7 +154,6 @@ def test_kernels_run_where_the_tensors_are_and_not_on_the_thread_s_device(mode: 
         assert int(load.snapshot().numpy().sum()) == int((ids >= 0).sum())
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")  # torch's own
 def test_one_region_compiled_by_inductor_serves_all_layers() -> None:
     layout = random_layout(layers=10)
     tables = DispatchTables(layout, mode="weighted", device="cuda")

@@ -76,7 +76,6 @@ def test_installs_on_a_gpu_give_the_bytes_of_installs_on_the_cpu(kernels: bool) 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not (torch.cuda.is_available() and HAS_TRITON), reason="needs a CUDA device and Triton")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_an_install_allocates_nothing_waits_for_nothing_and_compiles_nothing() -> None:
     from eplb_core.loading import _install_triton
 
