@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core._arrays import to_numpy
+from eplb_core._pickle import check_pickle
+from eplb_core._text import plain
 from eplb_core.errors import FileFormatError
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -37,14 +39,7 @@ MAX_TEXT_BYTES = 256 << 20
 def bad_file(path: PathLike, expected: str, found: str, mend: str) -> FileFormatError:
     """Make the error that all readers raise."""
     name = "inline JSON" if is_inline(path) else os.fspath(path)
-    return FileFormatError(f"{name}: expected {expected}, found {plain(found)}; {mend}", path=name)
-
-
-def plain(text: object, width: int = 240) -> str:
-    """Cut to one short line without control characters: what a file says may reach a terminal."""
-    head = str(text)[: width + 1]  # a file may say very much
-    line = "".join(c if c.isprintable() else " " for c in head)
-    return line if len(line) <= width else line[: width - 4] + " ..."
+    return FileFormatError(f"{name}: expected {plain(expected)}, found {plain(found)}; {mend}", path=name)
 
 
 @contextmanager
@@ -183,6 +178,9 @@ def read_torch(path: PathLike) -> Any:
     with open_regular(path, MAX_BYTES) as file, reading(path, "a file of torch.save", mend):
         with zipfile.ZipFile(file) as archive:
             _check_zip(path, archive)
+            for name in archive.namelist():
+                if name.endswith("data.pkl"):
+                    check_pickle(archive.read(name))
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
 

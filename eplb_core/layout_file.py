@@ -160,6 +160,8 @@ def layout_of_map(
     with reading(path, "a valid layout", "mend the file, or the number of ranks or experts given for it"):
         if array.dtype.kind == "u":
             raise TypeError(f"the map is {array.dtype}, which cannot hold -1")
+        if not all(0 <= layer < 2**63 for layer in layer_ids):
+            raise ValueError("layer_ids must be in [0, 2**63)")
         if num_experts is None:
             num_experts = max(int(array.max(initial=0)) + 1, 1)
             notes += (f"the file does not say how many experts there are: taken as {num_experts}",)

@@ -19,6 +19,7 @@ import numpy as np
 from eplb_core import _files
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load, read_only, to_numpy
 from eplb_core._files import AnyArray, PathLike, bad_file
+from eplb_core._text import quoted
 from eplb_core.load import TraceFault, check_counts, check_trace
 
 TRACE_FORMAT = "eplb-trace-1"
@@ -253,12 +254,12 @@ def _listed(arrays: dict[str, AnyArray]) -> str:
 def texts(value: Any) -> tuple[str, ...]:
     """A list of strings out of a file."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(text, str) for text in value):
-        raise TypeError(f"{value!r} must be a list of strings")
+        raise TypeError(f"{quoted(value)} must be a list of strings")
     return tuple(value)
 
 
 def whole_numbers(value: Any) -> tuple[int, ...]:
     """A list of ints out of a file."""
     if not isinstance(value, Sequence) or any(isinstance(n, bool) or not isinstance(n, int) for n in value):
-        raise TypeError(f"{value!r} must be a list of integers")
+        raise TypeError(f"{quoted(value)} must be a list of integers")
     return tuple(value)

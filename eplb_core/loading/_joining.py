@@ -10,6 +10,7 @@ import numpy as np
 
 from eplb_core import __version__
 from eplb_core._arrays import IntArray, check_int
+from eplb_core._text import plain
 from eplb_core.errors import MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.install import Staging
@@ -126,7 +127,7 @@ def decode(blob: bytes) -> tuple[Hello, str]:
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise MigrationError(
             f"a rank says of itself what eplb_core {__version__} does not understand ({type(error).__name__}: "
-            f"{str(error)[:80]}); install one version of eplb_core on all ranks; no weight was moved",
+            f"{plain(str(error), 80)}); install one version of eplb_core on all ranks; no weight was moved",
             reason="join",
         ) from error
 

@@ -112,15 +112,5 @@ def is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def cut(value: object, width: int = 80) -> str:
-    """One short line of what a stranger said."""
-    try:
-        text = value if isinstance(value, str) else repr(value)
-    except (ValueError, RecursionError):  # thousands of digits, thousands of brackets
-        text = f"some {type(value).__name__}"
-    text = "".join(c if c.isprintable() else " " for c in text[: width + 1])
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
 def names_of(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)

@@ -17,6 +17,7 @@ from typing import Any
 
 from eplb_core._arrays import BoolArray, read_only
 from eplb_core._files import open_regular, read_json, reading
+from eplb_core._text import plain, quoted
 from eplb_core.errors import FileFormatError
 from eplb_core.loading._load_plan import CheckpointError as CheckpointError
 from eplb_core.loading._load_plan import Copy, Header, LoadPlan
@@ -143,7 +144,8 @@ def _opened(path: Path) -> Iterator[Any]:
         raise
     except (SafetensorError, OSError, ValueError) as error:  # no file can have such a name
         raise FileFormatError(
-            f"shard {path.name} is no whole safetensors file: {error}; fetch it again", path=str(path)
+            f"shard {plain(path.name)} is no whole safetensors file: {plain(str(error))}; fetch it again",
+            path=str(path),
         ) from error
     with file:
         yield file
@@ -175,7 +177,8 @@ def read_headers(files: str | Path | Iterable[str | Path]) -> dict[str, Header]:
             for name in file.keys():  # noqa: SIM118  not a mapping
                 if name in headers:
                     raise FileFormatError(
-                        f"shards {headers[name].path.name} and {path.name} both have {name!r}", path=str(path)
+                        f"shards {plain(headers[name].path.name)} and {plain(path.name)} both have {quoted(name)}",
+                        path=str(path),
                     )
                 piece = file.get_slice(name)
                 headers[name] = Header(path, tuple(piece.get_shape()), piece.get_dtype())

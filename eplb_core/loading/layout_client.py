@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from eplb_core._arrays import ArrayLike, check_real, to_ids
+from eplb_core._text import plain
 from eplb_core.errors import EplbError, RecordLostError, SocketOwnerError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _wire
@@ -373,9 +374,9 @@ def _receive(connection: socket.socket, deadline: float | None) -> tuple[Message
 def _check_reply(message: Message) -> None:
     version, digest = message.get("version"), message.get("digest")
     if message.get("status") not in ("ok", "busy", "refused") or not isinstance(message.get("reason"), str):
-        raise WireError(f"status {str(message.get('status'))[:20]!r}")
+        raise WireError(f"status {plain(message.get('status'), 20)!r}")
     if not (version is None or isinstance(version, int)) or not (digest is None or isinstance(digest, str)):
-        raise WireError(f"version {str(version)[:20]!r}")
+        raise WireError(f"version {plain(version, 20)!r}")
 
 
 def _ints(layers: Iterable[int]) -> list[int]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from eplb_core._arrays import ArrayLike, check_int, to_ids
+from eplb_core._text import plain
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._record_state import (
     MAX_ENGINE_ID,
@@ -28,7 +29,6 @@ from eplb_core.loading._record_state import (
     Move,
     RecordState,
     Reply,
-    cut,
     is_engine_id,
     is_int,
     name_layers,
@@ -171,7 +171,7 @@ class LayoutRecord:
             return self._refused(f"engine {engine!r} is not attached; attach before it follows")
         if digest != state.digest:
             return self._refused(
-                f"engine {engine!r} routes by layout {cut(digest, 12)}, the weights hold {state.digest[:12]} "
+                f"engine {engine!r} routes by layout {plain(digest, 12)}, the weights hold {state.digest[:12]} "
                 f"(version {state.version}); it must adopt that one before it follows"
             )
         if state.pending is not None:
@@ -197,9 +197,9 @@ class LayoutRecord:
         if asked is None or asked.engine == engine:
             return self._refused(f"nobody asks engine {engine!r} to hold; {asked or 'no move'} is pending")
         if not is_int(version) or version != asked.version:
-            return self._refused(f"{asked} is pending, and engine {engine!r} is at version {cut(version)}")
+            return self._refused(f"{asked} is pending, and engine {engine!r} is at version {plain(version, 80)}")
         if not is_int(move) or move != state.begun:
-            return self._refused(f"{asked} is number {state.begun}, and engine {engine!r} holds for {cut(move)}")
+            return self._refused(f"{asked} is number {state.begun}, and engine {engine!r} holds for {plain(move, 80)}")
         if engine not in state.holding:
             self._set(holding=(*state.holding, engine))
         return self._ok()
@@ -227,9 +227,11 @@ class LayoutRecord:
         elif self._is_other_move(engine, rows, version):
             reason = f"{state.pending} is pending; commit or abort it first"
         elif not is_int(version) or version != state.version:
-            reason = f"the layout is at version {state.version}, not {cut(version)}; engine {engine!r} is not on it"
+            given = plain(version, 80)
+            reason = f"the layout is at version {state.version}, not {given}; engine {engine!r} is not on it"
         elif rows is None:
-            reason = f"`layers` (={cut(layers)}) must be rows in [0, {state.layout.num_layers}), one or more, each once"
+            rule = f"must be rows in [0, {state.layout.num_layers}), one or more, each once"
+            reason = f"`layers` (={plain(layers, 80)}) {rule}"
         elif state.num_non_followers:
             reason = (
                 f"{state.num_non_followers} engine{'s' * (state.num_non_followers > 1)} that do not follow the layout "
@@ -308,7 +310,7 @@ class LayoutRecord:
             return self._refused(f"engine {engine!r} has no move to {verb}; {move or 'no move'} is pending")
         rows = to_layers(layers, self._state.layout.num_layers)
         if rows is None or set(rows) != set(move.layers):
-            return self._refused(f"{move} is pending, not one of `layers` (={cut(layers)})")
+            return self._refused(f"{move} is pending, not one of `layers` (={plain(layers, 80)})")
         return rows
 
     # ---- reading weights -----------------------------------------------------------------------------------------
@@ -337,7 +339,7 @@ class LayoutRecord:
             )
         if digest is not None and digest != state.digest:
             return self._refused(
-                f"{who} routes by layout {cut(digest, 12)} (version {cut(version)}), the weights hold "
+                f"{who} routes by layout {plain(digest, 12)} (version {plain(version, 80)}), the weights hold "
                 f"{state.digest[:12]} (version {state.version}); it must adopt that one before it maps them"
             )
         if unreadable is not None:
@@ -364,7 +366,7 @@ class LayoutRecord:
     def _add_non_follower(self, name: str) -> None:
         names = self._state.non_followers
         if len(names) < NAMES_KEPT and name not in names:
-            names = (*names, cut(name, MAX_ENGINE_ID))
+            names = (*names, plain(name, MAX_ENGINE_ID))
         self._set(non_followers=names, num_non_followers=self._state.num_non_followers + 1)
 
     def _set(self, **fields: object) -> None:
