@@ -600,6 +600,7 @@ def work(seconds: float, seed: int, keep: Path) -> None:
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
+        os.chdir(root)  # a word of a command line may be the name of a file to write
         seeds = write_seeds(root / "seeds")
         judge = Judge(keep, root / "proof")
         warm(judge, seeds, root)

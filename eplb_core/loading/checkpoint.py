@@ -143,10 +143,8 @@ def _opened(path: Path) -> Iterator[Any]:
     except FileFormatError:
         raise
     except (SafetensorError, OSError, ValueError) as error:  # no file can have such a name
-        raise FileFormatError(
-            f"shard {plain(path.name)} is no whole safetensors file: {plain(str(error))}; fetch it again",
-            path=str(path),
-        ) from error
+        what = f"shard {plain(path.name)} is no whole safetensors file in {plain(str(path.parent))}"
+        raise FileFormatError(f"{what}: {plain(str(error))}; fetch it again", path=str(path)) from error
     with file:
         yield file
 
