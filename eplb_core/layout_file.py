@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from eplb_core import _files
-from eplb_core._arrays import ArrayLike, check_int, to_ids, to_numpy
+from eplb_core._arrays import ArrayLike, check_int, check_kind, to_ids, to_list, to_numpy
 from eplb_core._files import PathLike, bad_file, reading
 from eplb_core.layout import ExpertLayout
 from eplb_core.topology import Topology
@@ -59,10 +58,12 @@ def save_layout(layout: ExpertLayout, path: PathLike, *, layer_ids: Sequence[int
         ...     load_layout(folder + "/layout.json") == layout
         True
     """
-    if len(layer_ids) not in (0, layout.num_layers):
-        raise ValueError(f"`layer_ids` ({len(layer_ids)} entries) must be empty or have {layout.num_layers}")
+    check_kind(layout, "layout", ExpertLayout)
+    ids = to_ids(to_list(layer_ids, "layer_ids"), "layer_ids")
+    if ids.ndim != 1 or len(ids) not in (0, layout.num_layers):
+        raise ValueError(f"`layer_ids` ({len(ids)} entries) must be empty or have {layout.num_layers}")
     p2l, topology = layout.physical_to_logical_map, layout.topology
-    if os.fspath(path).endswith(".npz"):
+    if _files.check_path(path).endswith(".npz"):
         stream = io.BytesIO()
         np.savez_compressed(
             stream,

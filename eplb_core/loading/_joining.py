@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eplb_core import __version__
-from eplb_core._arrays import IntArray, check_int
+from eplb_core._arrays import IntArray, check_int, check_kind, to_list
 from eplb_core._text import plain
 from eplb_core.errors import MigrationError
 from eplb_core.layout import ExpertLayout
@@ -167,9 +167,8 @@ def raise_if_any(failures: Sequence[str]) -> None:
 
 def check_frame(stores: Sequence[ExpertStore], layout: ExpertLayout, rank: int) -> list[ExpertStore]:
     """Raise ValueError or TypeError unless stores, layout and rank fit each other; the stores as a list."""
-    stores = list(stores)
-    if not isinstance(layout, ExpertLayout):
-        raise TypeError(f"`layout` (={type(layout).__name__}) must be an ExpertLayout")
+    stores = to_list(stores, "stores")
+    check_kind(layout, "layout", ExpertLayout)
     if len(stores) != layout.num_layers or not stores:
         raise ValueError(f"`stores` has {len(stores)} layers and the layout {layout.num_layers}; give one a layer")
     check_stores(stores)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from eplb_core._arrays import BoolArray
+from eplb_core._arrays import BoolArray, check_kind
 from eplb_core._text import quoted
 from eplb_core.errors import EplbError
 from eplb_core.loading.resolver import SlotResolver
@@ -83,8 +83,9 @@ class LoadPlan:
     ) -> None:
         if not isinstance(template, CheckpointTemplate):
             raise ValueError(
-                f"`template` (={template!r}) must be a CheckpointTemplate or one of {', '.join(TEMPLATES)}"
+                f"`template` (={quoted(template, 80)}) must be a CheckpointTemplate or one of {', '.join(TEMPLATES)}"
             )
+        check_kind(resolver, "resolver", SlotResolver)
         if len(stores) not in (resolver.layout.num_layers, len(resolver.layers)) or not stores:
             raise ValueError(
                 f"`stores` has {len(stores)} layers and the resolver {len(resolver.layers)}; give each one"
@@ -92,6 +93,7 @@ class LoadPlan:
         if shared_stores is not None and len(shared_stores) != len(stores):
             raise ValueError(f"`shared_stores` has {len(shared_stores)} layers and `stores` {len(stores)}")
         check_stores(stores)
+        check_stores(shared_stores or ())
         for store in shared_stores or ():
             if store.num_slots != resolver.num_shared or store.names != stores[0].names:
                 raise ValueError(

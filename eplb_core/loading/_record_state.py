@@ -100,7 +100,7 @@ def name_layers(layers: tuple[int, ...]) -> str:
 def to_layers(layers: object, num_layers: int) -> tuple[int, ...] | None:
     """The rows as ints, or None unless they are in range, one or more, each once."""
     if isinstance(layers, np.ndarray):
-        layers = layers.tolist()
+        layers = layers.tolist() if layers.size <= num_layers else None
     if not isinstance(layers, (list, tuple, range)) or not 0 < len(layers) <= num_layers:
         return None
     if not all(is_int(layer) and 0 <= layer < num_layers for layer in layers) or len(set(layers)) < len(layers):
