@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load, read_only
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_kind, check_load, read_only
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch._kernels import group_slots
 from eplb_core.layout import ExpertLayout
@@ -47,6 +47,7 @@ def replica_shares(layout: ExpertLayout, expert_load: ArrayLike) -> FloatArray:
         >>> replica_shares(layout, [[8, 1, 5]]).tolist()
         [[0.75, 1.0, 1.0, 0.25]]
     """
+    check_kind(layout, "layout", ExpertLayout)
     load = check_load(expert_load, "expert_load", (2, 3))
     layers, experts = layout.num_layers, layout.num_experts
     if load.shape[-2:] != (layers, experts):
