@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, Topology, _files, load_layout, load_trace, save_layout, save_trace
-from eplb_core.adapters import sglang_files, tensorrt_llm, vllm_ascend
 from eplb_core._files import read_safetensors
+from eplb_core.adapters import sglang_files, tensorrt_llm, vllm_ascend
 from eplb_core.errors import FileFormatError
 from eplb_core.layout_file import read_layout_file
 from eplb_core.trace import Trace

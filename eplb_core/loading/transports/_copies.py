@@ -24,9 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 IS_NATIVE = hasattr(_libc, "process_vm_readv")
 """Linux. Elsewhere there is no reading of other processes, and copies within this one are made span by span."""
 _size, _pointer = ctypes.c_ulong, ctypes.c_void_p
-_call_type = ctypes.CFUNCTYPE(
-    ctypes.c_ssize_t, ctypes.c_int, _pointer, _size, _pointer, _size, _size, use_errno=True
-)
+_call_type = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, _pointer, _size, _pointer, _size, _size, use_errno=True)
 _readv: Any = _call_type(("process_vm_readv", _libc)) if IS_NATIVE else None
 
 

@@ -19,5 +19,8 @@ def test_a_process_that_there_is_not_never_started() -> None:
 
 
 def test_a_descriptor_that_a_process_does_not_have_is_named() -> None:
-    with pytest.raises(OSError, match=rf"descriptor 1000000 of process {os.getpid()}: "), borrowed_fd(os.getpid(), 10**6):
+    with (
+        pytest.raises(OSError, match=rf"descriptor 1000000 of process {os.getpid()}: "),
+        borrowed_fd(os.getpid(), 10**6),
+    ):
         pass
