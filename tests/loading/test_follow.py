@@ -212,7 +212,7 @@ def test_a_keeper_that_takes_no_second_connection_cannot_be_followed(stack: Exit
     client = stack.enter_context(LayoutClient(paths[0], "standby"))
     os.unlink(paths[0])
     (alone,) = LocalAgreement.group(1)
-    with pytest.raises(LayoutAgreementError, match="rank 0 cannot follow: .* cannot be watched: nobody listens there"):
+    with pytest.raises(LayoutAgreementError, match=r"rank 0 cannot follow: .* cannot be watched: nobody listens there"):
         LayoutFollower(client, OLD, agreement=alone)
 
 

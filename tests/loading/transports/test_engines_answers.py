@@ -90,7 +90,7 @@ def pair(**options: Any) -> Any:
 
 def test_mooncake_that_does_not_start_is_named_with_its_code(engine: type[Engine]) -> None:
     engine.starts = -7
-    with pytest.raises(TransportError, match="Mooncake cannot start on '127.0.0.1' with 'tcp', '': code -7"):
+    with pytest.raises(TransportError, match=r"Mooncake cannot start on '127.0.0.1' with 'tcp', '': code -7"):
         Mooncake("127.0.0.1")
 
 
