@@ -186,8 +186,7 @@ def _loaded(name: str) -> Any:
     return value
 
 
-if not TYPE_CHECKING:  # to a type checker it would say that any name exists
-    __getattr__ = _loaded
+globals()["__getattr__"] = _loaded  # unseen by type checkers, to which it would say that any name exists
 
 
 def __dir__() -> list[str]:

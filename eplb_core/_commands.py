@@ -65,7 +65,7 @@ def _plan(
         placed = eplb_core.place(trace.load, topology=topology, num_slots=slots, current=current, **options)
         seconds = time.perf_counter() - begun
     after: ExpertLayout = placed.layout
-    received = transfers(before, after) if before.num_slots == after.num_slots else None
+    received = transfers(before, after)
     summed = add_up(trace.load)[None]
     facts = {
         "trace": {"path": trace.path, "windows": trace.num_windows, "layers": trace.num_layers},
@@ -81,8 +81,8 @@ def _plan(
         "windows_after": _balance(after, trace.load),
         "pairs_before": len(pairs_on_a_rank(before)),
         "pairs_after": len(pairs_on_a_rank(after)),
-        "transfers": None if received is None else int(received.sum()),
-        "most_transfers_of_a_rank": None if received is None else int(received.sum(axis=0).max(initial=0)),
+        "transfers": int(received.sum()),
+        "most_transfers_of_a_rank": int(received.sum(axis=0).max(initial=0)),
         "seconds": seconds,
         "digest": after.digest,
     }
@@ -127,15 +127,13 @@ def _plan_text(facts: dict[str, Any], *, conclusion: bool = True) -> str:
         cells = [number(facts[name + when][key]) for when in ("before", "after")]
         lines.append(f"{label:<34}{cells[0]:>10}{cells[1]:>10}{'' if limit is None else number(limit):>10}")
     lines.append(f"{'expert twice on one rank':<34}{facts['pairs_before']:>10}{facts['pairs_after']:>10}")
-    lines = [*(line.rstrip() for line in lines), ""]
-    if facts["transfers"] is None:
-        lines.append("transfers: not counted, since the current layout has another number of slots")
-    else:
-        share = facts["transfers"] / max(facts["num_slots"] * trace["layers"], 1)
-        lines.append(
-            f"transfers {facts['transfers']:,} experts ({share:.0%} of all slots), "
-            f"at most {facts['most_transfers_of_a_rank']:,} to one rank"
-        )
+    share = facts["transfers"] / max(facts["num_slots"] * trace["layers"], 1)
+    lines = [
+        *(line.rstrip() for line in lines),
+        "",
+        f"transfers {facts['transfers']:,} experts ({share:.0%} of all slots), "
+        f"at most {facts['most_transfers_of_a_rank']:,} to one rank",
+    ]
     lines.append(f"planned in {facts['seconds'] * 1e3:,.1f} ms; digest {facts['digest'][:16]}")
     if "out" in facts:
         lines.append(f"wrote   {facts['out']}")

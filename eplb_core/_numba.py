@@ -37,9 +37,7 @@ def _compiled(function: Callable[..., Any], **more: bool) -> Any:
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
     try:
         return _cached(numba.njit(cache=True, **options)(function))
-    except RuntimeError as error:
-        if "no locator" not in str(error):
-            raise
+    except RuntimeError:  # no place for a cache; any other reason comes up again
         _say_not_kept("no folder for them can be written")
         return numba.njit(**options)(function)
 

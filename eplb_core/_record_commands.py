@@ -147,11 +147,7 @@ def serve(arguments: argparse.Namespace) -> int:
     layout = _read_layout(arguments).layout
     memory, state = arguments.memory, arguments.state
     place = SocketPlace(arguments.socket, state)  # first: nobody else writes the file from now on
-    try:
-        record = open_record(state, layout, memory=memory) if state else LayoutRecord(layout)
-    except BaseException:
-        place.release()
-        raise
+    record = open_record(state, layout, memory=memory) if state else LayoutRecord(layout)
     if record.state.dirty:
         note(f"nobody knows what the slots hold: {record.state.dirty}")
     with LayoutServer(arguments.socket, record, state_file=state, memory=memory, place=place) as server:

@@ -257,9 +257,9 @@ LEFT_OUT = {
 }
 # What was measured last, and by what.
 MEASURED = """\
-`make coverage` counts; it has not run as a whole yet. In parts, on 2 cores without a GPU: adapters/ lacked a line and a
-branch of 1,171 and 310 (tested since). Quick tests with kernels as plain Python, by themselves: dispatch/ 97%;
-placement/ 93%, in a run that was stopped after 170 tests.
+`make coverage` counts, and repeats it: all default tests compiled, the quick ones with kernels as plain Python. On a
+machine with GPUs, and without NIXL: 98% of 17,216 statements and 5,196 branches, 330 and 119 missed; each of these has
+since got a test, gone as dead code, or is in the list below. `transports/nixl.py`: 100%.
 """
 
 # The rules that always hold, docs/architecture.md; the changes in tests/mutation that break one say so.
@@ -311,14 +311,17 @@ def breaking() -> dict[int, list[tuple[str, str, str]]]:
 
 
 def left_out() -> dict[str, str]:
-    """Reason by line of code that is left out by `pragma: no cover`; one without its own has that of the line above."""
+    """Reason by line of code that is left out by `pragma: no cover`, or of which a branch is, by `pragma: no branch`.
+
+    One without its own has that of the line above.
+    """
     found = {}
     for path in sorted((TESTS.parent / "eplb_core").rglob("*.py")):
         reason = ""
         for line in path.read_text("utf-8").splitlines():
-            code, pragma, own = line.partition("# pragma: no cover")
+            code, *pragma = re.split("# pragma: no (?:cover|branch)", line)
             if pragma:
-                reason = reason if own.strip() in ("", "as above") else own.strip()
+                reason = reason if pragma[0].strip() in ("", "as above") else pragma[0].strip()
                 found[f"{path.relative_to(TESTS.parent / 'eplb_core')}: {code.strip()}"] = reason
     return found
 

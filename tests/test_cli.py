@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from eplb_core import ExpertLayout, Topology, load_layout, load_trace, save_layout, save_trace
+from eplb_core._commands import _program
 from eplb_core._inspect import pairs_on_a_rank
 from eplb_core._plan_words import conclude_plan
 from eplb_core.cli import main
@@ -125,6 +127,14 @@ def test_the_layout_to_start_from_says_its_ranks(
     assert load_layout(out).topology == Topology(4, 2)
     assert main(["plan", trace, "--slots", "20", "--current", layout, "--ranks", "4"]) == 2
     assert "leave the ranks and nodes out" in capsys.readouterr().err
+
+
+def test_a_current_layout_of_other_layers_is_refused(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_layout(ExpertLayout.trivial(3, 16, num_slots=16, topology=Topology(4, 2)), tmp_path / "deep.json")
+    assert main(["plan", trace, "--slots", "16", "--current", str(tmp_path / "deep.json")]) == 2
+    assert "deep.json has 3 layers, the trace 2" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -460,6 +470,19 @@ def test_the_demo_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     by_policy = {run["policy"]: run["total_balancedness"] for run in facts["simulate"]}
     assert by_policy["place"] > by_policy["none"] + 0.1
+
+
+def test_what_to_type_next_is_the_command_where_the_shell_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _program().endswith(("eplb_core", "eplb"))
+    (tmp_path / "eplb").touch(0o755)
+    assert _program() == "eplb"
+
+
+def test_the_main_module_runs_nothing_when_it_is_imported() -> None:
+    assert importlib.import_module("eplb_core.__main__").main is main
 
 
 # ---- in words, and as a page ----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, Topology, _files, load_layout, load_trace, save_layout, save_trace
+from eplb_core._files import read_safetensors
 from eplb_core.adapters import sglang_files, tensorrt_llm, vllm_ascend
 from eplb_core.errors import FileFormatError
 from eplb_core.layout_file import read_layout_file
@@ -229,6 +230,14 @@ def test_tensors_that_pretend_to_be_huge_are_refused(tmp_path: Path) -> None:
     torch.save({"logical_count": torch.zeros(1, dtype=torch.int32).expand(10**4, 10**4, 10**4)}, tmp_path / "wide.pt")
     with pytest.raises(FileFormatError, match=r"wide\.pt.*more than 4,294,967,296 bytes"):
         load_trace(tmp_path / "wide.pt")
+
+
+def test_what_a_safetensors_file_says_about_itself_is_no_tensor(tmp_path: Path) -> None:
+    about = {"n": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "__metadata__": {"format": "pt"}}
+    header = json.dumps(about).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1\2")
+    found = read_safetensors(tmp_path / "a.safetensors")
+    assert {name: array.tolist() for name, array in found.items()} == {"n": [1, 2]}
 
 
 def test_huge_numbers_of_experts_slots_and_nodes_cost_no_memory(tmp_path: Path) -> None:

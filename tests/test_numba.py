@@ -99,20 +99,17 @@ def test_the_disk_cache_notices_a_change_in_a_called_kernels_file(tmp_path: Path
     assert run() == ("2001", 1)
 
 
-def answer_of(folder: Path, before: str = "", **environment: str) -> tuple[str, str]:
-    """What a kernel of a package in `folder` answers in a new process, and what the process says."""
-    package = folder / "eplb_core"
-    shutil.copy(ROOT / "_numba.py", package)
-    (package / "__init__.py").touch()
-    (package / "one.py").write_text(
+def answer_of(folder: Path, before: str = "", after: str = "", **environment: str) -> tuple[str, str]:
+    """What a kernel of a file in `folder` answers in a new process, and what the process says."""
+    (folder / "one.py").write_text(
         "from eplb_core._numba import inline_kernel, kernel\n\n"
         "@inline_kernel\ndef more(x: int) -> int:\n    return x + 1\n\n"
         "@kernel\ndef most(x: int) -> int:\n    return more(x)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", f"{before}\nfrom eplb_core.one import most\nprint(most(1))"],
+        [sys.executable, "-W", "error", "-c", f"{before}\nfrom one import most\nprint(most(1))\n{after}"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT.parent), "PYTHONDONTWRITEBYTECODE": "1", **environment},
         capture_output=True,
         text=True,
         check=True,
@@ -125,9 +122,8 @@ def answer_of(folder: Path, before: str = "", **environment: str) -> tuple[str, 
 @pytest.mark.slow
 def test_kernels_run_where_no_folder_can_be_written(tmp_path: Path) -> None:
     """A package of root's, a home that is read-only: numba alone would refuse the import. Files stand for both here."""
-    (tmp_path / "eplb_core").mkdir()
-    (tmp_path / "eplb_core" / "__pycache__").touch()
-    nowhere = str(tmp_path / "eplb_core" / "__pycache__" / "none")
+    (tmp_path / "__pycache__").touch()
+    nowhere = str(tmp_path / "__pycache__" / "none")
     answer, said = answer_of(tmp_path, HOME=nowhere, XDG_CACHE_HOME=nowhere, NUMBA_CACHE_DIR=nowhere)
     assert answer == "2\n"
     assert said.count("compiled kernels are not kept on disk (no folder for them can be written)") == 1
@@ -138,9 +134,9 @@ def test_kernels_run_where_no_folder_can_be_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_kernels_run_where_the_disk_is_full(tmp_path: Path) -> None:
     """No file may grow here, so that each write fails as on a full disk; no part of a file is left."""
-    (tmp_path / "eplb_core").mkdir()
-    full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
-    answer, said = answer_of(tmp_path, full, NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+    limit = "import resource\nhard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, hard))"
+    answer, said = answer_of(tmp_path, limit.format(0), limit.format("hard"), NUMBA_CACHE_DIR=str(tmp_path / "cache"))
     assert answer == "2\n"
     assert said.count("compiled kernels are not kept on disk (File too large)") == 1
     assert [file for file in (tmp_path / "cache").rglob("*") if file.is_file()] == []

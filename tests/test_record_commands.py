@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -98,6 +100,17 @@ def test_status_without_a_record_or_a_server(path: str, capsys: pytest.CaptureFi
     assert main(["record", "status", path]) == 2
 
 
+def test_status_of_somebody_elses_socket_says_so(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(path)
+        other.listen()
+        hangs_up = threading.Thread(target=lambda: other.accept()[0].close())
+        hangs_up.start()
+        assert main(["record", "status", path]) == 2
+        hangs_up.join()
+    assert f"eplb: the keeper at {path} " in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_served_record_survives_its_keeper(path: str, tmp_path: Path, stack: ExitStack) -> None:
     arguments = ["record", "serve", path, "--layout", "layout.json", "--state", "state.json", "--memory", "m1"]
@@ -114,6 +127,13 @@ def test_a_served_record_survives_its_keeper(path: str, tmp_path: Path, stack: E
     keeper.send_signal(signal.SIGTERM)
     assert keeper.wait(30) == 0
     assert not Path(path).exists()
+    (tmp_path / "state.json").write_text("{}")
+    keeper, _ = start(stack, tmp_path, *arguments)
+    with LayoutClient(path, "b", attach=False) as client:
+        assert client.found is not None
+        assert "the record's file cannot be read" in client.found.dirty
+    keeper.send_signal(signal.SIGTERM)
+    assert keeper.wait(30) == 0
 
 
 @pytest.mark.slow
@@ -212,3 +232,15 @@ def test_a_host_that_cannot_start_says_why(
     pytest.importorskip("torch", reason="a host keeps tensors")
     assert main(["host", path, "--rank", "0", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_module_to_load_by_is_found_in_the_working_folder(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with `python -m`, whose path begins there."""
+    pytest.importorskip("torch", reason="a host keeps tensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "kestrel_of_here.py").touch()
+    assert main(["host", path, "--rank", "0", "--load", "kestrel_of_here:load"]) == 2
+    assert "--load: module kestrel_of_here has no 'load'" in capsys.readouterr().err

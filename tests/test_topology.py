@@ -106,6 +106,11 @@ def test_text_names_ranks_nodes_and_unequal_speeds() -> None:
         ({"num_ranks": 2, "rank_speed": [1, 0]}, ValueError, r"`rank_speed` \(=0.0\) must be positive .* at rank 1"),
         ({"num_ranks": 2, "rank_speed": [np.nan, 1]}, ValueError, r"\(=nan\) must be positive and finite at rank 0"),
         ({"num_ranks": 2, "rank_speed": [1, np.inf]}, ValueError, r"\(=inf\) must be positive and finite at rank 1"),
+        (
+            {"num_ranks": 2, "rank_speed": [1, 1e7]},
+            ValueError,
+            r"\(from 1 to 1e\+07\) must differ by a factor of a mill",
+        ),
     ],
 )
 def test_numbers_that_do_not_fit_raise_with_all_of_them(

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import eplb_core
+
 pytest.importorskip("torch", reason="fingerprints and rebalance_experts need torch")
 
 CALLS = """
@@ -84,6 +86,12 @@ with event.install_recorder("numba:compile") as compiled:
     assert migrator.layout == old and migrator.stop(10)
     print(len(compiled.buffer), [name for name, count in loaded().items() if count != before.get(name)])
 """
+
+
+@pytest.mark.slow
+def test_without_torch_what_needs_no_tensors_is_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    eplb_core.warm_up()
 
 
 @pytest.mark.slow

@@ -53,5 +53,5 @@ def main(argv: Sequence[str] | None = None) -> int:  # pragma: no cover  as abov
     return 0
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # pragma: no cover  needs SGLang: tests/engines
     sys.exit(main())

@@ -7,7 +7,6 @@ moves those that have experts. All ranks run the same passes, so all are in the 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -308,11 +307,7 @@ class Moves:
     def close(self, reason: str, deadline: float = 5.0) -> bool:
         """End for good; every rank. False if a read may still write to staging."""
         self.over = self.over or reason
-        try:
-            return self.migrator.stop(deadline)
-        except EplbError as error:
-            logging.getLogger("eplb_core").warning("stopping: %s", error)
-            return False
+        return self.migrator.stop(deadline)
 
 
 class RowsRecord:

@@ -179,7 +179,10 @@ def make_agreement() -> Agreement:
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LocalAgreement.group(1)[0]
-    return GroupAgreement(dist.new_group(backend="gloo", use_local_synchronization=True), deadline=300.0)
+    group = dist.new_group(
+        backend="gloo", use_local_synchronization=True
+    )  # pragma: no cover  needs SGLang: tests/engines
+    return GroupAgreement(group, deadline=300.0)  # pragma: no cover
 
 
 def _socket_path(device_config: Any) -> str:  # pragma: no cover  needs SGLang: tests/engines
@@ -274,6 +277,12 @@ def _gather(own: tuple[str, str]) -> list[tuple[str, str]]:
 
     if not dist.is_initialized():
         return [own]
+    return _gather_over(own)
+
+
+def _gather_over(own: tuple[str, str]) -> list[Any]:  # pragma: no cover  needs SGLang: tests/engines
+    import torch.distributed as dist
+
     from eplb_core.adapters import sglang_rebalance
 
     group = sglang_rebalance.cpu_group()

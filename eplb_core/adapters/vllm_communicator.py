@@ -202,10 +202,8 @@ def create(
             gather=gather,
             barrier=barrier,
         )
-    except _PeerError:
-        pass  # that rank says it
-    except Exception as error:
-        trouble = f"rank {cpu_group.rank()}: {error}"
+    except Exception as error:  # of a peer's trouble that rank says
+        trouble = "" if isinstance(error, _PeerError) else f"rank {cpu_group.rank()}: {error}"
     _agree(gather(trouble), transport)
     return cast(TransportCommunicator, made)  # None has trouble, and that has raised
 

@@ -141,7 +141,7 @@ class LayoutFollower:
         state = self._watcher.found
         reason = reply.reason
         if reply.status == "ok" and state is None:
-            reason = f"{self._watcher.path} cannot be watched: {self._watcher.error}"
+            reason = f"{self._watcher.path} cannot be watched: {self._watcher.error or 'nobody listens there'}"
         told = [
             json.loads(blob)
             for blob in self._agreement.gather(json.dumps([reason, reply.version, self._layout.digest]).encode())

@@ -338,11 +338,11 @@ class LayoutClient:
         """What comes next on this connection is no answer to what is asked next: nothing is asked any more."""
         error = RecordLostError(f"the keeper at {self.path} {what}", path=self.path)
         self.error = error
-        if ended and self._socket is not None:
-            self._socket.close()
-        elif self._socket is not None:
-            self._silent = self._socket
-        self._socket = None
+        connection, self._socket = self._socket, None
+        if ended and connection is not None:
+            connection.close()
+        else:
+            self._silent = connection or self._silent
         return error
 
 

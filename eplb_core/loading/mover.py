@@ -129,13 +129,12 @@ def _carry_out(
             if trouble is None:
                 recorder.abort(step)
             raise
-        if failures:
+        if failures or pull is None:
             if trouble is None:
                 recorder.abort(step)
             _raise(failures, live)
-        if pull is not None:
-            installer.run(step.layer, installer.plan(step, pull.place_of))
-            puller.release(pull)
+        installer.run(step.layer, installer.plan(step, pull.place_of))
+        puller.release(pull)
         live = step.after
         trouble = _change_tables(tables, step)
         if device.type == "cuda":

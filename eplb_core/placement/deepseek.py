@@ -233,7 +233,7 @@ def _sum_in_lanes(values: Float32Array, partial: Float32Array, lanes: int) -> np
     rows = vectors // 4
     width = 4 * lanes
     power = 4
-    while (1 << (4 * power)) < rows:
+    while (1 << (4 * power)) < rows:  # pragma: no cover  more than two million experts in a group
         power += 1
     levels = 4 if rows >= 1 << power else 1
     for level in range(levels):

@@ -265,7 +265,13 @@ def _replayed(
         trace = Trace(load)
         for at in todo:
             yield at, tables.summary(simulate(trace, **settings[at]))
-        return
+    else:
+        yield from _replayed_by_processes(load, settings, todo, workers)
+
+
+def _replayed_by_processes(
+    load: Any, settings: Sequence[dict[str, Any]], todo: Sequence[int], workers: int
+) -> Iterator[tuple[int, dict[str, Any]]]:  # pragma: no cover  starts processes: a test marked `long`
     with _saved(load) as path, ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(_replay_file, path, settings[at]): at for at in todo}
         try:

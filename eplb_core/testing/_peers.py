@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -157,7 +157,7 @@ class Process(Peer):
             raise AssertionError(f"rank {self.rank} did not {what} within {self.kit.deadline:g} s")
         try:
             good, answer = self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the latter where it died with a request unread
             raise AssertionError(f"rank {self.rank} died during {what}") from None
         if not good:
             raise AssertionError(f"rank {self.rank}, {what}: {answer}")
@@ -179,8 +179,7 @@ class Process(Peer):
 
     def resume(self) -> None:
         """SIGCONT, and wait for an answer."""
-        if self.process.pid is not None:
-            os.kill(self.process.pid, signal.SIGCONT)
+        os.kill(cast(int, self.process.pid), signal.SIGCONT)
         self.call(ping)
 
     def end(self) -> None:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ from eplb_core.adapters import _hooking, sglang_maps, sglang_moves
 from eplb_core.errors import EplbError
 from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.transports import LocalCopy
+
+dist: Any = torch.distributed
 
 RANKS, EXPERTS, SLOTS = 2, 4, 6
 DENSE = 1
@@ -30,9 +33,9 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_hooking, "_log", [logging.getLogger("eplb_core")])
 
 
-def metadata_of(rows: list[list[int]], rank: int, *, static: bool = True) -> Any:
+def metadata_of(rows: list[list[int]], rank: int, *, static: bool = True, ranks: int = RANKS) -> Any:
     """The engine's object for this layout; lists are padded to all slots."""
-    layout = eplb.ExpertLayout(rows, EXPERTS, topology=eplb.Topology(RANKS))
+    layout = eplb.ExpertLayout(rows, EXPERTS, topology=eplb.Topology(ranks))
     lists = torch.full((len(rows), EXPERTS, SLOTS), -1)
     lists[:, :, : layout.logical_to_physical_map.shape[2]] = torch.tensor(layout.logical_to_physical_map)
     table = sglang_maps.static_table(layout, rank, seed=42, prefer_same_node=True, narrowed=False, even=False)
@@ -44,7 +47,7 @@ def metadata_of(rows: list[list[int]], rank: int, *, static: bool = True) -> Any
         logical_to_all_physical_map_num_valid=torch.tensor(layout.replica_count),
         logical_to_rank_dispatch_physical_map=table if static else None,
         num_logical_experts=EXPERTS,
-        ep_size=RANKS,
+        ep_size=ranks,
     )
 
 
@@ -323,6 +326,48 @@ def test_experts_that_lie_in_other_tensors_after_an_update_end_the_moves_on_all_
 
     on_all(update)
     assert [rank.moves.over for rank in ranks] == ["rank 1 has its experts in other tensors now"] * 2
+
+
+def test_experts_that_cannot_be_found_after_an_update_end_the_moves_and_later_updates_are_the_engines() -> None:
+    ranks = ranks_of()
+
+    def update(rank: int) -> None:
+        ranks[rank].moves.before_weights()
+        ranks[rank].weights = {}
+        ranks[rank].moves.after_weights()
+        ranks[rank].moves.before_weights()
+        ranks[rank].moves.after_weights()
+
+    on_all(update)
+    assert [rank.moves.over for rank in ranks] == ["rank 0 has its experts in other tensors now"] * 2
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A default group of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_moves_are_opened_over_the_default_group_or_not_at_all() -> None:
+    rows = [[0, 1, 2, 3, 0, 1]]
+    metadata = metadata_of(rows, 0, ranks=1)
+    weights = {0: [weight(0, torch.tensor(rows[0]))]}
+    options: dict[str, Any] = {"transport": "torch_distributed", "facts": {"eplb_core": "1"}, "num_nodes": 1}
+    moves = sglang_moves.open_moves(metadata, lambda: weights, sglang_moves.Picks(0), **options)
+    assert moves.close("the test is over")
+    with pytest.raises(EplbError, match="rank 0: no transport today"):
+        sglang_moves.open_moves(
+            metadata, lambda: weights, sglang_moves.Picks(0), **{**options, "trouble": "no transport today"}
+        )
+    options["transport"] = "shared_memory"
+    with pytest.raises(EplbError, match="rank 0: ValueError: "):
+        sglang_moves.open_moves(metadata, dict, sglang_moves.Picks(0), **options)
+    found = iter([weights])
+    with pytest.raises(EplbError, match="rank 0: "):  # gone between two looks
+        sglang_moves.open_moves(metadata, lambda: next(found, {}), sglang_moves.Picks(0), **options)
 
 
 def test_rows_of_the_target_have_sglang_s_picks_which_follow_from_the_layers_before() -> None:

@@ -297,3 +297,7 @@ def test_where_one_rank_places_otherwise_all_take_sglang_s_own_map(
     # Only rank 0 computes here, and the others get it.
     sglang_rebalance.agree_on_metadata(compute, None, None, broadcast_over_world=True)
     assert len(told) == 3
+
+
+def test_where_torch_has_no_groups_nothing_is_gathered() -> None:
+    assert not sglang_rebalance._gather_works()

@@ -408,6 +408,26 @@ def test_a_move_that_could_not_be_recorded_is_the_last(
         assert "(refused)" in caplog.text
 
 
+def test_a_layer_that_another_rank_may_not_move_is_taken_back_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_record, "_gather", lambda own: [own, ("busy", "another engine moves")])
+    path, layout = str(tmp_path / "sock"), eplb.ExpertLayout([[0, 1]], 2, topology=eplb.Topology(1))
+    with eplb.LayoutServer(path, eplb.LayoutRecord(layout)) as server, eplb.LayoutClient(path, "a") as client:
+        monkeypatch.setattr(sglang_record, "client", lambda: client)
+        assert sglang_record.record_update(lambda *_: pytest.fail("it moved"), None, None, None, [0]) == {}
+        assert server.state is not None
+        assert server.state.pending is None
+
+
+def test_a_connection_to_a_daemon_that_keeps_no_record_is_the_daemons() -> None:
+    assert sglang_record.answer_request(lambda daemon, conn: conn, SimpleNamespace(), "its own") == "its own"
+
+
+def test_an_engine_may_not_map_what_a_keeper_that_is_gone_knew(tmp_path: Path) -> None:
+    assert "nobody listens at" in sglang_record.may_map(str(tmp_path / "none"), {})
+
+
 def test_without_a_record_the_engine_s_updater_runs_as_it_is() -> None:
     assert sglang_record.record_update(lambda *given, **_: given, 1, 2, 3, [4], nnodes=1, rank=0) == (1, 2, 3, [4])
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_core.adapters import _hooking, vllm, vllm_maps
+from eplb_core.errors import EplbError
 from eplb_core.loading.agreement import LocalAgreement
 
 NAMES = ("vllm", "vllm.distributed", "vllm.distributed.eplb", "vllm.distributed.eplb.policy")
@@ -489,3 +490,13 @@ def test_an_engine_without_one_of_the_policy_s_modules_is_left_as_it_was(
     assert vllm.active_parts() == ()
     assert engine.DefaultEplbPolicy is Default
     assert {"default": Default} == engine.EPLB_POLICIES
+
+
+def test_a_rank_that_cannot_send_by_tables_of_its_own_says_why() -> None:
+    config = SimpleNamespace(
+        all2all_backend=next(iter(vllm_maps.SENDERS_MAP)), enable_expert_parallel=True, use_all2all=True
+    )
+    module = SimpleNamespace(get_ep_group=lambda: SimpleNamespace(device_group=SimpleNamespace(rank=lambda: 1)))
+    state, none = SimpleNamespace(parallel_config=config), SimpleNamespace()
+    with pytest.raises(EplbError, match="has no attribute 'logical_to_physical_map'"):
+        vllm._agree_on_sender(module, SimpleNamespace(), state, none)

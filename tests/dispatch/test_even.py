@@ -218,3 +218,18 @@ def test_bad_arguments_of_even_tables_are_named() -> None:
         repeated_dispatch_table(PAIR, shares=[[-0.5, 1, 1, 0.5, 0.5, 1.5]])
     with pytest.raises(ValueError, match=r"expert 0 \(sum 0.75\) must sum to 1 at layer 0"):
         repeated_dispatch_table(PAIR, shares=[[0.5, 1, 1, 0.5, 0.5, 0.25]])
+
+
+def test_ranks_that_fit_in_one_order_alone_are_spread_in_that_order() -> None:
+    """Nearest slots first do not fit under what heaviest ranks first have reached."""
+    weights = [90, 7, 17, 19, 98, 45, 83, 74, 11]
+    layout = ExpertLayout([[0, 0, 1, 2, 3, 4, 5, 6, 7]], 8, topology=Topology(9, 3))
+    load = np.zeros((9, 1, 8))
+    load[:, 0, 0] = weights
+    picks = np.asarray(even_dispatch_table(layout, expert_load=load))[:, 0, 0]
+    sums = [sum(weight for weight, pick in zip(weights, picks, strict=True) if pick == slot) for slot in (0, 1)]
+    assert sum(sums) == sum(weights)
+    heaviest_first = [0, 0]
+    for weight in sorted(weights, reverse=True):
+        heaviest_first[heaviest_first.index(min(heaviest_first))] += weight
+    assert max(sums) <= max(heaviest_first)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from eplb_core import DispatchTables, ExpertLayout, Topology, balancedness, rank_load, replica_shares
+from eplb_core.dispatch.shares import _solve
 from eplb_core.loading._shares import check_shares
 from tests.dispatch.cases import PAIR, layouts, random_layout
 
@@ -149,3 +150,12 @@ def test_bad_loads_are_named() -> None:
         replica_shares(PAIR, np.ones((1, 5)))
     with pytest.raises(ValueError, match=r"=-1.0\) must be finite and not negative at layer 0, expert 2"):
         replica_shares(PAIR, [[1, 1, -1, 1]])
+
+
+def test_the_number_of_sweeps_is_bounded() -> None:
+    row, owner = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
+    ints, floats = np.empty((4, 7), dtype=np.int64), np.empty((3, 4))
+    shares = np.zeros(4)
+    load, rank_load = np.array([[3.0, 1.0]]), np.empty((1, 2))
+    assert _solve(row, owner, load, np.array([1.0, 2.0]), 1, ints, floats, rank_load, shares) == 1
+    assert shares[:2].sum() == pytest.approx(1.0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, Topology, static_dispatch_table
-from eplb_core.dispatch.static import _Filler
+from eplb_core.dispatch.static import _draw_sample, _fair_choice, _fair_choices, _Filler
 from tests.dispatch.cases import PAIR, layouts, random_layout
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "sglang_static_tables.npz")
@@ -114,3 +114,14 @@ def test_words_that_run_out_are_drawn_anew_and_more_of_them(narrowed: bool) -> N
         filler(layout.physical_to_logical_map, table, narrowed=narrowed, start=start)
         filler.words = whole
         np.testing.assert_array_equal(table, expected)
+
+
+def test_numbers_that_were_drawn_are_drawn_again_and_words_that_run_out_are_told() -> None:
+    """As `random.sample` does where a list of all is too long; the caller then makes more words."""
+    pool, sample, swaps, picked = (np.zeros(32, dtype=np.int64) for _ in range(4))
+    words = np.array([5, 5, 7]) << 26
+    assert _draw_sample(words, 0, 32, 2, pool, sample) == 3
+    assert sample[:2].tolist() == [5, 7]
+    assert _draw_sample(words[:2], 0, 32, 2, pool, sample) == -1
+    assert _fair_choices(words[:0], 0, 4, 5, sample, swaps, picked) == -1
+    assert _fair_choice(words[:0], 0, 4, 5, 1, sample, swaps, picked) == -1

@@ -270,3 +270,15 @@ def test_an_empty_model_has_empty_tables() -> None:
     layout = ExpertLayout(np.zeros((0, 6), dtype=np.int64), num_experts=4, topology=Topology(num_ranks=2))
     for mode in MODES:
         assert DispatchTables(layout, mode=mode).layout.num_layers == 0
+
+
+def test_a_layout_of_more_slots_than_a_word_can_name_is_refused() -> None:
+    slots = (1 << 20) + 1
+    layout = ExpertLayout(np.arange(slots)[None], slots, topology=Topology(1))
+    with pytest.raises(ValueError, match=r"`layout` has 1048577 slots a layer; tables hold at most 1048576"):
+        DispatchTables(layout)
+
+
+def test_tables_of_no_layers_have_nothing_to_warm_up() -> None:
+    layout = ExpertLayout(np.empty((0, 2), dtype=np.int64), 2, topology=Topology(1))
+    DispatchTables(layout).warm_up(2)

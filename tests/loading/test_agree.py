@@ -176,6 +176,11 @@ def test_without_keepers_the_engine_starts_on_its_own_layout(keepers: Keepers) -
     assert start([None, keepers.client(paths[1])]) == [(OWN, 0)] * 2
 
 
+def test_a_keeper_without_a_record_is_none(keepers: Keepers, tmp_path: Path) -> None:
+    with LayoutServer(tmp_path / "weights", None):
+        assert start([keepers.client(str(tmp_path / "weights"))]) == [(OWN, 0)]
+
+
 def test_an_engine_adopts_the_layout_that_another_one_left(keepers: Keepers) -> None:
     """I1, R23: and everything that is derived from it is as if the engine had been given that layout from the start."""
     clients = [keepers.client(path) for path in keepers.serve(*[RecordState(MOVED, version=7)] * 2)]

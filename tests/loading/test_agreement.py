@@ -115,6 +115,17 @@ def test_without_a_store_the_rank_cannot_be_told(tmp_path: Path) -> None:
     assert caught.value.ranks == ()
 
 
+def test_without_the_process_that_keeps_the_store_the_rank_cannot_be_told_either(tmp_path: Path) -> None:
+    members = gloo(tmp_path, 2, 0.4)
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    members[0]._marks._store = dist.TCPStore("127.0.0.1", host.port, wait_for_workers=False)
+    del host
+    members[0].post(1)
+    with pytest.raises(AgreementError, match=r"a rank did not answer rank 0 within 0.4 s") as caught:
+        members[0].take()
+    assert caught.value.ranks == ()
+
+
 def test_a_member_that_left_is_missed_at_once() -> None:
     first, second = LocalAgreement.group(2, deadline=1e6)
     second.post(1)

@@ -187,6 +187,35 @@ def test_a_standby_switches_with_the_engine_that_moves_and_takes_over(stack: Exi
         assert wrong_slots(stores[rank], OLD, rank) == []
 
 
+def test_an_engine_without_tables_follows_too(stack: ExitStack, tmp_path: Path) -> None:
+    old, new = (ExpertLayout([row], 2, topology=Topology(1)) for row in ([0, 1], [1, 0]))
+    path = str(tmp_path / "alone")
+    stack.enter_context(LayoutServer(path, LayoutRecord(old)))
+    client = stack.enter_context(LayoutClient(path, "standby"))
+    (alone,) = LocalAgreement.group(1)
+    follower = LayoutFollower(client, old, agreement=alone)
+    stack.callback(follower.close)
+    mover = stack.enter_context(LayoutClient(path, "mover", follow_deadline=60.0, deadline=60.0))
+
+    def move() -> None:
+        assert mover.begin([0], 0).status == "ok"
+        assert mover.commit([0], [[1, 0]]).status == "ok"
+
+    moves = threading.Thread(target=move)
+    moves.start()
+    until(lambda: follower.poll() == (0,), 60.0)
+    moves.join()
+    assert (follower.layout, follower.version) == (new, 1)
+
+
+def test_a_keeper_that_takes_no_second_connection_cannot_be_followed(stack: ExitStack, paths: list[str]) -> None:
+    client = stack.enter_context(LayoutClient(paths[0], "standby"))
+    os.unlink(paths[0])
+    (alone,) = LocalAgreement.group(1)
+    with pytest.raises(LayoutAgreementError, match=r"rank 0 cannot follow: .* cannot be watched: nobody listens there"):
+        LayoutFollower(client, OLD, agreement=alone)
+
+
 def test_a_rank_whose_on_switch_raises_stays_in_step(stack: ExitStack, paths: list[str]) -> None:
     def fail(layer: int, layout: ExpertLayout) -> None:
         raise ZeroDivisionError(f"layer {layer}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -631,6 +632,56 @@ def test_a_description_that_does_not_fit_is_refused(change: dict[str, Any], said
     with pytest.raises((ValueError, RuntimeError), match=said):
         map_tensors({**memory.description, **change}, memory.fds)
     memory.close()
+
+
+class FromElsewhere:
+    """What a host of another version might export."""
+
+    def about(self) -> dict[str, Any]:
+        return {}
+
+    def difference(self, config: Any, frame: Any) -> tuple[str, str] | None:
+        return None
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        return {"parts": []}, []
+
+
+def test_a_host_whose_memory_cannot_be_understood_is_as_good_as_none(stack: ExitStack, path: str) -> None:
+    stack.enter_context(LayoutServer(path, None, exports=FromElsewhere()))
+    client = stack.enter_context(LayoutClient(path, "a"))
+    target = {"w": torch.zeros(2)}
+    with pytest.raises(HostAbsent, match="the host describes its memory in a way that does not fit: 'segments'"):
+        attach_weights(client, target, config={}, layout=None)
+    assert target["w"].tolist() == [0, 0]
+
+
+def test_memory_that_the_system_does_not_give_costs_no_descriptor() -> None:
+    before, limits = set(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            SharedMemory([NamedTensor("w", "tensor", torch.ones(8))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_host_that_cannot_write_its_record_gives_its_memory_back(path: str, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(IsADirectoryError):
+        WeightHost(
+            path, lambda *_: {"w": torch.ones(8)}, config={}, layout=LAYOUT, rank=0, state_file=tmp_path / "state"
+        )
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_parts_of_a_module_that_are_no_tensors_are_passed_over() -> None:
+    module = torch.nn.Linear(2, 1, bias=False)
+    module.register_buffer("scale", None)
+    module.kept = [torch.ones(1), "text"]  # type: ignore[assignment]
+    assert [each.name for each in module_tensors(module)] == ["weight", "kept.0"]
 
 
 def test_no_engine_can_cut_the_memory_of_the_others() -> None:

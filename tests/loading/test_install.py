@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -144,6 +145,13 @@ def test_whole_rows_come_from_a_row_that_stays_if_there_is_one() -> None:
     assert whole_sources(np.array([0, 1, 1, 2]), np.array([1, 0, 1, -1]), 3).tolist() == [2, 0, -1, -1]
 
 
+def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "eplb_core.loading._install_triton", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    store = ExpertStore({"w": torch.zeros(2, 4)})
+    assert Installer([store], Staging(None, [store]), kernels=True)._device_copies is None
+
+
 def test_staging_lies_tensor_by_tensor_large_rows_first() -> None:
     store = ExpertStore({"scale": torch.zeros(4, 3), "w": torch.zeros(4, 16)})
     staging = Staging(2 * store.slot_bytes + 1, [store])
@@ -163,6 +171,8 @@ def test_the_largest_layer_counts_for_staging() -> None:
 
 def test_staging_that_does_not_fit_is_refused() -> None:
     store = ExpertStore({"w": torch.zeros(4, 16)})
+    with pytest.raises(ValueError, match="`staging` is on meta and the stores on cpu; put it there"):
+        Staging(torch.empty(256, dtype=torch.uint8, device="meta"), [store])
     with pytest.raises(ValueError, match=r"`staging` \(=63 bytes\) must hold at least one slot \(=64 bytes\)"):
         Staging(63, [store])
     with pytest.raises(ValueError, match=r"`staging` \(torch.float32 \[64\]\) must be uint8 \[bytes\], contiguous"):

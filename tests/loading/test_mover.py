@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology
-from eplb_core.errors import AgreementError, MigrationError
+from eplb_core.errors import AgreementError, MigrationError, TransportError
 from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.mover import move_experts
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
@@ -249,6 +249,78 @@ def test_a_transport_that_raises_ends_the_move_on_all_ranks() -> None:
         assert (error.reason, error.rank, error.layout) == ("read", 1, old)
         assert "layer 0: OSError: the card was unplugged" in str(error)
     world.check(old)
+
+
+class Unreachable(LocalCopy):
+    """Of another process, as it says."""
+
+    def _register(self, regions: Any) -> dict[str, Any]:
+        return {"process": "another one"}
+
+
+def test_a_peer_that_cannot_be_reached_is_named_on_all_ranks_before_a_byte_moves() -> None:
+    old, new = SWAP
+    world = World(old)
+    world.transports[1] = Unreachable()
+    for error in move(world, new):
+        assert isinstance(error, MigrationError)
+        assert "rank 0: rank 1 must be in this process; use SharedMemory" in str(error)
+    world.check(old)
+
+
+def test_members_that_take_themselves_for_the_same_rank_are_refused_on_all() -> None:
+    old, new = SWAP
+    world = World(old)
+    errors = world.each(
+        lambda member: move_experts(
+            world.stores[0], old, new, rank=0, transport=world.transports[member], agreement=world.agreements[member]
+        )
+    )
+    for error in errors:
+        assert isinstance(error, MigrationError)
+        assert "`rank` (=[0, 0] by member) must be another one of 2 on each" in str(error)
+
+
+class Refuses(LocalCopy):
+    """Begins no read."""
+
+    error: BaseException = TransportError("the queue is full")
+
+    def _start(self, peer: Any, spans: Any, stream: Any) -> Any:
+        raise self.error
+
+
+def test_a_read_that_cannot_begin_ends_the_move_on_all_ranks() -> None:
+    old, new = SWAP
+    world = World(old)
+    world.transports[1] = Refuses()
+    for error in move(world, new):
+        assert isinstance(error, MigrationError)
+        assert "the queue is full" in str(error)
+    world.check(old)
+
+
+def test_an_interrupt_ends_the_move_as_an_interrupt() -> None:
+    old, new = (ExpertLayout([row], 2, topology=Topology(1)) for row in ([0, 1, -1], [0, 1, 1]))
+    world = World(old)
+    with pytest.raises(KeyboardInterrupt):
+        move_experts(
+            world.stores[0],
+            old,
+            new,
+            rank=0,
+            transport=world.transports[0],
+            agreement=world.agreements[0],
+            record=Interrupted(old),
+        )
+    world.check(old)
+
+
+class Interrupted(Keeper):
+    """Its user presses Ctrl-C in the middle of an answer."""
+
+    def begin(self, layers: list[int], version: int) -> Answer:
+        raise KeyboardInterrupt
 
 
 class Leaves(LocalAgreement):

@@ -28,6 +28,14 @@ def cases(draw: st.DrawFn) -> tuple[ExpertLayout, ExpertLayout, int]:
     return old, new, capacity
 
 
+def test_slots_of_a_rank_that_is_gone_change_in_one_step_though_staging_has_no_room_for_them() -> None:
+    """Nothing is read into them."""
+    old, new = (ExpertLayout([row], 2, topology=Topology(2)) for row in ([0, 1, -1, -1], [0, 1, 0, 1]))
+    (step,) = plan_steps(old, new, rank=0, capacity=1, avoid_ranks=[1])
+    assert step.after == new
+    assert step.last
+
+
 @settings(deadline=None, max_examples=150)
 @given(cases())
 def test_any_capacity_reaches_the_target_through_valid_layouts(case: tuple[ExpertLayout, ExpertLayout, int]) -> None:

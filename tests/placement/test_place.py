@@ -483,3 +483,23 @@ def test_layers_may_have_unequally_many_slots() -> None:
 def test_bad_numbers_of_slots_name_the_layer(slots: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         place(np.ones((2, 8)), Topology(4), num_slots=slots)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"locality": "group", "num_groups": 2, "dispatch": "weighted"}, r"needs `locality=\"none\"`, not 'group'"),
+        ({"num_slots": [4, (1 << 24) + 4]}, r"`num_slots` \(=16777220\) must be at most 16777216 at layer 1"),
+        ({"transfer_cost": [1.0, 2.0]}, r"`transfer_cost` \(shape \[2\]\) must be \[2, 2\], from rank to rank"),
+        (
+            {"transfer_cost": [[1, -1], [1, 1]]},
+            r"`transfer_cost` \(=-1.0\) must be in \[0, 1e9\] from rank 0 to rank 1",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
+    current = (
+        eplb.ExpertLayout([[0, 1, 2, 3]] * 2, 4, topology=eplb.Topology(2)) if "transfer_cost" in options else None
+    )
+    with pytest.raises(ValueError, match=message):
+        eplb.place(np.ones((2, 4)), eplb.Topology(2), **{"num_slots": 4, "current": current, **options})

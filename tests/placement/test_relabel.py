@@ -179,3 +179,10 @@ def test_more_ranks_than_the_exact_size_are_assigned_too() -> None:
     old = [[rank] for rank in range(ranks)]
     answer, moved = relabel(old, old[::-1])
     assert (answer, moved) == (old, 0)
+
+
+def test_one_more_than_the_exact_size_is_assigned_greedily() -> None:
+    n = _relabel._MOST_EXACT + 1
+    taker = np.full(n, -1)
+    _relabel._assign(0, np.zeros(n, dtype=np.int64), np.eye(n, dtype=np.int64)[::-1].copy(), taker)
+    assert taker.tolist() == list(range(n))[::-1]

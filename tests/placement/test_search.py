@@ -365,3 +365,19 @@ def test_few_transfers_are_nearly_as_well_spent_as_they_can_be() -> None:
         assert answer.balancedness[0] <= best + 1e-9
         reached += answer.balancedness[0] >= best - 1e-9
     assert reached >= 34
+
+
+def test_no_exchange_is_taken_back_that_would_bring_an_expert_to_another_node() -> None:
+    """To keep within the number of transfers; with experts whose first copies are bound to their nodes."""
+    live = eplb.ExpertLayout([[4, 4, 1, 5, 3, 4, 3, 2, 1, 4, 0, 1]], 6, topology=eplb.Topology(4, 2))
+    placed = eplb.place(
+        [[93, 33, 19, 76, 88, 12]],
+        live.topology,
+        num_slots=12,
+        current=live,
+        locality="first_copy",
+        num_groups=2,
+        max_transfers=2,
+        transfer_price=0.01,
+    )
+    assert eplb.transfers(live, placed.layout).sum() <= 2

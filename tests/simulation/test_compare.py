@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from eplb_core import CostModel, ExpertLayout, StepCost, Topology, Trace, compar
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core.metrics import mean_of_known
 from eplb_core.simulation import Comparison, Records
-from eplb_core.simulation.compare import _text
+from eplb_core.simulation import records as tables
+from eplb_core.simulation.compare import _replay_file, _saved, _text
 
 TWO = Topology(num_ranks=2)
 LOAD = np.array([[[1, 1, 9, 1]]] * 6)
@@ -76,6 +78,8 @@ def test_with_a_cost_pauses_count() -> None:
     assert runs.best is place
     assert "2 GB in all and 2.5 s of pauses" in runs.conclusion
     assert "redundant experts take 2 GB of a rank, 25.0% of its memory" in runs.conclusion
+    lean = compare_policies(LOAD, "place", cost=cost, **{**OPTIONS, "num_slots": 4})
+    assert "redundant experts take" not in lean.conclusion
     dear = StepCost(CostModel(expert_bytes=2e9, node_bandwidth=1e7))
     kept = compare_policies(LOAD, ["none", "place"], cost=dear, **OPTIONS)
     assert kept.best.policy == "none"
@@ -133,13 +137,14 @@ def test_windows_and_moves_are_tidy_records() -> None:
 
 def test_records_become_a_data_frame_where_pandas_is() -> None:
     rows = Records.of({"layer": [0, 1], "name": ["a", "b"]})
-    try:
-        import pandas
-    except ImportError:
-        with pytest.raises(ImportError, match="pip install pandas"):
-            rows.to_pandas()
-    else:
-        assert rows.to_pandas().equals(pandas.DataFrame({"layer": [0, 1], "name": ["a", "b"]}))
+    pandas = pytest.importorskip("pandas", reason="makes its own kind of table")
+    assert rows.to_pandas().equals(pandas.DataFrame({"layer": [0, 1], "name": ["a", "b"]}))
+
+
+def test_without_pandas_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        Records.of({"layer": [0]}).to_pandas()
 
 
 def test_records_show_their_first_rows_as_html() -> None:
@@ -208,3 +213,15 @@ def test_functions_cannot_be_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a value or more"):
         sweep(LOAD, {"num_slots": []}, topology=TWO)
     assert sweep(LOAD, {"policy": [swap]}, **OPTIONS).policy.tolist() == ["swap"]
+
+
+def test_a_process_replays_what_was_saved_as_this_one_does() -> None:
+    setting = {"policy": "none", "topology": TWO, "num_slots": 4, "interval": 2}
+    load = np.arange(1, 17).reshape(4, 1, 4)
+    with _saved(load) as path:
+        assert _replay_file(path, setting) == tables.summary(simulate(load, **setting))
+
+
+def test_a_comparison_names_its_replays() -> None:
+    runs = compare_policies(LOAD, "none", **OPTIONS)
+    assert repr(runs) == f"Comparison({runs['none']!r})"

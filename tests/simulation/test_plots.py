@@ -124,3 +124,22 @@ def test_without_matplotlib_the_extra_is_named(comparison: Comparison, monkeypat
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(ImportError, match=r"pip install 'eplb-core\[notebook\]'"):
         comparison.plot()
+
+
+def test_what_is_not_known_or_far_apart_or_on_one_node_is_drawn_too() -> None:
+    options: dict[str, Any] = {"topology": Topology(4), "num_slots": 12, "interval": 3}
+    bare = compare_policies(LOAD, "none", **options)["none"]
+    above, below = bare.plot().axes[:2]
+    assert above.get_legend() is None
+    assert below.images
+    long = np.random.default_rng(0).integers(1, 90, (64, 1, 8))
+    run = compare_policies(long, "none", **options)["none"]
+    assert not any(text.get_text() == "not scored" for text in run.plot().axes[0].texts)
+    chosen = plots.plot_before_after(bare.layout, bare.layout, LOAD, layer=2).axes[0]
+    assert "layer 2: " in chosen.get_title(loc="left")
+    rows = sweep(long, {"interval": [1, 40]}, policy="none", topology=Topology(4), num_slots=12)
+    assert plots.plot_frontier(rows, x="interval").axes[0].get_xscale() == "log"
+    turned = ExpertLayout(bare.layout.physical_to_logical_map[:, ::-1].copy(), 8, topology=Topology(4))
+    title = plots.plot_moves(bare.layout, turned).axes[0].get_title(loc="left")
+    assert "experts move" in title
+    assert "between nodes" not in title

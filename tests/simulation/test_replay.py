@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -193,3 +195,9 @@ def test_counts_whose_sum_no_int64_holds_reach_deepseeks_policy() -> None:
     load = np.full((4, 1, 4), 2**62)
     run = simulate(load, topology=Topology(2), num_slots=4, policy="deepseek", interval=2)
     assert run.mean_balancedness == 1.0
+
+
+def test_loads_beyond_float32_reach_deepseeks_policy_scaled() -> None:
+    load = np.random.default_rng(0).integers(1, 90, (4, 1, 4)).astype(np.float64)
+    options: dict[str, Any] = {"topology": Topology(2), "num_slots": 6, "policy": "deepseek", "interval": 2}
+    assert simulate(load * 2.0**130, **options).layout == simulate(load, **options).layout

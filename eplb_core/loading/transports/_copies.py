@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -22,11 +23,9 @@ _PORTION = 32 << 20  # a call cannot be stopped: about ten milliseconds
 _libc = ctypes.CDLL(None, use_errno=True)
 IS_NATIVE = hasattr(_libc, "process_vm_readv")
 """Linux. Elsewhere there is no reading of other processes, and copies within this one are made span by span."""
-if IS_NATIVE:
-    _readv = _libc.process_vm_readv
-    _readv.restype = ctypes.c_ssize_t
-    _size, _pointer = ctypes.c_ulong, ctypes.c_void_p
-    _readv.argtypes = [ctypes.c_int, _pointer, _size, _pointer, _size, _size]
+_size, _pointer = ctypes.c_ulong, ctypes.c_void_p
+_call_type = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, _pointer, _size, _pointer, _size, _size, use_errno=True)
+_readv: Any = _call_type(("process_vm_readv", _libc)) if IS_NATIVE else None
 
 
 def portions(spans: Spans, most_bytes: int = _PORTION, most_spans: int = _MOST_SPANS) -> Iterator[Spans]:

@@ -278,11 +278,10 @@ def serve(end: PeerEnd, served: Served, payload: Payload | None) -> None:
 
 def _wait_sent(works: list[Any], end: PeerEnd, payload: Payload | None) -> None:
     """Until what was sent from a room has left it."""
-    for work in works[:1]:
-        work.wait(LONG)
-    for work in works[1:]:
-        if payload is not None:
-            payload.wait(work, end)
+    if works:
+        works[0].wait(LONG)
+    if payload is not None and len(works) > 1:
+        payload.wait(works[1], end)
 
 
 def start_thread(name: str, function: Any, *args: Any) -> threading.Thread:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
@@ -123,10 +123,9 @@ class Mooncake(BaseTransport):
         return ticket
 
     def _progress(self, ticket: Ticket) -> None:
-        if isinstance(ticket, _Transfers):
-            ticket.look()
-            if ticket.status.state.is_end:
-                _UNDRAINED.discard(ticket)
+        cast(_Transfers, ticket).look()
+        if ticket.status.state.is_end:
+            _UNDRAINED.discard(ticket)
 
     def _shut(self) -> None:
         _UNDRAINED.update(self._pending)

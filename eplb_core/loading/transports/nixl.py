@@ -6,7 +6,7 @@ import base64
 import importlib
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -143,13 +143,12 @@ class Nixl(BaseTransport):
             yield (str(pair[0]), str(pair[1])), local, remote
 
     def _progress(self, ticket: Ticket) -> None:
-        if isinstance(ticket, _Transfer):
-            ticket.look(self._ending)
-            if ticket.status.state.is_end:
-                _UNDRAINED.discard(ticket)
-                self._end(ticket)
-                if self._leaving and not self._closed:
-                    self._sweep()
+        cast(_Transfer, ticket).look(self._ending)
+        if ticket.status.state.is_end:
+            _UNDRAINED.discard(ticket)
+            self._end(ticket)
+            if self._leaving and not self._closed:
+                self._sweep()
 
     def _ending(self, rank: int, error: Exception) -> Status:
         lost = ("nixlRemoteDisconnectError", "nixlCancelledError")

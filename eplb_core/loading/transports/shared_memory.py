@@ -153,18 +153,19 @@ class _Maps:
                 if here is self.private and (moved == -errno.ESRCH or not self.process.is_alive()):
                     return Status(ReadState.LOST_PEER, f"process {self.pid} is gone")
                 if moved != expected:
-                    return self._failed(moved, expected)
+                    return Status(ReadState.FAILED, why_failed(self.pid, moved, expected))
         return None
 
-    def _failed(self, moved: int, expected: int) -> Status:
-        if moved == -errno.EPERM:
-            return Status(
-                ReadState.FAILED,
-                f"process {self.pid} may not be read (EPERM); put its tensors into shared memory "
-                "(tensor.share_memory_()) or let it call prctl(PR_SET_PTRACER)",
-            )
-        why = f"{moved} of {expected} bytes" if moved >= 0 else errno.errorcode.get(-moved, str(-moved))
-        return Status(ReadState.FAILED, f"process {self.pid}: {why}; memory was unmapped")
+
+def why_failed(pid: int, moved: int, expected: int) -> str:
+    """What to tell of a copy of so many bytes that moved others, or ended with minus an error number."""
+    if moved == -errno.EPERM:
+        return (
+            f"process {pid} may not be read (EPERM); put its tensors into shared memory "
+            "(tensor.share_memory_()) or let it call prctl(PR_SET_PTRACER)"
+        )
+    why = f"{moved} of {expected} bytes" if moved >= 0 else errno.errorcode.get(-moved, str(-moved))
+    return f"process {pid}: {why}; memory was unmapped"
 
 
 class _Copy(Ticket):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from eplb_core import ReadState, TransportError
 from eplb_core.loading.transport import ReadBatch, Region, Status
-from eplb_core.loading.transports import Faulty, SharedMemory
+from eplb_core.loading.transports import DeferredCopy, Faulty, SharedMemory
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit
 from eplb_core.testing.transports import Check
 from tests.loading.transports import kits
@@ -170,3 +171,63 @@ def test_faults_that_are_none_are_refused() -> None:
         Faulty(SharedMemory(), {"tear": 0.6, "drop": 0.5})
     with pytest.raises(ValueError, match=r"`polls` \(=-1\) must be at least 0"):
         Faulty(SharedMemory(), [], polls=-1)
+
+
+class Slow:
+    """A faulty reader of its own memory, whose reads end when the owner says so."""
+
+    def __init__(self, fault: str) -> None:
+        self.inner = DeferredCopy()
+        self.faulty = Faulty(self.inner, [fault], polls=0)
+        self.memory = torch.arange(8, dtype=torch.uint8)
+        self.faulty.connect(0, self.faulty.export([Region(self.memory.data_ptr(), 8, "cpu")]))
+
+    def read(self, nbytes: int = 4) -> Any:
+        return self.faulty.read(0, ReadBatch(*(np.array([number]) for number in (0, 0, 0, 4, nbytes))))
+
+
+@pytest.mark.parametrize("fault", ["drop", "late"])
+def test_reads_that_were_held_back_are_over_when_the_transport_closes(fault: str) -> None:
+    pair = Slow(fault)
+    ticket = pair.read()
+    pair.faulty.close()
+    assert pair.faulty.poll(ticket) == Status(ReadState.LOST_PEER, "the transport was closed")
+    pair = Slow("late")
+    ticket = pair.read()
+    pair.faulty.abandon(ticket)
+    pair.faulty.close()
+    assert pair.faulty.poll(ticket).state is ReadState.DRAINED
+
+
+def test_a_read_that_fails_by_itself_is_not_torn_too() -> None:
+    pair = Slow("tear")
+    ticket = pair.read()
+    pair.inner.fail("the cable was cut")
+    assert pair.faulty.poll(ticket).state is ReadState.FAILED
+    assert pair.memory.tolist() == list(range(8))
+
+
+def test_a_read_that_was_given_up_on_does_not_fail_any_more() -> None:
+    pair = Slow("fail")
+    ticket = pair.read()
+    pair.faulty.abandon(ticket)
+    pair.inner.fail("the cable was cut")
+    assert pair.faulty.poll(ticket).state is ReadState.DRAINED
+    assert pair.memory.tolist() == list(range(8))
+
+
+def test_a_late_read_from_a_peer_that_has_gone_meanwhile_writes_nothing() -> None:
+    pair = Slow("late")
+    ticket = pair.read()
+    pair.faulty.abandon(ticket)
+    pair.faulty.disconnect(0)
+    assert pair.faulty.poll(ticket).state is ReadState.DRAINED
+    assert pair.memory.tolist() == list(range(8))
+
+
+def test_a_read_of_nothing_fails_without_garbage() -> None:
+    pair = Slow("fail")
+    ticket = pair.read(0)
+    pair.inner.complete()
+    assert pair.faulty.poll(ticket).state is ReadState.FAILED
+    assert pair.memory.tolist() == list(range(8))

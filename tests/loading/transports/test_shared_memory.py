@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
+import queue
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import shared_memory
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +21,9 @@ import torch
 
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status
-from eplb_core.loading.transports import SharedMemory
+from eplb_core.loading.transports import SharedMemory, _copies
+from eplb_core.loading.transports._batches import Spans
+from eplb_core.loading.transports.shared_memory import _Copy, _work, why_failed
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit
 from eplb_core.testing.transports import Check
 from tests.loading.transports import kits
@@ -135,6 +140,59 @@ def test_blobs_that_name_what_is_not_there_are_refused(change: dict[str, Any], m
         record["extra"].update(change)
         with pytest.raises(TransportError, match=message):
             transport.connect(1, json.dumps(record).encode())
+
+
+def test_memory_that_cannot_be_read_at_all_is_refused_when_the_peer_is_connected() -> None:
+    with kits.unreachable(1 << 20) as address, reader_of(Region(address, 1 << 20, "cpu")) as (transport, record):
+        with pytest.raises(TransportError, match=rf"rank 0: process {os.getpid()}: EFAULT; memory was unmapped"):
+            transport.connect(0, json.dumps(record).encode())
+
+
+def test_a_process_that_may_not_be_read_is_told_from_one_whose_memory_is_gone() -> None:
+    assert why_failed(7, -errno.EPERM, 10).startswith("process 7 may not be read (EPERM); put its tensors into shared")
+    assert why_failed(7, 3, 10) == "process 7: 3 of 10 bytes; memory was unmapped"
+
+
+def test_regions_of_one_file_are_one_file() -> None:
+    tensor = kits.shared_tensor(100)
+    regions = [Region(tensor.data_ptr() + start, 50, "cpu") for start in (0, 50)]
+    with reader_of(*regions) as (_, record):
+        assert len(record["extra"]["files"]) == 1
+        first, second = record["extra"]["region_offset"]
+        assert (record["extra"]["region_file"], second - first) == ([0, 0], 50)
+
+
+def test_a_file_that_took_the_name_of_an_unlinked_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    """The system says "(deleted)" behind the name, and such a file may be there."""
+    path = tmp_path / "shared"
+    path.write_bytes(b"\1" * 4096)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 4096) as mapped:
+        path.unlink()
+        path.with_name("shared (deleted)").write_bytes(b"\2" * 4096)
+        view = np.frombuffer(mapped, dtype=np.uint8)
+        with reader_of(Region(view.ctypes.data, 4096, "cpu")) as (_, record):
+            (found,) = record["extra"]["files"]
+            assert found["inode"] == os.fstat(file.fileno()).st_ino
+            assert "descriptor" in found
+        del view
+
+
+def test_a_read_that_breaks_its_worker_fails_and_the_next_one_is_made() -> None:
+    spans = Spans(*np.zeros((5, 0), dtype=np.int64))
+    copies: list[Any] = [_Copy(rank, spans, cast(Any, None)) for rank in (0, 1)]
+    jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for job in (*copies, None):
+        jobs.put(job)
+    _work(jobs)
+    for rank, job in enumerate(copies):
+        assert job.status.state is ReadState.FAILED
+        assert job.status.reason.startswith(f"rank {rank}: AttributeError(")
+
+
+def test_where_other_processes_cannot_be_read_it_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_copies, "IS_NATIVE", False)
+    with pytest.raises(TransportError, match="SharedMemory needs Linux; use TorchDistributed over gloo"):
+        SharedMemory()
 
 
 def test_device_memory_is_refused() -> None:

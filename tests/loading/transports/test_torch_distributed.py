@@ -15,11 +15,11 @@ import torch
 from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status
-from eplb_core.loading.transports import TorchDistributed
+from eplb_core.loading.transports import TorchDistributed, torch_distributed
 from eplb_core.loading.transports._base import Peer
 from eplb_core.loading.transports._batches import Spans
-from eplb_core.loading.transports._carriers import Buffers
-from eplb_core.loading.transports._exchange import Courier, Fetch
+from eplb_core.loading.transports._carriers import HEAD, MOST_SPANS, Buffers, Payload
+from eplb_core.loading.transports._exchange import Courier, Fetch, Memory, Served
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
 from eplb_core.testing._peers import State, batch, export, wait, world
 from eplb_core.testing.transports import Check
@@ -125,6 +125,65 @@ class DeadLine:
 
     def hear(self, room: torch.Tensor, nbytes: int) -> int:
         return 0
+
+
+def test_requests_for_what_was_not_exported_are_refused_by_the_owner() -> None:
+    """A peer may hold an older blob, or be broken: the owner looks."""
+    served = Served(7, Buffers(None, False))
+    room = served.buffers.new()
+    source = np.arange(8, dtype=np.uint8)
+    served.memory = Memory(1, np.array([source.ctypes.data]), np.array([8]), np.zeros(1, dtype=np.bool_))
+
+    def ask(*spans: tuple[int, int, int], total: int | None = None, count: int | None = None) -> int:
+        request = np.zeros(5 + 3 * MOST_SPANS, dtype=np.int64)
+        request[:5] = 1, 7, 1, len(spans) if count is None else count, sum(n for *_, n in spans)
+        request[4] = request[4] if total is None else total
+        request[5:].reshape(3, -1)[:, : len(spans)] = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+        return served.answer(request, room)[0]
+
+    assert ask((0, 2, 3), (0, 0, 1)) == 0
+    assert room[HEAD : HEAD + 4].tolist() == [2, 3, 4, 0]
+    outside = 3
+    assert ask((0, 0, 1), total=served.buffers.chunk + 1) == outside
+    assert ask((0, 0, 1), total=-1) == outside
+    assert ask((0, 0, 1), count=MOST_SPANS + 1) == outside
+    assert ask((1, 0, 1)) == outside
+    assert ask((-1, 0, 1)) == outside
+    assert ask((0, 6, 3)) == outside
+    assert ask((0, 0, 3), total=4) == outside
+    with kits.unreachable(4096) as address:
+        served.memory = Memory(1, np.array([address]), np.array([8]), np.zeros(1, dtype=np.bool_))
+        assert ask((0, 0, 8)) == 4  # cannot be read
+
+
+def alone(folder: Path) -> TorchDistributed:
+    """The only rank of three groups."""
+    group, up, down = (kits.gloo_group(0, 1, str(folder), name) for name in ("a", "b", "c"))
+    return TorchDistributed(group, payload=(up, down))
+
+
+def test_a_peer_that_cannot_be_met_is_not_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(payload: Payload) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(Payload, "begin_thread", fail)
+    transport = alone(tmp_path)
+    with pytest.raises(TransportError, match="rank 0 cannot be reached: rank 0 is gone: no such device"):
+        transport.connect(0, transport.export([]))
+    transport.close()
+
+
+def test_a_peer_that_does_not_answer_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may = threading.Event()
+    monkeypatch.setattr(Payload, "begin_thread", lambda payload: may.wait(60))
+    monkeypatch.setattr(torch_distributed, "_MEET_S", 0.01)
+    transport = alone(tmp_path)
+    with pytest.raises(TransportError, match=r"rank 0 did not answer within 0\.01 s"):
+        transport.connect(0, transport.export([]))
+    may.set()
+    transport.close()
 
 
 def test_a_read_from_a_peer_that_leaves_does_not_end_while_bytes_go_to_its_destination() -> None:
