@@ -131,7 +131,8 @@ class Process(Peer):
 
     def _open(self, size: int, folder: str) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        # What peers need is imported once, by the process that they are forked from, with what its module imports.
+        context.set_forkserver_preload([__name__, self.kit.make.__module__])
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, self.kit, self.rank, size, folder), daemon=True)
         self.process.start()
