@@ -35,7 +35,7 @@ def main(paths: list[str], seed: int) -> None:
     kept: list[Any] = [None, None]
 
     def join(rank: int) -> Migrator:
-        client = LayoutClient(paths[rank], f"mover{rank}", follow_deadline=3.0)
+        client = LayoutClient(paths[rank], f"mover{rank}")
         layout, _ = agree_on_layout(client, own=FIRST, agreement=members[rank])
         tensors: dict[str, Any] = {}
         kept[rank] = attach_weights(client, tensors, config=CONFIG, layout=layout)
