@@ -87,8 +87,9 @@ class World:
         return self.peers[rank]
 
     def end(self) -> None:
+        unharmed = all(peer.unharmed for peer in self.peers.values())
         for peer in self.peers.values():
-            peer.end()
+            peer.end(unharmed)
         if hasattr(self, "me"):
             in_time(self.transport.close, self.kit.deadline, "close")
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -107,6 +108,9 @@ def world(kit: TransportKit, num_peers: int = 1) -> Iterator[World]:
 class Peer:
     """A rank in this process."""
 
+    unharmed = True
+    """It runs, and has answered all that it was asked."""
+
     def __init__(self, kit: TransportKit, rank: int, size: int, folder: str) -> None:
         self.kit = kit
         self.rank = rank
@@ -122,34 +126,39 @@ class Peer:
         """Run `function(state, *args)` there."""
         return function(self.state, *args)
 
-    def end(self) -> None:
+    def end(self, keep: bool = False) -> None:
+        """Close its transport; `keep`: a process may be a rank of another check."""
         self.state.transport.close()
 
 
 class Process(Peer):
-    """A rank in a process of its own, which a signal can stop or kill."""
+    """A rank in a process of its own, which a signal can stop or kill.
+
+    After a check in which no rank came to harm it is a rank of the next one of its kit: engines take a second to load.
+    """
 
     def _open(self, size: int, folder: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, self.kit, self.rank, size, folder), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.unharmed = False
+        self.process, self._pipe = _idle_process(self.kit) or _new_process(self.kit)
+        self._pipe.send((self.kit, self.rank, size, folder))
 
     def wait_ready(self) -> None:
         self._answer("start")
+        self.unharmed = True
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
         """Like `call`, without waiting: `finish` gives the answer."""
+        self.unharmed, self._before = False, self.unharmed  # until it has answered
         self._pipe.send((function, args))
 
-    def finish(self) -> Any:
-        return self._answer("answer")
+    def finish(self, what: str = "answer") -> Any:
+        answer = self._answer(what)
+        self.unharmed = self._before
+        return answer
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
         self.begin(function, *args)
-        answer: T = self._answer(function.__name__)
+        answer: T = self.finish(function.__name__)
         return answer
 
     def _answer(self, what: str) -> Any:
@@ -165,6 +174,7 @@ class Process(Peer):
 
     def kill(self) -> None:
         """SIGKILL, and wait for it."""
+        self.unharmed = False
         self.process.kill()
         self.process.join()
 
@@ -173,6 +183,7 @@ class Process(Peer):
         pid = self.process.pid
         if pid is None or not self.process.is_alive():
             raise AssertionError(f"rank {self.rank} died")
+        self.unharmed = False
         os.kill(pid, signal.SIGSTOP)
         while _state_of(pid) not in "Tt":
             time.sleep(0.001)
@@ -182,16 +193,54 @@ class Process(Peer):
         os.kill(cast(int, self.process.pid), signal.SIGCONT)
         self.call(ping)
 
-    def end(self) -> None:
-        pid = self.process.pid
-        if pid is not None and self.process.is_alive():
-            os.kill(pid, signal.SIGCONT)
-        self._pipe.close()
-        self.process.join(5.0)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.process.close()
+    def end(self, keep: bool = False) -> None:
+        if keep and self._rests():
+            _IDLE.append((self.kit, self.process, self._pipe))
+        else:
+            _end_process(self.process, self._pipe)
+
+    def _rests(self) -> bool:
+        """Its transport is closed, and it waits for another."""
+        try:
+            self._pipe.send(None)
+            return self._pipe.poll(_PATIENCE) and bool(self._pipe.recv()[0])
+        except (EOFError, OSError):
+            return False
+
+
+_PATIENCE = 5.0
+_IDLE: list[tuple[TransportKit, Any, Connection]] = []
+"""Processes that wait to be ranks of the same kit again; they end with this process."""
+
+
+def _idle_process(kit: TransportKit) -> tuple[Any, Connection] | None:
+    """One of this kit; those of another are not needed any more."""
+    for entry in [entry for entry in _IDLE if entry[0] != kit]:
+        _IDLE.remove(entry)
+        _end_process(*entry[1:])
+    return _IDLE.pop()[1:] if _IDLE else None
+
+
+def _new_process(kit: TransportKit) -> tuple[Any, Connection]:
+    context = multiprocessing.get_context("forkserver")
+    # What peers need is imported once, by the process that they are forked from, with what its module imports.
+    context.set_forkserver_preload([__name__, kit.make.__module__])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _end_process(process: Any, pipe: Connection) -> None:
+    if process.pid is not None and process.is_alive():
+        os.kill(process.pid, signal.SIGCONT)
+    pipe.close()
+    process.join(_PATIENCE)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()
 
 
 def _state_of(pid: int) -> str:
@@ -199,21 +248,32 @@ def _state_of(pid: int) -> str:
         return file.read().rpartition(")")[2].split()[0]
 
 
-def _serve(pipe: Connection, kit: TransportKit, rank: int, size: int, folder: str) -> None:
-    """A peer's life: do what comes through the pipe until it closes."""
+def _serve(pipe: Connection) -> None:
+    """A process's life: be one rank after the other until the pipe closes."""
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            _be_rank(pipe, *pipe.recv())
+
+
+def _be_rank(pipe: Connection, kit: TransportKit, rank: int, size: int, folder: str) -> None:
+    """Do what comes through the pipe until nothing does."""
     try:
         state = State(kit, kit.make(rank, size, folder), [])
-        pipe.send((True, None))
-        while True:
-            function, args = pipe.recv()
-            try:
-                pipe.send((True, function(state, *args)))
-            except Exception as error:
-                pipe.send((False, repr(error)))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        state.transport.close()
     except Exception as error:
         pipe.send((False, repr(error)))
+        return
+    try:
+        pipe.send((True, None))
+        while (order := pipe.recv()) is not None:
+            function, args = order
+            try:
+                answer = True, function(state, *args)
+            except Exception as error:
+                answer = False, repr(error)
+            pipe.send(answer)
+    finally:
+        state.transport.close()
+    pipe.send((True, None))
 
 
 # What a rank can be told.

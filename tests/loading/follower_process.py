@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import Any
 
 from eplb_core import LayoutAgreementError, LayoutClient, LayoutFollower, agree_on_layout, attach_weights
@@ -44,6 +45,7 @@ def main(paths: list[str]) -> None:
                 if wrong:
                     say(f"wrong {wrong} on rank {rank} at version {follower.version}")
                     os._exit(1)
+            threading.Event().wait(0.0002)
 
     for result in on_threads([lambda rank=rank: serve(rank) for rank in range(2)]):  # type: ignore[misc]
         if isinstance(result, BaseException):

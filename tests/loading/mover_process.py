@@ -8,6 +8,7 @@ Prints "ready" before the first migration. One that a second engine pauses is tr
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ def main(paths: list[str], seed: int) -> None:
         while not migrators[0].idle:
             for migrator in migrators:
                 migrator.poll()
+            threading.Event().wait(0.0002)
         if migrators[0].status.cause not in ("", "busy"):
             raise SystemExit(migrators[0].status)
 
