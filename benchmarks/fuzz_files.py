@@ -525,6 +525,10 @@ class Judge:
         last = (err.getvalue().strip().splitlines() or [""])[-1]
         if (status == 2 and len(last) < 15) or "Traceback" in err.getvalue() or "Error(" in last:
             self._found("no words", "eplb", err.getvalue(), line)
+        out.flush()
+        said = out.buffer.getvalue().decode() + err.getvalue()
+        if not all(each.isprintable() for each in said.split("\n")):
+            self._found("a text that may move a terminal's cursor", "eplb", repr(said), line)
         self.counts[f"eplb: status {status}"] += 1
 
     def _found(self, what: str, reader: str, text: str, case: Path | list[str]) -> None:
@@ -596,6 +600,7 @@ def work(seconds: float, seed: int, keep: Path) -> None:
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
+        os.chdir(root)  # a word of a command line may be the name of a file to write
         seeds = write_seeds(root / "seeds")
         judge = Judge(keep, root / "proof")
         warm(judge, seeds, root)
@@ -636,7 +641,8 @@ def one_case(judge: Judge, seeds: dict[str, Path], root: Path, chance: random.Ra
     """A broken file for one reader that fits and one that need not, or a command line."""
     if chance.random() < 0.2:
         out = root / f"out-{chance.randrange(4)}{chance.choice(('.json', '.npz', '.pt', '.html', ''))}"
-        judge.command(command_lines(seeds, out, chance))
+        with restored(seeds):
+            judge.command(command_lines(seeds, out, chance))
         return
     name, seed = chance.choice(list(seeds.items()))
     case = root / f"case-{name}"
@@ -652,6 +658,17 @@ def one_case(judge: Judge, seeds: dict[str, Path], root: Path, chance: random.Ra
             judge.read(reader, case)
     if chance.random() < 0.1:
         judge.command([chance.choice(("inspect", "plan")), str(case), "--ranks", "2", "--json"])
+
+
+@contextlib.contextmanager
+def restored(seeds: dict[str, Path]) -> Iterator[None]:
+    """Put the seeds back: a command line with two words in each other's place may write over one."""
+    files = [file for seed in seeds.values() for file in (seed.iterdir() if seed.is_dir() else (seed,))]
+    content = {file: file.read_bytes() for file in files}
+    yield
+    for file, data in content.items():
+        if file.read_bytes() != data:
+            file.write_bytes(data)
 
 
 def _fitting(name: str) -> tuple[str, ...]:

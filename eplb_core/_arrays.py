@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from eplb_core._text import plain, quoted
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 ArrayLike: TypeAlias = npt.ArrayLike
 A = TypeVar("A", bound=npt.NDArray[Any])
+T = TypeVar("T")
+
+MAX_NUMBERS = 1 << 34
+"""The most in one array that is handed over: a view can pretend to be of any size until it is copied."""
+MAX_MADE = 1 << 29
+"""The most that sizes may ask for: 4 GiB of int64, where real maps have 17,000 and real windows 100,000,000."""
 
 
 def to_numpy(value: object, name: str) -> npt.NDArray[Any]:
@@ -23,10 +33,14 @@ def to_numpy(value: object, name: str) -> npt.NDArray[Any]:
             if str(tensor.dtype) == "torch.bfloat16":
                 tensor = tensor.float()
             value = tensor.numpy()
-        return np.asarray(value)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # ragged lists, sparse tensors
+        array = np.asarray(value)
+    except Exception as error:  # ragged lists, sparse tensors, a stranger's own array
         kind = ValueError if isinstance(error, (ValueError, OverflowError)) else TypeError
-        raise kind(f"`{name}` ({type(value).__name__}) must be one array with rows of equal length: {error}") from error
+        why = plain(str(error))
+        raise kind(f"`{name}` ({type(value).__name__}) must be one array with rows of equal length: {why}") from error
+    if array.size > MAX_NUMBERS:
+        raise ValueError(f"`{name}` (shape {list(array.shape)}) must have at most {MAX_NUMBERS:,} numbers")
+    return array
 
 
 def to_reals(value: object, name: str) -> FloatArray:
@@ -101,10 +115,59 @@ def add_up(windows: IntArray | FloatArray) -> IntArray | FloatArray:
 def check_int(value: object, name: str, at_least: int) -> int:
     """An integer argument; bool and float are refused."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"`{name}` (={value!r}) must be an integer")
+        raise TypeError(f"`{name}` (={quoted(value)}) must be an integer")
     if value < at_least:
-        raise ValueError(f"`{name}` (={value}) must be at least {at_least}")
+        raise ValueError(f"`{name}` (={quoted(int(value))}) must be at least {at_least}")
     return int(value)
+
+
+def check_id(value: object, name: str, size: int) -> int:
+    """An integer argument in `[0, size)`; IndexError for others."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"`{name}` (={quoted(value)}) must be an integer")
+    if not 0 <= value < size:
+        raise IndexError(f"`{name}` (={quoted(int(value))}) must be in [0, {size})")
+    return int(value)
+
+
+def check_kind(value: object, name: str, kind: type[T]) -> T:
+    """An argument of one of the library's kinds."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"`{name}` (={quoted(value, 80)}) must be {'an' if kind.__name__[0] in 'AE' else 'a'} {kind.__name__}"
+        )
+    return value
+
+
+def check_word(value: object, name: str, words: Iterable[str], other: str = "") -> str:
+    """A word out of a list; `other` says what may be given instead."""
+    known = list(words)
+    if not isinstance(value, str) or value not in known:
+        listed = ", ".join(map(repr, known))
+        raise ValueError(f"`{name}` (={quoted(value, 80)}) must be one of {listed}{other}")
+    return value
+
+
+def check_flag(value: object, name: str) -> bool:
+    """A yes or a no; numpy's too."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"`{name}` (={quoted(value, 80)}) must be True or False")
+    return bool(value)
+
+
+def to_list(value: Iterable[T], name: str) -> list[T]:
+    """Any iterable as a list; what is none is refused by its name."""
+    try:
+        return list(value)
+    except TypeError as error:
+        raise TypeError(f"`{name}` (={quoted(value, 80)}) must be a list") from error
+
+
+def check_made(**sizes: int) -> None:
+    """Refuse sizes whose product is absurd, before anything of that size is made."""
+    if math.prod(sizes.values()) > MAX_MADE:
+        listed = ", ".join(f"`{name}` (={quoted(size, 40)})" for name, size in sizes.items())
+        raise ValueError(f"{listed}: the product must be at most {MAX_MADE:,}")
 
 
 def check_real(
@@ -112,7 +175,7 @@ def check_real(
 ) -> float:
     """A finite real argument; bool is refused."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"`{name}` (={value!r}) must be a number")
+        raise TypeError(f"`{name}` (={quoted(value)}) must be a number")
     try:
         number = float(value)
     except OverflowError:

@@ -22,6 +22,7 @@ from eplb_core._inputs import note, note_faults, ranks_and_current, read_trace
 from eplb_core._inspect import pairs_on_a_rank
 from eplb_core._plan_words import conclude_plan
 from eplb_core._terminal import number, progress, to_json
+from eplb_core._text import lines
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load, transfers
 from eplb_core.simulation.links import LINKS
@@ -45,7 +46,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.out:
         formats.write_layout(layout, arguments.out, arguments.to, trace.layer_ids)
         facts["out"] = arguments.out
-    print(to_json(facts) if arguments.json else _plan_text(facts))
+    print(to_json(facts) if arguments.json else lines(_plan_text(facts)))
     return 0
 
 
@@ -174,7 +175,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     else:
         print(f"{replays.table(results.simulations)}\n\n{_filled(results.conclusion)}")
         if arguments.report is not None:
-            print(f"wrote   {arguments.report}")
+            print(lines(f"wrote   {arguments.report}"))
     return 0
 
 

@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core._arrays import to_numpy
+from eplb_core._pickle import check_pickle
+from eplb_core._text import plain, quoted
 from eplb_core.errors import FileFormatError
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -37,14 +39,7 @@ MAX_TEXT_BYTES = 256 << 20
 def bad_file(path: PathLike, expected: str, found: str, mend: str) -> FileFormatError:
     """Make the error that all readers raise."""
     name = "inline JSON" if is_inline(path) else os.fspath(path)
-    return FileFormatError(f"{name}: expected {expected}, found {plain(found)}; {mend}", path=name)
-
-
-def plain(text: object, width: int = 240) -> str:
-    """Cut to one short line without control characters: what a file says may reach a terminal."""
-    head = str(text)[: width + 1]  # a file may say very much
-    line = "".join(c if c.isprintable() else " " for c in head)
-    return line if len(line) <= width else line[: width - 4] + " ..."
+    return FileFormatError(f"{name}: expected {plain(expected)}, found {plain(found)}; {mend}", path=name)
 
 
 @contextmanager
@@ -65,9 +60,18 @@ def _told(error: Exception) -> str:
     return str(error) if type(error) in (ValueError, TypeError) else f"{type(error).__name__}: {error}"
 
 
+def check_path(path: PathLike, name: str = "path") -> str:
+    """The path as text; a number is none, though `open` would take it for an open file, and close that."""
+    given: object = path
+    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise TypeError(f"`{name}` (={quoted(path, 80)}) must be text or a path")
+    return text
+
+
 def open_regular(path: PathLike, max_bytes: int) -> io.BufferedReader:
     """Open a regular file of a size that may be read; a missing one raises OSError as `open` does."""
-    status = os.stat(path)  # before `open`, which would wait for ever on a named pipe
+    status = os.stat(check_path(path))  # before `open`, which would wait for ever on a named pipe
     if not stat.S_ISREG(status.st_mode):
         raise bad_file(
             path, "a file", "a folder" if stat.S_ISDIR(status.st_mode) else "a device or pipe", "give a file"
@@ -88,6 +92,7 @@ def is_inline(path: PathLike) -> bool:
 
 def sniff(path: PathLike) -> str:
     """What a path holds, by its content: folder, npz, torch, npy, json, text, empty or binary; inline JSON is json."""
+    check_path(path)
     if is_inline(path):
         return "json"
     if os.path.isdir(path):
@@ -183,6 +188,9 @@ def read_torch(path: PathLike) -> Any:
     with open_regular(path, MAX_BYTES) as file, reading(path, "a file of torch.save", mend):
         with zipfile.ZipFile(file) as archive:
             _check_zip(path, archive)
+            for name in archive.namelist():
+                if name.endswith("data.pkl"):
+                    check_pickle(archive.read(name))
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -237,7 +245,7 @@ def read_safetensors(path: PathLike) -> dict[str, AnyArray]:
 
 def write_atomic(path: PathLike, content: bytes) -> None:
     """Write a file whole or not at all: a reader sees the old one or the new one, whenever the writer dies."""
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(check_path(path)))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "No such folder", str(target.parent))
     if target.is_dir():

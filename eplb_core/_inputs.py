@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from eplb_core._text import plain
+from eplb_core.errors import MAX_TEXT
 from eplb_core.layout import ExpertLayout
 from eplb_core.layout_file import read_layout_file
 from eplb_core.topology import Topology
@@ -14,7 +16,7 @@ from eplb_core.trace import Trace, load_trace
 def note(*notes: str) -> None:
     """Say on stderr what was assumed or left out."""
     for each in notes:
-        print(f"note: {each}", file=sys.stderr)
+        print(f"note: {plain(each, MAX_TEXT)}", file=sys.stderr)
 
 
 def topology_of(arguments: argparse.Namespace) -> Topology | None:

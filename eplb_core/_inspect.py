@@ -12,6 +12,7 @@ from eplb_core import formats
 from eplb_core._arrays import FloatArray
 from eplb_core._inputs import note, note_faults, read_trace, topology_of
 from eplb_core._terminal import to_json
+from eplb_core._text import lines
 from eplb_core.layout import ExpertLayout
 from eplb_core.layout_file import LayoutFile, read_layout_file
 from eplb_core.trace import Trace
@@ -25,7 +26,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         facts = _layout_facts(arguments.file, read)
     else:
         facts = _trace_facts(read_trace(arguments.file, arguments))
-    print(to_json(facts) if arguments.json else _facts_text(facts))
+    print(to_json(facts) if arguments.json else lines(_facts_text(facts)))
     return 1 if facts["faults"] else 0
 
 
@@ -136,5 +137,5 @@ def convert(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(to_json(facts))
     else:
-        print(f"wrote {facts['target']}: {facts['holds']}, {facts['was']} -> {facts['to']}")
+        print(lines(f"wrote {facts['target']}: {facts['holds']}, {facts['was']} -> {facts['to']}"))
     return 0

@@ -17,6 +17,7 @@ from typing import Any
 
 from eplb_core._inputs import note, topology_of
 from eplb_core._terminal import to_json
+from eplb_core._text import lines
 from eplb_core.layout_file import LayoutFile, read_layout_file
 from eplb_core.loading._socket_path import SocketPlace
 from eplb_core.loading.layout_client import LayoutClient
@@ -105,7 +106,7 @@ def status(arguments: argparse.Namespace) -> int:
             "non_follower_names": list(state.non_followers),
             "dirty": state.dirty,
         }
-    print(to_json(facts) if arguments.json else _text(facts))
+    print(to_json(facts) if arguments.json else lines(_text(facts)))
     return 1 if facts.get("dirty") else 0
 
 
@@ -180,7 +181,8 @@ def _run(facts: dict[str, Any], as_json: bool) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    print(json.dumps(facts) if as_json else " ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+    words = " ".join(f"{name} {value}" for name, value in facts.items())
+    print(json.dumps(facts) if as_json else lines(words), flush=True)
     stopped.wait()
 
 

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import eplb_core
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray
+from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
 from eplb_core.placement.forecast import FORECASTERS, Forecaster, forecast, forecaster_of
 from eplb_core.simulation import Policy, simulate
+from eplb_core.simulation.policies import to_options
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace
 
@@ -71,9 +73,11 @@ def backtest(
         all 1.0 1
         last 1.0 1
     """
+    if forecasters is not None and not isinstance(forecasters, Mapping):
+        raise TypeError(f"`forecasters` (={quoted(forecasters, 80)}) must be a dict of forecasters by name")
     rows = []
     for name, forecaster in (FORECASTERS if forecasters is None else forecasters).items():
-        policy = _policy(forecaster_of(forecaster), num_slots, dict(place_options or {}))
+        policy = _policy(forecaster_of(forecaster), num_slots, to_options(place_options))
         replay = simulate(
             trace,
             topology=topology,

@@ -12,9 +12,11 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from eplb_core import __version__, _commands, _inspect, _record_commands
-from eplb_core.errors import EplbError, InfeasiblePlacementError
+from eplb_core._text import plain
+from eplb_core.errors import MAX_TEXT, EplbError, InfeasiblePlacementError
 from eplb_core.formats import LAYOUT_FORMATS
 from eplb_core.simulation import BASIC, DISPATCHES, HARDWARE, POLICIES
 
@@ -45,12 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _complain(error: object, status: int) -> int:
     with contextlib.suppress(OSError):  # where nothing can be said, the status still can
-        print(f"eplb: {error}", file=sys.stderr)
+        print(f"eplb: {plain(str(error), MAX_TEXT)}", file=sys.stderr)
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Commands' parsers are of this class too."""
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse has it, which prints arguments as they were given."""
+        super().error(plain(message, MAX_TEXT))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="eplb",
         description="Expert-parallel load balancing for mixture-of-experts serving.",
         epilog="`eplb COMMAND --help` lists a command's options. Exit status: 0 well, 1 faults found or no such "

@@ -6,9 +6,33 @@ are subclasses of `EplbError` and carry their numbers as attributes.
 
 from __future__ import annotations
 
+from typing import Any
+
+from eplb_core._text import plain
+
+MAX_TEXT = 2000
+"""Characters of a message: names of a few files, and what is to be done."""
+
 
 class EplbError(Exception):
-    """Base of all states that an engine may want to handle."""
+    """Base of all states that an engine may want to handle.
+
+    The text is one printable line of a bounded length, whatever a file or a peer said that is quoted in it.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(plain(message, MAX_TEXT))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes: `Exception` would give the text alone to a constructor that asks for more."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[EplbError], args: tuple[Any, ...], attributes: dict[str, Any]) -> EplbError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 class LayoutError(EplbError, ValueError):

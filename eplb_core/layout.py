@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, IntArray, check_int, read_only, to_ids, to_numpy
+from eplb_core._arrays import (
+    ArrayLike,
+    IntArray,
+    check_id,
+    check_int,
+    check_kind,
+    check_made,
+    read_only,
+    to_ids,
+    to_numpy,
+)
 from eplb_core.errors import LayoutError, MissingExpertError
 from eplb_core.topology import Topology
 
@@ -80,8 +90,7 @@ class ExpertLayout:
     _digest: str | None
 
     def __init__(self, physical_to_logical_map: ArrayLike, num_experts: int, *, topology: Topology) -> None:
-        if not isinstance(topology, Topology):
-            raise TypeError(f"`topology` (={topology!r}) must be a Topology")
+        check_kind(topology, "topology", Topology)
         experts = check_int(num_experts, "num_experts", 1)
         try:
             p2l = to_ids(physical_to_logical_map, "physical_to_logical_map")
@@ -134,6 +143,8 @@ class ExpertLayout:
         layers = check_int(num_layers, "num_layers", 0)
         experts = check_int(num_experts, "num_experts", 1)
         slots = check_num_slots(num_slots, experts)
+        check_kind(topology, "topology", Topology)
+        check_made(num_layers=layers, num_slots=slots + topology.num_ranks)
         capacity = rank_capacity(slots, topology.num_ranks)
         row = np.full(topology.num_ranks * int(capacity.max()), -1, dtype=np.int64)
         row.reshape(topology.num_ranks, -1)[np.arange(capacity.max()) < capacity[:, None]] = np.arange(slots) % experts
@@ -193,10 +204,8 @@ class ExpertLayout:
         Raises:
             IndexError: `layer` or `expert` is out of range; negative ones too.
         """
-        if not 0 <= layer < self.num_layers:
-            raise IndexError(f"`layer` (={layer}) must be in [0, {self.num_layers})")
-        if not 0 <= expert < self.num_experts:
-            raise IndexError(f"`expert` (={expert}) must be in [0, {self.num_experts})")
+        check_id(layer, "layer", self.num_layers)
+        check_id(expert, "expert", self.num_experts)
         row = self.logical_to_physical_map[layer, expert]
         return tuple(row[: self.replica_count[layer, expert]].tolist())
 
@@ -250,7 +259,7 @@ class ExpertLayout:
             ValueError: `ranks` has the wrong length, or names a rank twice.
             IndexError: A rank out of range.
         """
-        old_ranks, new_ranks = self.topology.num_ranks, topology.num_ranks
+        old_ranks, new_ranks = self.topology.num_ranks, check_kind(topology, "topology", Topology).num_ranks
         if ranks is None:
             kept = np.arange(new_ranks, dtype=np.int64)
             kept[kept >= old_ranks] = -1
@@ -291,8 +300,7 @@ class ExpertLayout:
 
     def check_same_frame(self, other: ExpertLayout) -> None:
         """Raise ValueError unless `other` has the same L, P, E and topology, so that rows may be compared."""
-        if not isinstance(other, ExpertLayout):
-            raise TypeError(f"`other` (={type(other).__name__}) must be an ExpertLayout")
+        check_kind(other, "other", ExpertLayout)
         for word, mine, theirs in (
             ("layers", self.num_layers, other.num_layers),
             ("slots", self.num_slots, other.num_slots),
@@ -330,6 +338,7 @@ class ExpertLayout:
 
     def format(self, layers: ArrayLike | None = None, *, width: int = 120) -> str:
         """The layout as text: a line a layer, `|` between ranks, `-` for an empty slot; cut at `width` (0 = never)."""
+        check_int(width, "width", 0)
         rows = np.arange(self.num_layers) if layers is None else layer_rows(layers, self.num_layers)
         lines = []
         for layer in rows.tolist():

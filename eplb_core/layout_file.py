@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from eplb_core import _files
-from eplb_core._arrays import ArrayLike, check_int, to_ids, to_numpy
+from eplb_core._arrays import ArrayLike, check_int, check_kind, to_ids, to_list, to_numpy
 from eplb_core._files import PathLike, bad_file, reading
 from eplb_core.layout import ExpertLayout
 from eplb_core.topology import Topology
@@ -59,10 +58,12 @@ def save_layout(layout: ExpertLayout, path: PathLike, *, layer_ids: Sequence[int
         ...     load_layout(folder + "/layout.json") == layout
         True
     """
-    if len(layer_ids) not in (0, layout.num_layers):
-        raise ValueError(f"`layer_ids` ({len(layer_ids)} entries) must be empty or have {layout.num_layers}")
+    check_kind(layout, "layout", ExpertLayout)
+    ids = to_ids(to_list(layer_ids, "layer_ids"), "layer_ids")
+    if ids.ndim != 1 or len(ids) not in (0, layout.num_layers):
+        raise ValueError(f"`layer_ids` ({len(ids)} entries) must be empty or have {layout.num_layers}")
     p2l, topology = layout.physical_to_logical_map, layout.topology
-    if os.fspath(path).endswith(".npz"):
+    if _files.check_path(path).endswith(".npz"):
         stream = io.BytesIO()
         np.savez_compressed(
             stream,
@@ -160,6 +161,8 @@ def layout_of_map(
     with reading(path, "a valid layout", "mend the file, or the number of ranks or experts given for it"):
         if array.dtype.kind == "u":
             raise TypeError(f"the map is {array.dtype}, which cannot hold -1")
+        if not all(0 <= layer < 2**63 for layer in layer_ids):
+            raise ValueError("layer_ids must be in [0, 2**63)")
         if num_experts is None:
             num_experts = max(int(array.max(initial=0)) + 1, 1)
             notes += (f"the file does not say how many experts there are: taken as {num_experts}",)

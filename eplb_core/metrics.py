@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_load, to_reals
+from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_kind, check_load, to_reals
 from eplb_core.layout import ExpertLayout
 
 
@@ -32,6 +32,7 @@ def rank_load(layout: ExpertLayout, expert_load: ArrayLike, *, shares: ArrayLike
         >>> rank_load(layout, [[8, 1, 5]])
         array([[5., 9.]])
     """
+    check_kind(layout, "layout", ExpertLayout)
     load = check_load(expert_load, "expert_load", (2, 3))
     layers, experts, slots = layout.num_layers, layout.num_experts, layout.num_slots
     if load.shape[-2:] != (layers, experts):
@@ -143,7 +144,7 @@ def transfers(old: ExpertLayout, new: ExpertLayout) -> IntArray:
         >>> transfers(old, new)
         array([[0, 1]])
     """
-    old.check_same_frame(new)
+    check_kind(old, "old", ExpertLayout).check_same_frame(check_kind(new, "new", ExpertLayout))
     received = _holds(new) & ~_holds(old)
     count: IntArray = received.sum(axis=2, dtype=np.int64)
     return count

@@ -17,8 +17,9 @@ from typing import Any, cast
 import numpy as np
 
 from eplb_core import _files
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load, read_only, to_numpy
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_kind, check_load, read_only, to_list, to_numpy
 from eplb_core._files import AnyArray, PathLike, bad_file
+from eplb_core._text import quoted
 from eplb_core.load import TraceFault, check_counts, check_trace
 
 TRACE_FORMAT = "eplb-trace-1"
@@ -63,11 +64,11 @@ class Trace:
         load = check_trace_load(self.load)
         object.__setattr__(self, "load", read_only(load))
         for name, length in (("windows", load.shape[0]), ("layer_ids", load.shape[1])):
-            given = tuple(getattr(self, name))
+            given = tuple(to_list(getattr(self, name), name))
             object.__setattr__(self, name, given)
             if given and len(given) != length:
                 raise ValueError(f"`{name}` ({len(given)} entries) must be empty or have {length}, as `load` has")
-        object.__setattr__(self, "notes", tuple(self.notes))
+        object.__setattr__(self, "notes", tuple(to_list(self.notes, "notes")))
 
     @property
     def num_windows(self) -> int:
@@ -111,7 +112,7 @@ def save_trace(trace: Trace, path: PathLike) -> None:
         trace: What to write; integers come back as int64, floats as float64, equal to the last bit.
         path: File to write, whatever its ending.
     """
-    load: AnyArray = trace.load
+    load: AnyArray = check_kind(trace, "trace", Trace).load
     if load.dtype == np.int64:
         top = int(load.max(initial=0))
         load = load.astype(next(t for t in (np.int16, np.int32, np.int64) if top <= np.iinfo(t).max))
@@ -253,12 +254,12 @@ def _listed(arrays: dict[str, AnyArray]) -> str:
 def texts(value: Any) -> tuple[str, ...]:
     """A list of strings out of a file."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(text, str) for text in value):
-        raise TypeError(f"{value!r} must be a list of strings")
+        raise TypeError(f"{quoted(value)} must be a list of strings")
     return tuple(value)
 
 
 def whole_numbers(value: Any) -> tuple[int, ...]:
     """A list of ints out of a file."""
     if not isinstance(value, Sequence) or any(isinstance(n, bool) or not isinstance(n, int) for n in value):
-        raise TypeError(f"{value!r} must be a list of integers")
+        raise TypeError(f"{quoted(value)} must be a list of integers")
     return tuple(value)

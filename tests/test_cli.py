@@ -344,6 +344,35 @@ def test_wrong_usage_ends_with_status_2_and_the_usage(argv: list[str], capsys: p
     assert "value: " not in said  # argparse's own words, which name a function and not what is wanted
 
 
+@pytest.mark.parametrize("word", ["a\nb", "\x1b[2J", "\ud800", "x" * 5000])
+@pytest.mark.parametrize(
+    "argv", [["inspect", "t", "{}"], ["plan", "t", "--slots", "{}"], ["{}"], ["inspect", "{}"], ["convert", "t", "{}"]]
+)
+def test_words_that_a_user_gives_are_shown_in_one_printable_line(
+    word: str, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        sys.exit(main([each.format(word) for each in argv]))
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    last = said.splitlines()[-1]
+    assert said.replace("\n", "").isprintable()
+    assert "eplb" in last
+    assert len(last) < 2500
+
+
+def test_names_in_files_are_shown_without_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "map\x1b[2J.json"
+    path.write_text(json.dumps({"physical_to_logical_map": [[0, 1]], "\x1b[2J": 1}))
+    assert main(["inspect", str(path), "--ranks", "2"]) == 0
+    said = capsys.readouterr()
+    assert "SGLang refuses the further keys \\x1b[2J" in said.err
+    assert "\\x1b[2J.json" in said.out
+    assert (said.out + said.err).replace("\n", "").isprintable()
+
+
 @pytest.mark.slow
 def test_processes_end_with_the_status_and_without_a_traceback(
     trace: str, layout: str, pair: str, tmp_path: Path

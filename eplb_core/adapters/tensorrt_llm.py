@@ -17,6 +17,7 @@ import numpy as np
 from eplb_core import _files
 from eplb_core._arrays import IntArray
 from eplb_core._files import PathLike, bad_file, reading
+from eplb_core._text import plain
 from eplb_core.adapters.sglang_files import full_map
 from eplb_core.layout import ExpertLayout
 from eplb_core.layout_file import LayoutFile, layout_of_map
@@ -125,7 +126,7 @@ def _entries(lines: Sequence[str]) -> list[tuple[str, str, list[str]]]:
         elif entries and depth >= indent:
             entries[-1][2].append(line)
         else:
-            raise ValueError(f"line {_files.plain(raw, 60)!r} is no plain `key: value`")
+            raise ValueError(f"line {plain(raw, 60)!r} is no plain `key: value`")
     return entries
 
 
@@ -135,7 +136,7 @@ def _value(inline: str, block: list[str]) -> _Value:
         return _flow(" ".join([inline, *block]))
     if inline:
         if block:
-            raise ValueError(f"line {_files.plain(block[0], 60)!r} continues a plain value")
+            raise ValueError(f"line {plain(block[0], 60)!r} continues a plain value")
         return int(inline) if re.fullmatch(r"-?\d{1,18}", inline) else inline
     if block and block[0].lstrip().startswith("-"):
         return [_item(line) for line in block]
@@ -153,7 +154,7 @@ def _value(inline: str, block: list[str]) -> _Value:
 def _item(line: str) -> int:
     found = re.fullmatch(r"\s*-\s+(-?\d{1,18})", line)
     if not found:
-        raise ValueError(f"line {_files.plain(line, 60)!r} is no `- expert`")
+        raise ValueError(f"line {plain(line, 60)!r} is no `- expert`")
     return int(found[1])
 
 
@@ -163,7 +164,7 @@ def _flow(text: str) -> list[int] | dict[int, list[int]]:
     while text[at:].strip():
         found = _TOKEN.match(text, at)
         if not found:
-            raise ValueError(f"{_files.plain(text[at:], 40)!r} in a list of experts")
+            raise ValueError(f"{plain(text[at:], 40)!r} in a list of experts")
         tokens.append(found[1] or found[2])
         at = found.end()
     if tokens[0] == "[":

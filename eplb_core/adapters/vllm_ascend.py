@@ -15,6 +15,7 @@ import numpy as np
 from eplb_core import _files
 from eplb_core._arrays import IntArray
 from eplb_core._files import PathLike, bad_file, reading
+from eplb_core._text import quoted
 from eplb_core.adapters.sglang_files import full_map
 from eplb_core.layout import ExpertLayout
 from eplb_core.layout_file import LayoutFile, layout_of_map
@@ -67,9 +68,10 @@ def read_expert_map(
         ranks = len(rows[0])
         if topology is not None and topology.num_ranks != ranks:
             raise bad_file(path, f"{topology.num_ranks} devices", str(ranks), "give the topology of this file")
+        array = np.array(p2l, dtype=np.int64)
     return layout_of_map(
         path,
-        np.array(p2l, dtype=np.int64),
+        array,
         topology=topology or Topology(num_ranks=ranks),
         num_experts=num_experts,
         format="vllm-ascend",
@@ -98,7 +100,7 @@ def _devices(path: PathLike, layer: dict[str, Any]) -> list[list[int]]:
 
 def _whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} must be an integer")
+        raise TypeError(f"{quoted(value)} must be an integer")
     return value
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from eplb_core._arrays import ArrayLike, IntArray, check_int
+from eplb_core._arrays import ArrayLike, IntArray, check_flag, check_id, check_int, check_kind, check_made
+from eplb_core._text import quoted
 from eplb_core.errors import EplbError
-from eplb_core.layout import layer_rows
-
-if TYPE_CHECKING:
-    from eplb_core.layout import ExpertLayout
+from eplb_core.layout import ExpertLayout, layer_rows
 
 WINDOW, RECORDING, FINISHED, ARRIVED = range(4)
 """Places in `LoadCounter.state`."""
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """A device of torch by its name or as it is."""
+    try:
+        return torch.device(device)
+    except Exception as error:  # what torch raises depends on the kind
+        raise TypeError(f"`device` (={quoted(device, 80)}) must be a device of torch, such as 'cuda:0'") from error
 
 
 class LoadCounter:
@@ -58,7 +63,8 @@ class LoadCounter:
         self.num_layers = check_int(num_layers, "num_layers", 0)
         self.num_experts = check_int(num_experts, "num_experts", 1)
         self.windows = check_int(windows, "windows", 1)
-        self.device = torch.device(device)
+        self.device = check_device(device)
+        check_made(num_layers=self.num_layers, num_experts=self.num_experts, windows=self.windows + 1)
         shape = (self.num_layers, self.windows + 1, self.num_experts)
         # Layer first: the views of single layers do not overlap, so a compiler need not think that they alias.
         self.count = torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -76,9 +82,7 @@ class LoadCounter:
 
     def layer(self, layer: int) -> torch.Tensor:
         """Counts of one layer, int32 `[T + 1, E]`: a view, fixed for life."""
-        if not 0 <= layer < self.num_layers:
-            raise IndexError(f"`layer` (={layer}) must be in [0, {self.num_layers})")
-        return self.count[layer]
+        return self.count[check_id(layer, "layer", self.num_layers)]
 
     def roll(self) -> None:
         """End the current window and begin an empty one in place of the oldest. No host synchronization."""
@@ -94,7 +98,7 @@ class LoadCounter:
 
     def recording(self, on: bool) -> None:
         """Whether calls from now on count: off for dummy passes, warm-up and capture. One launch, no wait."""
-        self.state[RECORDING : RECORDING + 1].fill_(int(on))
+        self.state[RECORDING : RECORDING + 1].fill_(int(check_flag(on, "on")))
 
     def add_slots(self, counts: torch.Tensor, layout: ExpertLayout, *, layers: ArrayLike | None = None) -> None:
         """Add counts by slot, read with the layout under which they were counted.
@@ -111,6 +115,8 @@ class LoadCounter:
         Raises:
             ValueError: Shapes do not fit.
         """
+        check_kind(layout, "layout", ExpertLayout)
+        check_kind(counts, "counts", torch.Tensor)
         if (layout.num_layers, layout.num_experts) != (self.num_layers, self.num_experts):
             raise ValueError(
                 f"`layout` has {layout.num_layers} layers and {layout.num_experts} experts, "

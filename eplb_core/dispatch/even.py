@@ -8,7 +8,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, read_only, to_numpy, to_reals
+from eplb_core._arrays import (
+    ArrayLike,
+    FloatArray,
+    IntArray,
+    check_id,
+    check_int,
+    check_kind,
+    check_load,
+    check_made,
+    read_only,
+    to_numpy,
+    to_reals,
+)
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch._kernels import group_slots
 from eplb_core.layout import ExpertLayout
@@ -50,6 +62,7 @@ def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = No
         >>> table[:, 0, 0].tolist()
         [0, 0, 4, 4, 8, 8, 8, 0]
     """
+    check_kind(layout, "layout", ExpertLayout)
     ranks, layers, experts = layout.topology.num_ranks, layout.num_layers, layout.num_experts
     table = np.empty((ranks, layers, experts), dtype=np.int64)
     by_source = expert_load is not None and to_numpy(expert_load, "expert_load").ndim == 3
@@ -137,14 +150,13 @@ def repeated_dispatch_table(
         >>> table[0, 0, :4].tolist(), int(count[0, 0])
         ([0, 1, 2, 0], 4)
     """
-    ranks = layout.topology.num_ranks
-    if not 0 <= rank < ranks:
-        raise IndexError(f"`rank` (={rank}) must be in [0, {ranks})")
+    rank = check_id(rank, "rank", check_kind(layout, "layout", ExpertLayout).topology.num_ranks)
     width = check_int(width, "width", 1)
     most = int(layout.replica_count.max(initial=1))
     if width < most:
         raise ValueError(f"`width` (={width}) must be at least {most}, the most replicas of an expert")
     fractions = check_shares(layout, shares)
+    check_made(num_layers=layout.num_layers, num_experts=layout.num_experts, width=width)
     table = np.full((layout.num_layers, layout.num_experts, width), -1, dtype=np.int64)
     count = np.empty((layout.num_layers, layout.num_experts), dtype=np.int64)
     ints = np.empty((4, layout.num_slots + layout.num_experts + 1), dtype=np.int64)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from eplb_core._arrays import check_kind
 from eplb_core.dispatch import quota
 from eplb_core.dispatch._host import BASE_PHASE, DRAWS, GOLDEN, KEY, MASK, RANK_PHASE, TAG, map_rows
 from eplb_core.dispatch._rows import FIRST_BITS, MOST_REPLICAS, MOST_SLOTS
@@ -115,6 +116,16 @@ def topk_to_slots(
         >>> topk_to_slots(torch.tensor([[0, 3], [-1, -1], [1, 2]]), t).tolist()
         [[5, 3], [-1, -1], [1, 2]]
     """
+    if not 1 <= check_kind(topk_ids, "topk_ids", torch.Tensor).dim() <= 2:
+        raise ValueError(f"`topk_ids` (shape {list(topk_ids.shape)}) must be [T, K] or [T]")
+    if num_tokens is not None:
+        check_kind(num_tokens, "num_tokens", torch.Tensor)
+        if num_tokens.dim() > 1 or num_tokens.numel() != 1 or num_tokens.dtype != torch.int32:
+            kind = f"{num_tokens.dtype} {list(num_tokens.shape)}"
+            raise ValueError(f"`num_tokens` ({kind}) must be int32 [1] or []")
+    if out is not None:
+        check_kind(out, "out", torch.Tensor)
+    check_kind(num_shared, "num_shared", int)
     if not 0 <= num_shared <= topk_ids.shape[-1]:
         raise ValueError(
             f"`num_shared` (={num_shared}) must be in [0, {topk_ids.shape[-1]}], the columns of `topk_ids`"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load, read_only
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_kind, check_load, read_only
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch._kernels import group_slots
 from eplb_core.layout import ExpertLayout
@@ -47,6 +47,7 @@ def replica_shares(layout: ExpertLayout, expert_load: ArrayLike) -> FloatArray:
         >>> replica_shares(layout, [[8, 1, 5]]).tolist()
         [[0.75, 1.0, 1.0, 0.25]]
     """
+    check_kind(layout, "layout", ExpertLayout)
     load = check_load(expert_load, "expert_load", (2, 3))
     layers, experts = layout.num_layers, layout.num_experts
     if load.shape[-2:] != (layers, experts):
@@ -60,7 +61,10 @@ def replica_shares(layout: ExpertLayout, expert_load: ArrayLike) -> FloatArray:
     if load.shape[0] == 0:
         load = np.zeros((1, layers, experts))
     owner = np.arange(layout.num_slots) // layout.slots_per_rank
-    by_window = read_only(np.ascontiguousarray(load.transpose(1, 0, 2)))  # [L, T, E]
+    by_window = np.ascontiguousarray(load.transpose(1, 0, 2))  # [L, T, E]
+    # Squares of any load are finite where the largest is below 1; a power of two changes no answer.
+    shift = -np.frexp(by_window.max(axis=(1, 2), initial=0.0))[1]
+    by_window = read_only(np.ldexp(by_window, shift[:, None, None]))
     speed = layout.topology.rank_speed
     ints = np.empty((4, layout.num_slots + experts + 1), dtype=np.int64)
     floats = np.empty((3, layout.num_slots))
@@ -140,12 +144,20 @@ def _solve(
                 energy[k] = product / square - new[k]  # others' load on the rank in units of this expert's
                 level_of[k] = energy[k] / speed[rank_of[k]]
             level = _water_level(level_of, energy, rank_of, speed, ranks)
+            emptiest, whole = 0, 0.0
+            for k in range(ranks):
+                if level_of[k] < level_of[emptiest]:
+                    emptiest = k
+                energy[k] = max(0.0, level * speed[rank_of[k]] - energy[k])  # what it takes
+                whole += energy[k]
+            if not whole > 0.0:  # next to the ranks' other load the expert's is rounded away
+                energy[emptiest] = whole = 1.0
             k = -1
             for i in range(first, first + count):
                 slot = by_expert[i]
                 if k < 0 or rank_of[k] != owner[slot]:
                     k += 1
-                    share = max(0.0, level * speed[rank_of[k]] - energy[k])
+                    share = energy[k] / whole
                     moved = max(moved, abs(share - new[k]) * np.sqrt(square / windows))
                     for t in range(windows):
                         rank_load[t, rank_of[k]] += load[t, expert] * (share - new[k])

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core._arrays import IntArray, check_int
+from eplb_core._arrays import IntArray, check_flag, check_int, check_kind, check_word
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch._kernels import group_slots
 from eplb_core.layout import ExpertLayout
@@ -54,8 +54,9 @@ def static_dispatch_table(
     Source:
         SGLang 0.5.23, `compute_logical_to_rank_dispatch_physical_map`. `even_dispatch_table` is the better table.
     """
-    if candidates not in ("all", "narrowed"):
-        raise ValueError(f"`candidates` (={candidates!r}) must be 'all' or 'narrowed'")
+    check_kind(layout, "layout", ExpertLayout)
+    check_word(candidates, "candidates", ("all", "narrowed"))
+    prefer_same_node = check_flag(prefer_same_node, "prefer_same_node")
     seed = check_int(seed, "seed", 0)
     table = np.empty((layout.topology.num_ranks, layout.num_layers, layout.num_experts), dtype=np.int64)
     if layout.num_layers:

@@ -8,10 +8,23 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, read_only, to_ids, to_reals
+from eplb_core._arrays import (
+    ArrayLike,
+    FloatArray,
+    IntArray,
+    check_flag,
+    check_id,
+    check_int,
+    check_kind,
+    check_made,
+    check_word,
+    read_only,
+    to_ids,
+    to_reals,
+)
 from eplb_core.dispatch import _rows, even, static
 from eplb_core.dispatch._host import GOLDEN, MASK, TAG
-from eplb_core.dispatch.counter import LoadCounter
+from eplb_core.dispatch.counter import LoadCounter, check_device
 from eplb_core.dispatch.ops import (
     MAPPED_TWICE,
     NUM_BLOCKS,
@@ -98,11 +111,11 @@ class DispatchTables:
         all_reduce: Callable[[torch.Tensor], object] | None = None,
         debug: bool = False,
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"`mode` (={mode!r}) must be one of {', '.join(MODES)}")
+        check_word(mode, "mode", MODES)
+        check_kind(layout, "layout", ExpertLayout)
         ranks, experts, slots = layout.topology.num_ranks, layout.num_experts, layout.num_slots
-        if not 0 <= check_int(rank, "rank", -(2**31)) < ranks:
-            raise IndexError(f"`rank` (={rank}) must be in [0, {ranks})")
+        check_id(rank, "rank", ranks)
+        debug = check_flag(debug, "debug")
         if load is not None and (load.num_layers, load.num_experts) != (layout.num_layers, experts):
             raise ValueError(
                 f"`load` counts {load.num_layers} layers and {load.num_experts} experts, "
@@ -125,7 +138,7 @@ class DispatchTables:
         self._p2l = layout.physical_to_logical_map.copy()
         self._num_experts, self._topology = experts, layout.topology
         self.rank, self.mode, self.debug = int(rank), mode, bool(debug)
-        self.device = torch.device(device)
+        self.device = check_device(device)
         self.max_replicas = most
         self._shape = _rows.RowShape(
             num_experts=experts,
@@ -185,11 +198,9 @@ class DispatchTables:
             ValueError: The buffers cannot serve `mode`: static ones serve themselves only, and `quota` and `fewest`
                 need tables made for one of them.
         """
-        if not 0 <= layer < len(self._p2l):
-            raise IndexError(f"`layer` (={layer}) must be in [0, {len(self._p2l)})")
+        check_id(layer, "layer", len(self._p2l))
         mode = self.mode if mode is None else mode
-        if mode not in MODES:
-            raise ValueError(f"`mode` (={mode!r}) must be one of {', '.join(MODES)}")
+        check_word(mode, "mode", MODES)
         static_only = self.mode in STATIC_MODES or mode in STATIC_MODES
         if mode != self.mode and (static_only or (mode in SOLVED_MODES and not self._shape.num_shared)):
             raise ValueError(f"`mode` (={mode!r}) does not fit tables made for {self.mode!r}; make tables for it")
@@ -249,6 +260,10 @@ class DispatchTables:
             dtype: Of `topk_ids`.
             out_dtype: Of `out`. Default: as `dtype`.
         """
+        check_int(num_columns, "num_columns", 1)
+        check_made(num_columns=num_columns)
+        for name, kind in (("dtype", dtype), ("out_dtype", dtype if out_dtype is None else out_dtype)):
+            check_kind(kind, name, torch.dtype)
         if len(self._p2l) == 0:
             return
         draws = self._draws.clone()
@@ -278,6 +293,8 @@ class DispatchTables:
         Raises:
             ValueError: An entry that is neither -1 nor tagged: it was not mapped. Waits for the device.
         """
+        if check_kind(slots, "slots", torch.Tensor).dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"`slots` (dtype {slots.dtype}) must be int32 or int64")
         if bool(((slots >= 0) & (slots < TAG)).any()):
             raise ValueError("`slots` has entries that were not mapped; call topk_to_slots on every path")
         return torch.where(slots < 0, slots, slots & (TAG - 1))
@@ -306,7 +323,7 @@ class DispatchTables:
             O(rows) of host time, tens of microseconds a row; one copy to the device a row. No allocation on the device
             and no synchronization, unless a row is installed again before its last copy has run.
         """
-        p2l = layout.physical_to_logical_map
+        p2l = check_kind(layout, "layout", ExpertLayout).physical_to_logical_map
         frame = (layout.topology, layout.num_experts, p2l.shape)
         if frame != (self._topology, self._num_experts, self._p2l.shape):
             self.layout.check_same_frame(layout)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eplb_core import __version__
-from eplb_core._arrays import IntArray, check_int
+from eplb_core._arrays import IntArray, check_int, check_kind, to_list
+from eplb_core._text import plain
 from eplb_core.errors import MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.install import Staging
@@ -126,7 +127,7 @@ def decode(blob: bytes) -> tuple[Hello, str]:
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise MigrationError(
             f"a rank says of itself what eplb_core {__version__} does not understand ({type(error).__name__}: "
-            f"{str(error)[:80]}); install one version of eplb_core on all ranks; no weight was moved",
+            f"{plain(str(error), 80)}); install one version of eplb_core on all ranks; no weight was moved",
             reason="join",
         ) from error
 
@@ -166,9 +167,8 @@ def raise_if_any(failures: Sequence[str]) -> None:
 
 def check_frame(stores: Sequence[ExpertStore], layout: ExpertLayout, rank: int) -> list[ExpertStore]:
     """Raise ValueError or TypeError unless stores, layout and rank fit each other; the stores as a list."""
-    stores = list(stores)
-    if not isinstance(layout, ExpertLayout):
-        raise TypeError(f"`layout` (={type(layout).__name__}) must be an ExpertLayout")
+    stores = to_list(stores, "stores")
+    check_kind(layout, "layout", ExpertLayout)
     if len(stores) != layout.num_layers or not stores:
         raise ValueError(f"`stores` has {len(stores)} layers and the layout {layout.num_layers}; give one a layer")
     check_stores(stores)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from eplb_core._arrays import BoolArray
+from eplb_core._arrays import BoolArray, check_kind
+from eplb_core._text import quoted
 from eplb_core.errors import EplbError
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.loading.store import ExpertStore, check_stores
@@ -82,8 +83,9 @@ class LoadPlan:
     ) -> None:
         if not isinstance(template, CheckpointTemplate):
             raise ValueError(
-                f"`template` (={template!r}) must be a CheckpointTemplate or one of {', '.join(TEMPLATES)}"
+                f"`template` (={quoted(template, 80)}) must be a CheckpointTemplate or one of {', '.join(TEMPLATES)}"
             )
+        check_kind(resolver, "resolver", SlotResolver)
         if len(stores) not in (resolver.layout.num_layers, len(resolver.layers)) or not stores:
             raise ValueError(
                 f"`stores` has {len(stores)} layers and the resolver {len(resolver.layers)}; give each one"
@@ -91,6 +93,7 @@ class LoadPlan:
         if shared_stores is not None and len(shared_stores) != len(stores):
             raise ValueError(f"`shared_stores` has {len(shared_stores)} layers and `stores` {len(stores)}")
         check_stores(stores)
+        check_stores(shared_stores or ())
         for store in shared_stores or ():
             if store.num_slots != resolver.num_shared or store.names != stores[0].names:
                 raise ValueError(
@@ -145,7 +148,8 @@ class LoadPlan:
         if parsed.expert is None:
             if not header.shape or header.shape[0] != experts:
                 raise CheckpointError(
-                    f"{name!r} has shape {list(header.shape)} and must have {experts} experts first, as the layout has",
+                    f"{quoted(name)} has shape {list(header.shape)} and must have {experts} experts first, as the "
+                    "layout has",
                     tensor=name,
                 )
             self.copies[name] = [
@@ -153,7 +157,7 @@ class LoadPlan:
             ]
             return
         if not parsed.shared and parsed.expert >= experts:
-            raise CheckpointError(f"{name!r} is expert {parsed.expert} and the layout has {experts}", tensor=name)
+            raise CheckpointError(f"{quoted(name)} is expert {parsed.expert} and the layout has {experts}", tensor=name)
         expert = parsed.expert + (experts if parsed.shared else 0)
         self.copies[name] = list(self._copy(name, header, parsed, expert, None))
 
@@ -163,12 +167,14 @@ class LoadPlan:
         tensor = self.rename.get(part.tensor, part.tensor)
         key = (place, expert, tensor, part.block)
         if key in self.seen:
-            raise CheckpointError(f"{name!r} and {self.seen[key]!r} are the same part of expert {expert}", tensor=name)
+            raise CheckpointError(
+                f"{quoted(name)} and {quoted(self.seen[key])} are the same part of expert {expert}", tensor=name
+            )
         self.seen[key] = name
         store = self.stores[place]
         if tensor not in store.names + store.whole_names:
             raise CheckpointError(
-                f"{name!r} belongs in {tensor!r}, which the stores do not keep; add it to them, name the store's "
+                f"{quoted(name)} belongs in {tensor!r}, which the stores do not keep; add it to them, name the store's "
                 "tensor in `rename`, or the checkpoint's in `ignore`",
                 tensor=name,
             )
@@ -195,13 +201,13 @@ class LoadPlan:
         axis = min(part.axis, row.dim() - 1)
         if DTYPES.get(header.dtype) != row.dtype:
             raise CheckpointError(
-                f"{name!r} is {header.dtype} and {part.tensor!r} keeps {row.dtype}; load what was stored",
+                f"{quoted(name)} is {header.dtype} and {part.tensor!r} keeps {row.dtype}; load what was stored",
                 tensor=name,
             )
         if part.blocks > 1 and (axis < 0 or row.shape[axis] % part.blocks):
             raise CheckpointError(
-                f"{name!r} is block {part.block} of {part.blocks} of {part.tensor!r}, whose rows {list(row.shape)} "
-                f"do not divide into {part.blocks}",
+                f"{quoted(name)} is block {part.block} of {part.blocks} of {part.tensor!r}, whose rows "
+                f"{list(row.shape)} do not divide into {part.blocks}",
                 tensor=name,
             )
         if part.blocks > 1:
@@ -209,7 +215,7 @@ class LoadPlan:
             row = row.narrow(axis, part.block * size, size)
         if tuple(row.shape) != shape and not (row.numel() == 1 and shape in ((), (1,))):
             raise CheckpointError(
-                f"{name!r} has shape {list(shape)} and must have {list(row.shape)}, as {part.tensor!r} has",
+                f"{quoted(name)} has shape {list(shape)} and must have {list(row.shape)}, as {part.tensor!r} has",
                 tensor=name,
             )
         return row

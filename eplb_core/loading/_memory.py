@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from eplb_core._text import plain
 from eplb_core.loading._wire import Message
 
 ALIGNMENT = 256
@@ -277,7 +278,7 @@ def dtype_of(name: str) -> torch.dtype:
     """`torch.dtype` by its name with the prefix."""
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype {str(name)[:40]!r} in this version of torch")
+        raise ValueError(f"no dtype {plain(name, 40)!r} in this version of torch")
     return dtype
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from eplb_core._arrays import ArrayLike
+from eplb_core._arrays import ArrayLike, check_int
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _words
@@ -205,7 +205,7 @@ class Passes:
         run = self._run
         if agreed is None:
             return ()
-        if agreed < 0:
+        if check_int(agreed, "agreed", -(2**63)) < 0:
             self._hear_failure(_words.failure_of(agreed))
             return ()
         if run is None:

@@ -100,7 +100,7 @@ def name_layers(layers: tuple[int, ...]) -> str:
 def to_layers(layers: object, num_layers: int) -> tuple[int, ...] | None:
     """The rows as ints, or None unless they are in range, one or more, each once."""
     if isinstance(layers, np.ndarray):
-        layers = layers.tolist()
+        layers = layers.tolist() if layers.size <= num_layers else None
     if not isinstance(layers, (list, tuple, range)) or not 0 < len(layers) <= num_layers:
         return None
     if not all(is_int(layer) and 0 <= layer < num_layers for layer in layers) or len(set(layers)) < len(layers):
@@ -110,16 +110,6 @@ def to_layers(layers: object, num_layers: int) -> tuple[int, ...] | None:
 
 def is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def cut(value: object, width: int = 80) -> str:
-    """One short line of what a stranger said."""
-    try:
-        text = value if isinstance(value, str) else repr(value)
-    except (ValueError, RecursionError):  # thousands of digits, thousands of brackets
-        text = f"some {type(value).__name__}"
-    text = "".join(c if c.isprintable() else " " for c in text[: width + 1])
-    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def names_of(names: Iterable[str]) -> str:

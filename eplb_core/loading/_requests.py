@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from eplb_core._text import plain
 from eplb_core.loading import _wire
 from eplb_core.loading._record_state import MAX_ENGINE_ID, RecordState, Reply
 from eplb_core.loading._wire import Message, WireError
@@ -109,7 +110,7 @@ class Keeper:
             request = message.get("do")
             known = self._requests.get(request) if isinstance(request, str) else None
             if known is None:
-                return _say("refused", f"Unknown request type: {str(request)[:40]!r}", code=UNKNOWN_REQUEST)
+                return _say("refused", f"Unknown request type: {plain(request, 40)!r}", code=UNKNOWN_REQUEST)
             if self.record is None and request != "fetch":
                 return _say("refused", "this server keeps no record of a layout", code=NO_RECORD, about=self._about())
             return known(session, message)

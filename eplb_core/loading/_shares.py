@@ -8,6 +8,9 @@ from eplb_core._arrays import ArrayLike, FloatArray, IntArray, to_reals
 from eplb_core._numba import kernel
 from eplb_core.layout import ExpertLayout
 
+# Half of what the tables forgive.
+_ROUNDING = 5e-7
+
 
 def check_shares(shares: ArrayLike, layout: ExpertLayout) -> FloatArray:
     """Shares `[L, P]` as the tables would take them, so that no install can fail; else ValueError."""
@@ -16,7 +19,7 @@ def check_shares(shares: ArrayLike, layout: ExpertLayout) -> FloatArray:
     if array.shape != p2l.shape:
         raise ValueError(f"shares (shape {list(array.shape)}) must be {list(p2l.shape)}, a fraction a slot")
     held = p2l >= 0
-    bad = held & ~((array >= 0) & (array <= 1))
+    bad = held & ~((array >= 0) & (array <= 1 + _ROUNDING))
     if bad.any():
         layer, slot = np.argwhere(bad)[0].tolist()
         raise ValueError(f"shares (={array[layer, slot]}) must be in [0, 1] at layer {layer}, slot {slot}")
@@ -36,6 +39,6 @@ def _find_odd_sum(p2l: IntArray, shares: FloatArray, sums: FloatArray) -> tuple[
             if p2l[layer, slot] >= 0:
                 sums[p2l[layer, slot]] += shares[layer, slot]
         for expert in range(len(sums)):
-            if abs(sums[expert] - 1.0) > 5e-7:
+            if abs(sums[expert] - 1.0) > _ROUNDING:
                 return layer, expert
     return -1, -1

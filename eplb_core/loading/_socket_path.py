@@ -10,6 +10,8 @@ import stat
 import struct
 from pathlib import Path
 
+from eplb_core._files import check_path as check_text_path
+from eplb_core._text import quoted
 from eplb_core.errors import SocketInUseError, SocketOwnerError
 
 MAX_PATH = 107
@@ -19,9 +21,10 @@ _CREDENTIALS = struct.Struct("3i")
 
 def check_path(path: str | os.PathLike[str]) -> str:
     """The path as text that a socket can have."""
-    text = os.fspath(path)
+    given: object = path
+    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if not isinstance(text, str):
-        raise TypeError(f"`path` (={path!r}) must be text or a path")
+        raise TypeError(f"`path` (={quoted(path, 80)}) must be text or a path")
     if not 0 < len(os.fsencode(text)) <= MAX_PATH or "\0" in text:
         raise ValueError(
             f"`path` ({len(os.fsencode(text))} bytes) must have 1 to {MAX_PATH}, as Unix sockets do; use a shorter one"
@@ -86,7 +89,7 @@ class SocketPlace:
                 raise self._in_use(f"is served by another process{_holder(self._lock)}") from error
             self._check_free()
             if state_file is not None:
-                self._state_lock = _lock_state(os.path.realpath(os.fspath(state_file)))
+                self._state_lock = _lock_state(os.path.realpath(check_text_path(state_file, "state_file")))
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         except BaseException:

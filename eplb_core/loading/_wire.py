@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from eplb_core._arrays import IntArray, check_int
+from eplb_core._text import plain
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._record_state import Move, RecordState
 from eplb_core.loading.record import LayoutRecord
@@ -59,7 +60,7 @@ def unpack(body: bytes | bytearray) -> Message:
     if not isinstance(message, dict):
         raise WireError(f"a JSON {type(message).__name__} where an object is due")
     if message.get("protocol") != PROTOCOL or isinstance(message["protocol"], bool):
-        raise WireError(f"protocol {str(message.get('protocol'))[:20]}; this side speaks {PROTOCOL}")
+        raise WireError(f"protocol {plain(message.get('protocol'), 20)}; this side speaks {PROTOCOL}")
     return message
 
 

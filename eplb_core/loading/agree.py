@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from eplb_core._arrays import check_real
+from eplb_core._arrays import check_flag, check_kind, check_real
 from eplb_core.errors import EplbError, LayoutAgreementError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._record_state import Move, RecordState
@@ -96,8 +96,8 @@ def agree_on_layout(
         The one that may call `agreement.gather`; all ranks together.
     """
     limit = check_real(deadline, "deadline", above=0.0)
-    if not isinstance(own, ExpertLayout):
-        raise TypeError(f"`own` (={type(own).__name__}) must be an ExpertLayout")
+    check_kind(own, "own", ExpertLayout)
+    adopts = check_flag(adopts, "adopts")
     start = time.monotonic()
     while True:
         state, finding = _look(client, own, adopts, time.monotonic() - start)

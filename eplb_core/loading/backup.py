@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from eplb_core import _files
-from eplb_core._arrays import IntArray, read_only
+from eplb_core._arrays import IntArray, check_int, check_kind, read_only, to_list
 from eplb_core.errors import EplbError, MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._joining import check_frame
@@ -95,9 +95,13 @@ class HostBackup:
             ValueError: It has other tensors or sizes.
             FileFormatError: The file is gone or damaged since it was opened.
         """
+        check_int(layer, "layer", 0)
+        check_int(expert, "expert", 0)
+        for row in to_list(rows, "rows"):
+            check_kind(row, "rows", torch.Tensor)
         path = self._file_of.get((layer, expert))
         if path is None:
-            raise KeyError(f"{self.folder} does not have expert {expert} of layer {layer}")
+            raise KeyError(f"`expert`: {self.folder} does not have expert {expert} of layer {layer}")
         with self._source(path) as tensor_of:
             for index, row in enumerate(rows):
                 with _files.reading(path, f"tensor {index} of expert {expert} of layer {layer}", _MEND):
@@ -149,7 +153,7 @@ class HostBackup:
         An earlier backup in the folder goes first: two may not fit.
         """
         stores = check_frame(stores, layout, rank)
-        path = Path(folder)
+        path = Path(_files.check_path(folder, "folder"))
         hand = _Hand(path, rank, agreement)
         mates = list(range(layout.topology.num_ranks))
         if transport is not None:

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eplb_core._arrays import BoolArray, read_only
-from eplb_core._files import open_regular, read_json, reading
+from eplb_core._arrays import BoolArray, read_only, to_list
+from eplb_core._files import check_path, open_regular, read_json, reading
+from eplb_core._text import plain, quoted
 from eplb_core.errors import FileFormatError
 from eplb_core.loading._load_plan import CheckpointError as CheckpointError
 from eplb_core.loading._load_plan import Copy, Header, LoadPlan
 from eplb_core.loading.resolver import SlotResolver
-from eplb_core.loading.store import ExpertStore
+from eplb_core.loading.store import ExpertStore, check_names
 from eplb_core.loading.templates import TEMPLATES, CheckpointTemplate
 
 MAPPED_BYTES = 128 << 20
@@ -84,19 +85,26 @@ def load_checkpoint(
         One. While it runs, slots hold parts of two versions: nobody may read or move them.
     """
     plan = LoadPlan(
-        stores,
+        to_list(stores, "stores"),
         resolver,
         TEMPLATES[template] if isinstance(template, str) and template in TEMPLATES else template,
-        rename or {},
-        frozenset(derived),
-        tuple(ignore),
-        shared_stores,
+        _names_of(rename),
+        frozenset(check_names(derived, "derived")),
+        check_names(ignore, "ignore"),
+        None if shared_stores is None else to_list(shared_stores, "shared_stores"),
     )
     headers = read_headers(files)
     for name, header in headers.items():
         plan.add(name, header)
     plan.check_complete()
     return _run(plan, headers)
+
+
+def _names_of(rename: Mapping[str, str] | None) -> dict[str, str]:
+    given: object = {} if rename is None else rename
+    if not isinstance(given, Mapping):
+        raise TypeError(f"`rename` (={quoted(rename, 80)}) must be a dict of names")
+    return dict(given)
 
 
 def _run(plan: LoadPlan, headers: Mapping[str, Header]) -> LoadReport:
@@ -142,9 +150,8 @@ def _opened(path: Path) -> Iterator[Any]:
     except FileFormatError:
         raise
     except (SafetensorError, OSError, ValueError) as error:  # no file can have such a name
-        raise FileFormatError(
-            f"shard {path.name} is no whole safetensors file: {error}; fetch it again", path=str(path)
-        ) from error
+        what = f"shard {plain(path.name)} is no whole safetensors file in {plain(str(path.parent))}"
+        raise FileFormatError(f"{what}: {plain(str(error))}; fetch it again", path=str(path)) from error
     with file:
         yield file
 
@@ -152,7 +159,7 @@ def _opened(path: Path) -> Iterator[Any]:
 def _shards(files: str | Path | Iterable[str | Path]) -> list[Path]:
     """The checkpoint's files, in order of name; those that an index lists must all be there."""
     if not isinstance(files, (str, Path)):
-        return [Path(file) for file in files]
+        return [Path(check_path(file, "files")) for file in to_list(files, "files")]
     folder = Path(files)
     if not folder.is_dir():
         return [folder]
@@ -175,7 +182,8 @@ def read_headers(files: str | Path | Iterable[str | Path]) -> dict[str, Header]:
             for name in file.keys():  # noqa: SIM118  not a mapping
                 if name in headers:
                     raise FileFormatError(
-                        f"shards {headers[name].path.name} and {path.name} both have {name!r}", path=str(path)
+                        f"shards {plain(headers[name].path.name)} and {plain(path.name)} both have {quoted(name)}",
+                        path=str(path),
                     )
                 piece = file.get_slice(name)
                 headers[name] = Header(path, tuple(piece.get_shape()), piece.get_dtype())

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eplb_core._arrays import ArrayLike, check_int
+from eplb_core._arrays import ArrayLike, check_flag, check_int, to_list
 from eplb_core._numba import kernel
 from eplb_core.layout import layer_rows
 from eplb_core.loading.store import ExpertStore, check_stores
@@ -96,6 +96,8 @@ def fingerprints(
         >>> prints.shape, bool(prints[0, 0] == prints[0, 2]), bool(prints[0, 0] == prints[0, 1])
         (torch.Size([1, 3, 1]), True, False)
     """
+    stores = to_list(stores, "stores")
+    whole = check_flag(whole, "whole")
     if not stores:
         raise ValueError("`stores` must hold one store a layer")
     check_stores(stores)

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from eplb_core._arrays import check_int
+from eplb_core._text import plain
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._memory import NamedTensor, SharedMemory, total_bytes
 from eplb_core.loading._modules import module_tensors
@@ -238,7 +239,7 @@ class _Exports:
             if name in frame and frame[name] != value:
                 return (
                     name,
-                    f"`{name}` differs: the host has {value}, the engine {str(frame[name])[:20]}; load from disk",
+                    f"`{name}` differs: the host has {value}, the engine {plain(frame[name], 20)}; load from disk",
                 )
         return None
 

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
-from eplb_core._arrays import ArrayLike, check_real, to_ids
+from eplb_core._arrays import ArrayLike, check_int, check_kind, check_real, to_ids, to_list
+from eplb_core._text import plain, quoted
 from eplb_core.errors import EplbError, RecordLostError, SocketOwnerError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _wire
@@ -28,6 +27,9 @@ MAX_FDS = 253
 ASK_S = 0.001
 """Seconds between two questions whether engines that follow have stopped."""
 _WITHOUT_RECORD = (NO_RECORD, UNKNOWN_REQUEST)
+
+LEAST = -(2**63)
+"""What the keeper judges must be a whole number here."""
 
 
 class LayoutClient:
@@ -68,7 +70,9 @@ class LayoutClient:
     ) -> None:
         self.path = check_path(path)
         if not is_engine_id(engine_id):
-            raise ValueError(f"`engine_id` (={engine_id!r}) must be printable, of 1 to {MAX_ENGINE_ID} characters")
+            raise ValueError(
+                f"`engine_id` (={quoted(engine_id, 80)}) must be printable, of 1 to {MAX_ENGINE_ID} characters"
+            )
         self._deadline = check_real(deadline, "deadline", above=0.0)
         self._follow_deadline = check_real(follow_deadline, "follow_deadline", at_least=0.0)
         check_real(wait, "wait", at_least=0.0)
@@ -128,7 +132,7 @@ class LayoutClient:
         if self._moves_off:
             return Reply("refused", self._moves_off)
         rows = _ints(layers)
-        message = {"do": "begin", "layers": rows, "version": int(version)}
+        message = {"do": "begin", "layers": rows, "version": check_int(version, "version", LEAST)}
         until = time.monotonic() + self._follow_deadline
         asked = False
         try:
@@ -156,11 +160,13 @@ class LayoutClient:
 
     def follow(self, digest: str) -> Reply:
         """From now on this engine stops reading when it is asked; `LayoutFollower` calls it."""
-        return self._request({"do": "follow", "digest": digest})
+        return self._request({"do": "follow", "digest": check_kind(digest, "digest", str)})
 
     def hold(self, version: int, move: int) -> Reply:
         """Say that this rank reads the layers of the pending move no more; `LayoutFollower` calls it."""
-        return self._request({"do": "hold", "version": int(version), "move": int(move)})
+        return self._request(
+            {"do": "hold", "version": check_int(version, "version", LEAST), "move": check_int(move, "move", LEAST)}
+        )
 
     def watch(self, seen: int) -> int:
         """Wait, without an end, until the record is another one than at `seen`; its number, and `found` is new.
@@ -373,10 +379,10 @@ def _receive(connection: socket.socket, deadline: float | None) -> tuple[Message
 def _check_reply(message: Message) -> None:
     version, digest = message.get("version"), message.get("digest")
     if message.get("status") not in ("ok", "busy", "refused") or not isinstance(message.get("reason"), str):
-        raise WireError(f"status {str(message.get('status'))[:20]!r}")
+        raise WireError(f"status {plain(message.get('status'), 20)!r}")
     if not (version is None or isinstance(version, int)) or not (digest is None or isinstance(digest, str)):
-        raise WireError(f"version {str(version)[:20]!r}")
+        raise WireError(f"version {plain(version, 20)!r}")
 
 
 def _ints(layers: Iterable[int]) -> list[int]:
-    return [int(layer) for layer in (layers.tolist() if isinstance(layers, np.ndarray) else layers)]
+    return [check_int(layer, "layers", LEAST) for layer in to_list(layers, "layers")]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from eplb_core._arrays import ArrayLike, check_real
+from eplb_core._arrays import ArrayLike, check_flag, check_real
 from eplb_core.errors import AgreementError, EplbError, MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _words
@@ -121,7 +121,7 @@ class Migrator(Passes):
         """
         if self._lost:  # what is staged may be all that brings this rank to the others' layout
             raise MigrationError(f"{self._lost}; call `rejoin` first", layout=self._layout, reason="agreement")
-        raised = self._finish() if finish else None
+        raised = self._finish() if check_flag(finish, "finish") else None
         if self._run is not None:
             self._end(self._run, "paused", "the engine paused it", None)
         # Words of before are still on their way, with the number of a migration that is over: nobody heeds them.

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from eplb_core._arrays import ArrayLike, IntArray, check_real
+from eplb_core._arrays import ArrayLike, IntArray, check_kind, check_real
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.loading._joining import check_frame
@@ -88,6 +88,8 @@ def move_experts(
         One, between passes: nobody may compute with the weights meanwhile.
     """
     seconds = check_real(deadline, "deadline", above=0.0)
+    check_kind(old, "old", ExpertLayout)
+    check_kind(new, "new", ExpertLayout)
     stores = check_frame(stores, old, rank)
     old.check_same_frame(new)
     prints, told = to_reference(reference, old, len(stores[0].names)), check_senders(senders, old)

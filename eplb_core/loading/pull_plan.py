@@ -9,7 +9,18 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core._arrays import ArrayLike, BoolArray, IntArray, check_int, read_only, to_ids, to_numpy
+from eplb_core._arrays import (
+    ArrayLike,
+    BoolArray,
+    IntArray,
+    check_id,
+    check_int,
+    check_kind,
+    read_only,
+    to_ids,
+    to_list,
+    to_numpy,
+)
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.layout import ExpertLayout, layer_rows
 
@@ -113,17 +124,15 @@ def plan_pull(
         >>> plan.kind.tolist(), plan.source_slot.tolist(), plan.num_reads.tolist()
         ([[0, 3, 2]], [[3, 0, 4]], [1])
     """
-    old.check_same_frame(new)
+    check_kind(old, "old", ExpertLayout).check_same_frame(check_kind(new, "new", ExpertLayout))
     ranks = old.topology.num_ranks
     check_int(rank, "rank", 0)
     if rank >= ranks:
         raise ValueError(f"`rank` (={rank}) must be in [0, {ranks})")
     rows = np.arange(old.num_layers) if layers is None else layer_rows(layers, old.num_layers)
     readable = np.ones(ranks, dtype=np.bool_)
-    for avoided in avoid_ranks:
-        if not 0 <= avoided < ranks:
-            raise IndexError(f"`avoid_ranks` (={avoided}) must be in [0, {ranks})")
-        readable[avoided] = False
+    for avoided in to_list(avoid_ranks, "avoid_ranks"):
+        readable[check_id(avoided, "avoid_ranks", ranks)] = False
     is_loaded, wanted = _check_loaded(loaded, old), check_senders(senders, old)
     count, per_rank = len(rows), old.slots_per_rank
     kind = np.empty((count, per_rank), dtype=np.int8)

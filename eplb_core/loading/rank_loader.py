@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._load_plan import DTYPES, CheckpointError, Header
 from eplb_core.loading.checkpoint import load_checkpoint, read_headers
@@ -105,7 +106,7 @@ def _row_shapes(
             continue  # others of another shape are an error when they are loaded
         shape = list(header.shape if parsed.expert is not None else header.shape[1:])
         if header.dtype not in DTYPES:
-            raise CheckpointError(f"{name!r} is of dtype {header.dtype}, which is not known", tensor=name)
+            raise CheckpointError(f"{quoted(name)} is of dtype {header.dtype}, which is not known", tensor=name)
         if part.blocks > 1:
             shape = shape or [1]
             shape[min(part.axis, len(shape) - 1)] *= part.blocks

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from eplb_core._arrays import ArrayLike, check_int, to_ids
+from eplb_core._text import plain, quoted
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._record_state import (
     MAX_ENGINE_ID,
@@ -28,7 +29,6 @@ from eplb_core.loading._record_state import (
     Move,
     RecordState,
     Reply,
-    cut,
     is_engine_id,
     is_int,
     name_layers,
@@ -124,7 +124,7 @@ class LayoutRecord:
         if not is_engine_id(engine):
             return self._refused(f"an engine's id must be printable, of 1 to {MAX_ENGINE_ID} characters")
         if engine in self._state.engines:
-            return self._refused(f"engine {engine!r} is attached already")
+            return self._refused(f"engine {quoted(engine)} is attached already")
         self._set(engines=(*self._state.engines, engine))
         return self._ok()
 
@@ -132,7 +132,7 @@ class LayoutRecord:
         """An engine is gone, however it went. If its move had begun the record is dirty from now on."""
         state = self._state
         if engine not in state.engines:
-            return self._refused(f"engine {engine!r} is not attached")
+            return self._refused(f"engine {quoted(engine)} is not attached")
         engines, followers, holding = (
             tuple(name for name in names if name != engine) for names in (state.engines, state.followers, state.holding)
         )
@@ -168,10 +168,10 @@ class LayoutRecord:
         if state.dirty:
             return self._refused(self._dirty_reason())
         if engine not in state.engines:
-            return self._refused(f"engine {engine!r} is not attached; attach before it follows")
+            return self._refused(f"engine {quoted(engine)} is not attached; attach before it follows")
         if digest != state.digest:
             return self._refused(
-                f"engine {engine!r} routes by layout {cut(digest, 12)}, the weights hold {state.digest[:12]} "
+                f"engine {quoted(engine)} routes by layout {plain(digest, 12)}, the weights hold {state.digest[:12]} "
                 f"(version {state.version}); it must adopt that one before it follows"
             )
         if state.pending is not None:
@@ -192,14 +192,16 @@ class LayoutRecord:
         if state.dirty:
             return self._refused(self._dirty_reason())
         if engine not in state.followers:
-            return self._refused(f"engine {engine!r} does not follow")
+            return self._refused(f"engine {quoted(engine)} does not follow")
         asked = state.pending
         if asked is None or asked.engine == engine:
-            return self._refused(f"nobody asks engine {engine!r} to hold; {asked or 'no move'} is pending")
+            return self._refused(f"nobody asks engine {quoted(engine)} to hold; {asked or 'no move'} is pending")
         if not is_int(version) or version != asked.version:
-            return self._refused(f"{asked} is pending, and engine {engine!r} is at version {cut(version)}")
+            return self._refused(f"{asked} is pending, and engine {quoted(engine)} is at version {plain(version, 80)}")
         if not is_int(move) or move != state.begun:
-            return self._refused(f"{asked} is number {state.begun}, and engine {engine!r} holds for {cut(move)}")
+            return self._refused(
+                f"{asked} is number {state.begun}, and engine {quoted(engine)} holds for {plain(move, 80)}"
+            )
         if engine not in state.holding:
             self._set(holding=(*state.holding, engine))
         return self._ok()
@@ -223,13 +225,15 @@ class LayoutRecord:
         if state.dirty:
             reason = self._dirty_reason()
         elif engine not in state.engines:
-            reason = f"engine {engine!r} is not attached; attach before the weights are read"
+            reason = f"engine {quoted(engine)} is not attached; attach before the weights are read"
         elif self._is_other_move(engine, rows, version):
             reason = f"{state.pending} is pending; commit or abort it first"
         elif not is_int(version) or version != state.version:
-            reason = f"the layout is at version {state.version}, not {cut(version)}; engine {engine!r} is not on it"
+            given = plain(version, 80)
+            reason = f"the layout is at version {state.version}, not {given}; engine {quoted(engine)} is not on it"
         elif rows is None:
-            reason = f"`layers` (={cut(layers)}) must be rows in [0, {state.layout.num_layers}), one or more, each once"
+            rule = f"must be rows in [0, {state.layout.num_layers}), one or more, each once"
+            reason = f"`layers` (={plain(layers, 80)}) {rule}"
         elif state.num_non_followers:
             reason = (
                 f"{state.num_non_followers} engine{'s' * (state.num_non_followers > 1)} that do not follow the layout "
@@ -305,10 +309,10 @@ class LayoutRecord:
     def _own_move(self, engine: str, layers: Iterable[int], verb: str) -> tuple[int, ...] | Reply:
         move = self._state.pending
         if move is None or move.engine != engine:
-            return self._refused(f"engine {engine!r} has no move to {verb}; {move or 'no move'} is pending")
+            return self._refused(f"engine {quoted(engine)} has no move to {verb}; {move or 'no move'} is pending")
         rows = to_layers(layers, self._state.layout.num_layers)
         if rows is None or set(rows) != set(move.layers):
-            return self._refused(f"{move} is pending, not one of `layers` (={cut(layers)})")
+            return self._refused(f"{move} is pending, not one of `layers` (={plain(layers, 80)})")
         return rows
 
     # ---- reading weights -----------------------------------------------------------------------------------------
@@ -326,7 +330,7 @@ class LayoutRecord:
                 routes by the initial layout.
         """
         state = self._state
-        who = f"engine {engine!r}" if engine else "an engine without a name"
+        who = "an engine without a name" if engine is None else f"engine {quoted(engine)}"
         unreadable = self._unreadable()
         if unreadable is not None and unreadable.status == "refused":
             return unreadable
@@ -337,7 +341,7 @@ class LayoutRecord:
             )
         if digest is not None and digest != state.digest:
             return self._refused(
-                f"{who} routes by layout {cut(digest, 12)} (version {cut(version)}), the weights hold "
+                f"{who} routes by layout {plain(digest, 12)} (version {plain(version, 80)}), the weights hold "
                 f"{state.digest[:12]} (version {state.version}); it must adopt that one before it maps them"
             )
         if unreadable is not None:
@@ -364,7 +368,7 @@ class LayoutRecord:
     def _add_non_follower(self, name: str) -> None:
         names = self._state.non_followers
         if len(names) < NAMES_KEPT and name not in names:
-            names = (*names, cut(name, MAX_ENGINE_ID))
+            names = (*names, plain(name, MAX_ENGINE_ID))
         self._set(non_followers=names, num_non_followers=self._state.num_non_followers + 1)
 
     def _set(self, **fields: object) -> None:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from eplb_core._arrays import IntArray, check_int, to_ids
+from eplb_core._arrays import IntArray, check_id, check_int, check_kind, check_word, to_ids, to_list
+from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
 
 Rows = tuple[int, ...]
@@ -95,18 +96,15 @@ class SlotResolver:
         num_shared: int = 0,
         shared: Literal["per_rank", "global"] = "per_rank",
     ) -> None:
-        if not isinstance(layout, ExpertLayout):
-            raise TypeError(f"`layout` (={type(layout).__name__}) must be an ExpertLayout")
-        if not 0 <= operator.index(rank) < layout.topology.num_ranks:
-            raise IndexError(f"`rank` (={rank}) must be in [0, {layout.topology.num_ranks})")
-        if shared not in ("per_rank", "global"):
-            raise ValueError(f"`shared` (={shared!r}) must be 'per_rank' or 'global'")
-        ids = range(layout.num_layers) if layer_ids is None else to_ids(list(layer_ids), "layer_ids").tolist()
+        check_kind(layout, "layout", ExpertLayout)
+        check_id(rank, "rank", layout.topology.num_ranks)
+        check_word(shared, "shared", ("per_rank", "global"))
+        ids = range(layout.num_layers) if layer_ids is None else _ids(layer_ids, "layer_ids")
         if len(ids) != layout.num_layers:
             raise ValueError(
                 f"`layer_ids` has {len(ids)} ids and the layout {layout.num_layers} layers; name each layer"
             )
-        draft = to_ids(list(draft_layers), "draft_layers").tolist()
+        draft = _ids(draft_layers, "draft_layers")
         row_of_layer = {layer: row for row, layer in enumerate(ids)} | dict.fromkeys(draft, -1)
         if len(row_of_layer) < len(ids) + len(draft):
             named = [*ids, *draft]
@@ -116,7 +114,7 @@ class SlotResolver:
             raise ValueError(f"`layer_ids` and `draft_layers` (={min(row_of_layer)}) must not be negative")
         for name, value in (
             ("layout", layout),
-            ("rank", operator.index(rank)),
+            ("rank", int(rank)),
             ("num_shared", check_int(num_shared, "num_shared", 0)),
             ("shared", shared),
             ("_row_of_layer", row_of_layer),
@@ -156,7 +154,7 @@ class SlotResolver:
         """
         try:
             return self._local[layer][expert]
-        except KeyError:
+        except (KeyError, TypeError):
             pass
         return self._look_up(self._local, layer, expert)
 
@@ -172,7 +170,7 @@ class SlotResolver:
         """
         try:
             return self._global[layer][expert]
-        except KeyError:
+        except (KeyError, TypeError):
             pass
         return self._look_up(self._global, layer, expert)
 
@@ -207,11 +205,13 @@ class SlotResolver:
     # ---- tables --------------------------------------------------------------------------------------------------
 
     def _row(self, layer: int) -> int:
-        row = self._row_of_layer.get(operator.index(layer))
+        row = self._row_of_layer.get(_index(layer, "layer"))
         if row is None:
             ids = self.layers
             span = f"one of the {len(ids)} layers {ids[0]}..{ids[-1]}" if ids else "in a layout without layers"
-            raise IndexError(f"`layer` (={layer}) must be {span}; name layers beyond the map in `draft_layers`")
+            raise IndexError(
+                f"`layer` (={quoted(int(layer), 40)}) must be {span}; name layers beyond the map in `draft_layers`"
+            )
         return row
 
     def _experts(self, row: int) -> IntArray:
@@ -224,14 +224,14 @@ class SlotResolver:
 
     def _look_up(self, tables: dict[int, dict[int, Rows]], layer: int, expert: int) -> Rows:
         """The slow path: an id that is no plain int, a layer's first call, or an id that does not exist."""
-        layer, expert = operator.index(layer), operator.index(expert)
+        layer, expert = _index(layer, "layer"), _index(expert, "expert")
         row = self._row(layer)
         if layer not in tables:
             tables[layer] = self._local_table(layer) if tables is self._local else self._global_table(row)
         rows = tables[layer].get(expert)
         if rows is None:
             shared = f" + {self.num_shared} shared" if self.num_shared else ""
-            raise IndexError(f"`expert` (={expert}) must be in [0, {self.layout.num_experts}{shared})")
+            raise IndexError(f"`expert` (={quoted(expert, 40)}) must be in [0, {self.layout.num_experts}{shared})")
         return rows
 
     def _local_table(self, layer: int) -> dict[int, Rows]:
@@ -266,6 +266,21 @@ def _rows_by_expert(held: Sequence[int], no_rows: dict[int, Rows], single: list[
         table[expert] = (*rows, *table[expert])
     table.pop(-1, None)
     return table
+
+
+def _ids(value: Iterable[int], name: str) -> list[int]:
+    array = to_ids(to_list(value, name), name)
+    if array.ndim != 1:
+        raise ValueError(f"`{name}` (shape {list(array.shape)}) must be a list of ids")
+    ids: list[int] = array.tolist()
+    return ids
+
+
+def _index(value: int, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"`{name}` (={quoted(value, 80)}) must be an integer") from error
 
 
 def _rebuild(

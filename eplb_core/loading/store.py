@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from eplb_core._arrays import IntArray, check_int, read_only
+from eplb_core._arrays import IntArray, check_id, check_int, check_kind, read_only, to_list
+from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
 
 
@@ -74,6 +75,10 @@ class ExpertStore:
         tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
         whole: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        given: dict[str, object] = {"tensors": tensors, "whole": {} if whole is None else whole}
+        for argument, value in given.items():
+            if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+                raise TypeError(f"`{argument}` (={type(value).__name__}) must be a dict of tensors by name")
         if not tensors:
             raise ValueError("`tensors` must hold at least one tensor that is indexed by slot")
         whole = whole or {}
@@ -177,10 +182,11 @@ class ExpertStore:
             KeyError: No tensor of that name.
             IndexError: `slot` is out of range; negative too.
         """
-        rows = self._rows[name] if name in self._rows else self._whole_rows[name]
-        if not 0 <= slot < len(rows):
-            raise IndexError(f"`slot` (={slot}) must be in [0, {len(rows)}) of tensor {name!r}")
-        return rows[slot]
+        word: object = name
+        rows = (self._rows.get(word) or self._whole_rows.get(word)) if isinstance(word, str) else None
+        if rows is None:
+            raise KeyError(f"`name` (={quoted(name, 80)}) must be one of {', '.join((*self.names, *self.whole_names))}")
+        return rows[check_id(slot, "slot", len(rows))]
 
     def tensor_row(self, name: str, slot: int) -> torch.Tensor:
         """One row with its dtype and shape, a view: what a loader writes into; arguments and errors as `row`."""
@@ -189,6 +195,7 @@ class ExpertStore:
 
     def check_fits(self, layout: ExpertLayout) -> None:
         """Raise ValueError unless the layout has this store's slots: counts come from the map alone."""
+        check_kind(layout, "layout", ExpertLayout)
         if layout.slots_per_rank != self.num_slots:
             raise ValueError(
                 f"tensor {self.names[0]!r} has {self.num_slots} slots and the layout {layout.slots_per_rank} a rank; "
@@ -252,7 +259,10 @@ def find_slot_tensors(
     """
     slots = check_int(slots_per_rank, "slots_per_rank", 1)
     shared = check_int(num_shared, "num_shared", 0)
-    patterns = tuple(ignore)
+    check_kind(module, "module", torch.nn.Module)
+    if num_slots is not None:
+        check_int(num_slots, "num_slots", 1)
+    patterns = check_names(ignore, "ignore")
     found = SlotTensors({}, {})
     seen: set[tuple[int, torch.Size]] = set()
     unknown = []
@@ -276,6 +286,14 @@ def find_slot_tensors(
             "name what is not indexed by slot in `ignore`"
         )
     return found
+
+
+def check_names(value: Iterable[str], name: str) -> tuple[str, ...]:
+    """Names or patterns, as a tuple; one text is no list of them."""
+    names = to_list(value, name)
+    if isinstance(value, str) or not all(isinstance(each, str) for each in names):
+        raise TypeError(f"`{name}` (={quoted(value, 80)}) must be a list of names")
+    return tuple(names)
 
 
 def check_stores(stores: Sequence[ExpertStore]) -> None:
@@ -332,7 +350,9 @@ def _rows_of(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[t
                 f"{rows[0].dtype} {list(rows[0].shape)} at slot 0; all slots must be alike"
             )
     else:
-        raise TypeError(f"tensor {name!r} (={type(value).__name__}) must be a tensor or a list of tensors")
+        raise TypeError(
+            f"tensor {name!r} of `tensors` or `whole` (={type(value).__name__}) must be a tensor or a list of tensors"
+        )
     if not rows or rows[0].numel() == 0:
         raise ValueError(f"tensor {name!r} holds no bytes; leave it out")
     if rows[0].device.type == "meta":

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from eplb_core._text import quoted
+
 
 class Part(NamedTuple):
     """Where a checkpoint tensor of one expert goes: one of `blocks` equal blocks along `axis` of a row."""
@@ -65,7 +67,7 @@ class CheckpointTemplate:
         if match is None or part is None:
             if match is not None or re.search(self.claims, name):
                 raise ValueError(
-                    f"{name!r} is an expert's tensor that template {self.family!r} does not know; "
+                    f"{quoted(name)} is an expert's tensor that template {self.family!r} does not know; "
                     "name it in `ignore`, or pass a CheckpointTemplate that has it"
                 )
             return None

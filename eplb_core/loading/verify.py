@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, BoolArray, IntArray, read_only, to_numpy
+from eplb_core._arrays import ArrayLike, BoolArray, IntArray, check_kind, read_only, to_numpy
 from eplb_core.layout import ExpertLayout, layer_rows
 
 UNKNOWN = np.iinfo(np.int64).min
@@ -119,6 +119,7 @@ def verify_weights(
         >>> print(verify_weights(now, layout, reference=reference).faults[0])
         layer 0, slot 1 (rank 0) must hold expert 1 and holds expert 2, tensors 0
     """
+    check_kind(layout, "layout", ExpertLayout)
     rows = np.arange(layout.num_layers) if layers is None else layer_rows(layers, layout.num_layers)
     prints, expert, rank, slot = _by_place(prints_of_all_ranks, layout, rows)
     tensors = prints.shape[2]
@@ -202,6 +203,8 @@ def _by_place(
     name = "prints_of_all_ranks"
     array = to_numpy([to_numpy(each, name) for each in value] if isinstance(value, list | tuple) else value, name)
     ranks, per_rank, slots = layout.topology.num_ranks, layout.slots_per_rank, layout.num_slots
+    if array.ndim and not array.shape[-1]:
+        raise ValueError(f"`prints_of_all_ranks` (shape {list(array.shape)}) must have a tensor or more")
     if array.dtype != np.int64:
         raise TypeError(f"`prints_of_all_ranks` (dtype {array.dtype}) must be int64, as `fingerprints` gives them")
     expert = layout.physical_to_logical_map[rows]

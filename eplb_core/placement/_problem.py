@@ -6,7 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_int, to_ids, to_numpy, to_reals
+from eplb_core._arrays import (
+    ArrayLike,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    check_int,
+    check_kind,
+    check_word,
+    to_ids,
+    to_numpy,
+    to_reals,
+)
 from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.layout import MAX_SLOTS, ExpertLayout, check_num_slots, rank_capacity
 from eplb_core.placement._links import NO_LIMIT, Links, new_links
@@ -66,8 +77,7 @@ def state_problem(
             num_live_slots=live,
             num_experts=experts,
         )
-    if locality not in _PIN:
-        raise ValueError(f"`locality` (={locality!r}) must be one of {', '.join(map(repr, _PIN))}")
+    check_word(locality, "locality", _PIN)
     pin = _PIN[locality]
     weighted = check_dispatch(dispatch)
     if weighted and pin:
@@ -92,8 +102,7 @@ def check_active(active_ranks: ArrayLike | None, ranks: int) -> BoolArray:
 
 def check_dispatch(dispatch: str) -> bool:
     """Whether shares are solved anew in each window, and not equal."""
-    if dispatch not in ("even", "weighted"):
-        raise ValueError(f"`dispatch` (={dispatch!r}) must be 'even' or 'weighted'")
+    check_word(dispatch, "dispatch", ("even", "weighted"))
     return dispatch == "weighted"
 
 
@@ -202,8 +211,7 @@ def _check_cost(transfer_cost: ArrayLike | None, ranks: int) -> FloatArray:
 
 
 def check_current(current: ExpertLayout, problem: Problem, layers: int) -> None:
-    if not isinstance(current, ExpertLayout):
-        raise TypeError(f"`current` (={type(current).__name__}) must be an ExpertLayout")
+    check_kind(current, "current", ExpertLayout)
     want = (layers, problem.num_experts, problem.topology.num_ranks * problem.stride, problem.topology.num_ranks)
     have = (current.num_layers, current.num_experts, current.num_slots, current.topology.num_ranks)
     for word, mine, theirs in zip(("layers", "experts", "slots", "ranks"), want, have, strict=True):

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, read_only
+from eplb_core._arrays import (
+    ArrayLike,
+    FloatArray,
+    IntArray,
+    check_int,
+    check_kind,
+    check_load,
+    check_real,
+    read_only,
+    to_list,
+)
 from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.layout import ExpertLayout
 from eplb_core.placement._pass_time import time_layers
@@ -77,8 +87,8 @@ def plan_slots(
         layer 0: 0 2 1 | 0 3 1
         layer 1: 0 2 - | 1 3 -
     """
-    if not isinstance(topology, Topology):
-        raise TypeError(f"`topology` (={topology!r}) must be a Topology")
+    check_kind(topology, "topology", Topology)
+    window_passes = check_real(window_passes, "window_passes", above=0.0)
     model = model_of(cost)
     load = check_load(expert_load, "expert_load", (2, 3))
     load = load if load.ndim == 3 else load[None]
@@ -114,7 +124,10 @@ def plan_slots(
 def _check_choices(choices: Sequence[int] | None, experts: int, ranks: int) -> list[int]:
     least = -(-experts // ranks)
     sizes = sorted(
-        {check_int(size, "choices", least) for size in (range(least, least + 5) if choices is None else choices)}
+        {
+            check_int(size, "choices", least)
+            for size in (range(least, least + 5) if choices is None else to_list(choices, "choices"))
+        }
     )
     if not sizes:
         raise ValueError("`choices` (=[]) must name one number of slots or more")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from itertools import combinations
 from math import sqrt
 
-from eplb_core._arrays import ArrayLike, check_int, check_real, to_reals
+from eplb_core._arrays import ArrayLike, check_flag, check_int, check_real, to_reals
+from eplb_core._text import quoted
 
 WORTH = 0.02
 """Less than this share of the layers' time is within what deployments differ by anyway."""
@@ -58,7 +59,8 @@ class CostModel:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("bandwidth"):
-                number = value if value == float("inf") else check_real(value, field.name, above=0.0)
+                unlimited = isinstance(value, (float, np.floating)) and value == float("inf")
+                number = value if unlimited else check_real(value, field.name, above=0.0)
             else:
                 number = check_real(value, field.name, at_least=0.0)
             object.__setattr__(self, field.name, float(number))
@@ -67,7 +69,9 @@ class CostModel:
 
     def link_s(self, *, same_node: bool) -> float:
         """Seconds of one transfer between two ranks."""
-        return self.expert_bytes / (self.node_bandwidth if same_node else self.network_bandwidth)
+        return self.expert_bytes / (
+            self.node_bandwidth if check_flag(same_node, "same_node") else self.network_bandwidth
+        )
 
     @classmethod
     def fit(
@@ -134,7 +138,7 @@ class CostModel:
 def model_of(cost: CostModel | None) -> CostModel:
     """The model, or for None the one that knows no cost; TypeError for anything else."""
     if cost is not None and not isinstance(cost, CostModel):
-        raise TypeError(f"`cost` (={cost!r}) must be a CostModel or None")
+        raise TypeError(f"`cost` (={quoted(cost)}) must be a CostModel or None")
     return CostModel() if cost is None else cost
 
 

@@ -17,6 +17,7 @@ from eplb_core._arrays import (
     BoolArray,
     FloatArray,
     IntArray,
+    check_kind,
     check_real,
     read_only,
 )
@@ -158,7 +159,7 @@ def should_rebalance(
         move 1 of 2 layers: a pass is 4 token times (25%) shorter for 2 transfers; 1 unchanged
     """
     target = placement.layout if isinstance(placement, Placement) else placement
-    current.check_same_frame(target)
+    check_kind(current, "current", ExpertLayout).check_same_frame(check_kind(target, "placement", ExpertLayout))
     load = check_windows(expert_load, current)
     model = model_of(cost)
     horizon, passes = _check_passes(passes_since, window_passes, len(load))

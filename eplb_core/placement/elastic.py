@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, BoolArray, IntArray, to_ids, to_numpy
+from eplb_core._arrays import ArrayLike, BoolArray, IntArray, check_kind, to_ids, to_numpy
 from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.layout import ExpertLayout, check_num_slots, rank_capacity
 from eplb_core.placement._problem import check_active
@@ -49,7 +49,7 @@ def retire_ranks(
         >>> print(drop_ranks(ready, [1]))
         layer 0: 2 3 | 0 1
     """
-    topology, experts = current.topology, current.num_experts
+    topology, experts = check_kind(current, "current", ExpertLayout).topology, current.num_experts
     leaving = _mask(ranks, topology.num_ranks)
     slots = current.num_slots if num_slots is None else check_num_slots(num_slots, experts)
     capacity = rank_capacity(slots, topology.num_ranks)
@@ -90,7 +90,7 @@ def drop_ranks(layout: ExpertLayout, ranks: ArrayLike) -> ExpertLayout:
         >>> drop_ranks(layout, [1, 2, 3]).topology
         Topology(num_ranks=3, num_nodes=2)
     """
-    topology = layout.topology
+    topology = check_kind(layout, "layout", ExpertLayout).topology
     leaving = _mask(ranks, topology.num_ranks)
     capacity = np.full(topology.num_ranks, layout.slots_per_rank, dtype=np.int64)
     _check_room(leaving, capacity, layout.num_experts)
@@ -123,6 +123,7 @@ def lost_experts(layout: ExpertLayout, active_ranks: ArrayLike) -> IntArray:
         >>> lost_experts(live, [True, False, True]).tolist()
         [[0, 2], [0, 3]]
     """
+    check_kind(layout, "layout", ExpertLayout)
     active = np.repeat(check_active(active_ranks, layout.topology.num_ranks), layout.slots_per_rank)
     held = np.zeros((layout.num_layers, layout.num_experts + 1), dtype=np.bool_)
     p2l = np.where(active, layout.physical_to_logical_map, -1)

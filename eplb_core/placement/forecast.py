@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, check_int, check_load, check_real, read_only, to_reals
+from eplb_core._arrays import ArrayLike, FloatArray, check_int, check_load, check_real, check_word, read_only, to_reals
 
 Forecaster: TypeAlias = Callable[[FloatArray], "ArrayLike | tuple[ArrayLike, ArrayLike]"]
 """From load `[T, L, E]` to windows `[W, L, E]`, or to windows and weights `[W]`."""
@@ -70,11 +70,7 @@ def forecaster_of(forecaster: str | Forecaster) -> Forecaster:
     """The function of a name; a function is itself."""
     if callable(forecaster):
         return forecaster
-    if forecaster not in FORECASTERS:
-        raise ValueError(
-            f"`forecaster` (={forecaster!r}) must be one of {', '.join(map(repr, FORECASTERS))}, or a function"
-        )
-    return FORECASTERS[forecaster]
+    return FORECASTERS[check_word(forecaster, "forecaster", FORECASTERS, ", or a function")]
 
 
 def all_windows(load: FloatArray) -> FloatArray:

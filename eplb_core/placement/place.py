@@ -13,6 +13,7 @@ from eplb_core._arrays import (
     FloatArray,
     IntArray,
     check_int,
+    check_kind,
     check_load,
     check_real,
     read_only,
@@ -174,8 +175,7 @@ def place(
     effort = check_real(effort, "effort", above=0.0, at_most=10_000.0)
     layers = windows.shape[1]
     slots = check_slots(num_slots, layers, windows.shape[2])
-    if not isinstance(topology, Topology):
-        raise TypeError(f"`topology` (={topology!r}) must be a Topology")
+    check_kind(topology, "topology", Topology)
     # Without a layer there is a frame all the same: the slots that were asked for, or as many as the experts need.
     most = int(slots.max()) if layers else int(np.max(to_numpy(num_slots, "num_slots"), initial=windows.shape[2]))
     stride = -(-most // topology.num_ranks)

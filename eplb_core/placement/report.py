@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_load, check_real
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, check_load, check_real, to_list
 from eplb_core.layout import ExpertLayout, rank_capacity
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load
 from eplb_core.placement._pass_time import solved_balancedness, time_layers
@@ -133,8 +133,7 @@ def gain_report(
         >>> print(report.conclusion)
         Pays: 4 redundant slots (1 a rank) save 48.4% of the layers' time; perfect balance would save 49.2%.
     """
-    if not isinstance(topology, Topology):
-        raise TypeError(f"`topology` (={topology!r}) must be a Topology")
+    check_kind(topology, "topology", Topology)
     model = model_of(cost)
     load = check_trace_load(trace.load if isinstance(trace, Trace) else trace)
     windows, layers, experts = load.shape
@@ -144,7 +143,9 @@ def gain_report(
         raise ValueError(f"`trace` (shape {list(load.shape)}) must have tokens in each half of its windows")
     passes = check_real(window_passes, "window_passes", above=0.0)
     start = current
-    if start is None:
+    if start is not None:
+        check_kind(start, "current", ExpertLayout)
+    else:
         start = ExpertLayout.trivial(layers, experts, num_slots=experts, topology=topology)
     if (start.num_layers, start.num_experts, start.topology) != (layers, experts, topology):
         raise ValueError(
@@ -184,7 +185,7 @@ def _slot_counts(num_slots: Sequence[int] | None, experts: int, ranks: int) -> l
     if num_slots is None:
         full = -(-experts // ranks) * ranks
         return [experts, *(full + more * ranks for more in (1, 2, 4))]
-    counts = [check_int(slots, "num_slots", experts) for slots in num_slots]
+    counts = [check_int(slots, "num_slots", experts) for slots in to_list(num_slots, "num_slots")]
     if not counts:
         raise ValueError("`num_slots` (=[]) must name one number of slots or more")
     return counts

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 import eplb_core
-from eplb_core._arrays import FloatArray, IntArray, check_int, check_real, read_only
+from eplb_core._arrays import FloatArray, IntArray, check_int, check_kind, check_made, check_real, read_only
 from eplb_core.layout import ExpertLayout, check_num_slots
 from eplb_core.metrics import mean_of_known, mean_over_top
 from eplb_core.placement.costs import CostModel
 from eplb_core.simulation.hardware import StepCost
 from eplb_core.simulation.links import LINKS, count_links
-from eplb_core.simulation.policies import Dispatch, Dispatcher, Policy, PolicySetting, policy_of
+from eplb_core.simulation.policies import Dispatch, Dispatcher, Policy, PolicySetting, policy_of, to_options
 from eplb_core.simulation.result import Simulation
 from eplb_core.simulation.sources import Block, Source, blocks_of, joined
 from eplb_core.topology import Topology
@@ -92,13 +92,18 @@ def simulate(
         >>> round(kept.mean_balancedness, 3), round(moved.mean_balancedness, 3), moved.transfers.tolist()
         (0.6, 1.0, [[1], [0]])
     """
+    check_kind(topology, "topology", Topology)
+    check_made(num_slots=check_int(num_slots, "num_slots", 1))
     every = check_int(interval, "interval", 1)
     seen = every if history is None else check_int(history, "history", 1)
     scored = every if score_from is None else check_int(score_from, "score_from", every)
     step = StepCost(cost) if isinstance(cost, CostModel) else cost
+    if step is not None:
+        check_kind(step, "cost", StepCost)
+    options = to_options(place_options)
     passes = check_real(window_passes, "window_passes", above=0.0)
     model = None if step is None else step.model
-    setting = PolicySetting(num_slots, num_groups, dict(place_options or {}), model, passes, every)
+    setting = PolicySetting(num_slots, num_groups, options, model, passes, every)
     name, choose = policy_of(policy, setting)
     blocks, total = blocks_of(trace, every)
     if total is not None:
@@ -156,6 +161,7 @@ class _Run:
         if current is None:
             slots = check_num_slots(self.num_slots, experts)
             current = ExpertLayout.trivial(layers, experts, num_slots=slots, topology=self.topology)
+        check_kind(current, "current", ExpertLayout)
         if (current.num_layers, current.num_experts, current.topology) != (layers, experts, self.topology):
             raise ValueError(
                 f"`current` ({current!r}) must have the trace's {layers} layers and {experts} experts, and `topology`"

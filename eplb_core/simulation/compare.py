@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from eplb_core import __version__
-from eplb_core._arrays import check_int
+from eplb_core._arrays import check_int, to_list
 from eplb_core._files import PathLike, write_atomic
+from eplb_core._text import quoted
 from eplb_core.simulation import records as tables
 from eplb_core.simulation._replay import simulate
 from eplb_core.simulation.policies import BASIC, Policy
@@ -132,7 +133,7 @@ def _settings(policies: Any, options: Mapping[str, Any]) -> list[tuple[str | Non
     if isinstance(policies, str) or callable(policies):
         policies = [policies]
     if not isinstance(policies, Mapping):
-        return [(None, {**options, "policy": policy}) for policy in policies]
+        return [(None, {**options, "policy": policy}) for policy in to_list(policies, "policies")]
     return [
         (name, {**options, **(each if isinstance(each, Mapping) else {"policy": each})})
         for name, each in policies.items()
@@ -197,10 +198,15 @@ def sweep(
         >>> rows.mean_balancedness.round(2).tolist()
         [0.6, 1.0]
     """
+    if not isinstance(grid, Mapping):
+        raise TypeError(f"`grid` (={quoted(grid, 80)}) must be a dict of lists by name")
     names = list(grid)
-    points = [dict(zip(names, values, strict=True)) for values in itertools.product(*grid.values())]
+    points = [
+        dict(zip(names, values, strict=True))
+        for values in itertools.product(*(to_list(grid[name], "grid") for name in names))
+    ]
     if not points:
-        raise ValueError(f"`grid` (={dict(grid)!r}) must have a value or more for each setting")
+        raise ValueError(f"`grid` (={quoted(dict(grid), 80)}) must have a value or more for each setting")
     load = np.ascontiguousarray(trace.load if isinstance(trace, Trace) else check_trace_load(trace))
     scored = {"score_from": max(grid["interval"])} if grid.get("interval") else {}
     settings = [{**scored, **options, **point} for point in points]

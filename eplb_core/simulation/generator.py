@@ -8,7 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_core._arrays import FloatArray, IntArray, check_int, check_real
+from eplb_core._arrays import (
+    FloatArray,
+    IntArray,
+    check_flag,
+    check_int,
+    check_kind,
+    check_made,
+    check_real,
+    check_word,
+    to_list,
+)
 from eplb_core.simulation.sources import TraceStream
 from eplb_core.trace import Trace
 
@@ -96,7 +106,7 @@ def generate_trace(
         Statistics of the expert loads of DeepSeek-V3 that SGLang's authors published with sgl-project/sglang issue
         6017; lognormal shares and a model of common factors are what fits them.
     """
-    stretches = [Traffic(check_int(traffic, "traffic", 1))] if isinstance(traffic, int) else list(traffic)
+    stretches = [Traffic(check_int(traffic, "traffic", 1))] if isinstance(traffic, int) else to_list(traffic, "traffic")
     stream = stream_generated(
         stretches,
         num_layers=num_layers,
@@ -125,13 +135,15 @@ def stream_generated(
     if not traffic:
         raise ValueError("`traffic` (=[]) must have a stretch of windows or more")
     for each in traffic:
+        check_kind(each, "traffic", Traffic)
         check_int(each.windows, "windows", 1)
         check_real(each.blend, "blend", at_least=0.0)
-        if each.workload not in WORKLOADS:
-            raise ValueError(f"`workload` (={each.workload!r}) must be one of {', '.join(WORKLOADS)}")
+        check_word(each.workload, "workload", WORKLOADS)
     shape = (check_int(num_layers, "num_layers", 1), check_int(num_experts, "num_experts", 16))
     total = check_int(window_tokens, "window_tokens", 1) * check_int(top_k, "top_k", 1)
     check_int(seed, "seed", 0)
+    check_made(num_layers=shape[0], num_experts=shape[1])
+    sampled = check_flag(sampled, "sampled")
 
     def windows() -> Iterator[IntArray]:
         rng = np.random.default_rng([seed, 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eplb_core._arrays import FloatArray, check_real
+from eplb_core._arrays import FloatArray, check_kind, check_real, check_word
 from eplb_core.placement.costs import CostModel
 from eplb_core.topology import Topology
 
@@ -81,14 +81,15 @@ class StepCost:
     """Hardware, for headings."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, CostModel):
-            raise TypeError(f"`model` (={self.model!r}) must be a CostModel")
+        check_kind(self.model, "model", CostModel)
         check_real(self.token_bytes, "token_bytes", at_least=0.0)
-        if self.memory_bytes != float("inf"):
+        memory: object = self.memory_bytes
+        if not isinstance(memory, float) or memory != float("inf"):
             check_real(self.memory_bytes, "memory_bytes", above=0.0)
 
     def exchange_s(self, topology: Topology) -> FloatArray:
         """Seconds of the all-to-all for each token that a rank computes, float64 `[R]`."""
+        check_kind(topology, "topology", Topology)
         node_size = (topology.rank_to_node[:, None] == topology.rank_to_node[None, :]).sum(axis=1)
         near = (node_size - 1) / topology.num_ranks
         far = 1.0 - node_size / topology.num_ranks
@@ -141,9 +142,7 @@ def cost_preset(
         `Hardware.source` of each; 6 x hidden x intermediate operations for a token and an expert.
     """
     if not isinstance(hardware, Hardware):
-        if hardware not in HARDWARE:
-            raise ValueError(f"`hardware` (={hardware!r}) must be one of {', '.join(HARDWARE)}, or a Hardware")
-        hardware = HARDWARE[hardware]
+        hardware = HARDWARE[check_word(hardware, "hardware", HARDWARE, ", or a Hardware")]
     reached = check_real(achieved, "achieved", above=0.0, at_most=1.0)
     matrix = check_real(hidden_size, "hidden_size", above=0.0) * check_real(
         intermediate_size, "intermediate_size", above=0.0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 import eplb_core
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, add_up
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, add_up, check_word
+from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import even_shares
 from eplb_core.placement.costs import CostModel
@@ -41,12 +42,18 @@ class PolicySetting(NamedTuple):
     interval: int
 
 
+def to_options(place_options: Mapping[str, object] | None) -> dict[str, object]:
+    """Arguments for `place`; none are none."""
+    if place_options is not None and not isinstance(place_options, Mapping):
+        raise TypeError(f"`place_options` (={quoted(place_options, 80)}) must be a dict of arguments of `place`")
+    return dict(place_options or {})
+
+
 def policy_of(policy: str | Policy, setting: PolicySetting) -> tuple[str, Policy]:
     """The name and the function of a policy."""
     if callable(policy):
         return getattr(policy, "__name__", type(policy).__name__), policy
-    if policy not in POLICIES:
-        raise ValueError(f"`policy` (={policy!r}) must be one of {', '.join(POLICIES)}, or a function")
+    check_word(policy, "policy", POLICIES, ", or a function")
     if policy == "none":
         return policy, lambda windows, live: live
     if policy == "deepseek":
@@ -126,10 +133,8 @@ class Dispatcher:
     """Tokens of each slot, for the layout that is live. `renew` before the first block and after each rebalance."""
 
     def __init__(self, dispatch: str | Dispatch) -> None:
-        if not callable(dispatch) and dispatch not in DISPATCHES:
-            raise ValueError(
-                f"`dispatch` (={dispatch!r}) must be one of {', '.join(map(repr, DISPATCHES))}, or a function"
-            )
+        if not callable(dispatch):
+            check_word(dispatch, "dispatch", DISPATCHES, ", or a function")
         self.dispatch = dispatch
         self.shares: FloatArray | None = None
         self.table: IntArray | None = None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 from numpy.lib import format as npy
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, read_only, to_ids
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, read_only, to_ids
 from eplb_core._files import MAX_BYTES, PathLike, bad_file, open_regular, reading
 from eplb_core.load import count_topk
 from eplb_core.trace import Trace, check_trace_load
@@ -148,6 +148,8 @@ def stream_trace(path: PathLike, *, key: str | None = None, windows: int = 16) -
         Memory of `windows` windows and those that the policy sees.
     """
     count = check_int(windows, "windows", 1)
+    if key is not None:
+        check_kind(key, "key", str)
     shape = next(_read(path, key, 0)).shape
 
     def open_file() -> Iterator[ArrayLike]:

@@ -87,13 +87,21 @@ def test_uneven_devices_are_refused_with_layer_and_device_or_padded(tmp_path: Pa
             "expert 1 has no slot at layer 0",
         ),
         (lambda m: m["layer_list"][0].pop("device_list"), "no 'device_list'"),
+        (lambda m: m["layer_list"][0]["device_list"][0].update(device_expert=[0, 10**30]), "int too large"),
+        (lambda m: m["layer_list"][0].update(layer_id=10**30), "layer_ids must be in"),
+        (lambda m: m.update(moe_layer_count="\x1b[2J"), r"moe_layer_count \(=.x1b\[2J\) layers, found 2"),
+        (
+            lambda m: m["layer_list"][0].update(device_count="A" * 5000),
+            r"device_count \(=A{200,}\.\.\., found 2 at layer 0",
+        ),
     ],
 )
 def test_tables_that_do_not_fit_themselves_are_refused(tmp_path: Path, change: Any, match: str) -> None:
     found = expert_map([[0, 1], [2, 3]], [[0, 1], [2, 3]])
     change(found)
-    with pytest.raises(FileFormatError, match=match):
+    with pytest.raises(FileFormatError, match=match) as caught:
         load_layout(written(tmp_path, found))
+    assert str(caught.value).isprintable()
 
 
 def test_a_device_that_would_make_the_layout_huge_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

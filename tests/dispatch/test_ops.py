@@ -158,6 +158,7 @@ def test_one_loop_on_the_host_does_what_the_torch_path_does(
     layout: ExpertLayout, mode: str, rows: int, data: st.DataObject
 ) -> None:
     shared = data.draw(st.integers(0, 1))
+    rank = data.draw(st.integers(0, layout.topology.num_ranks - 1))
     dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
     out_dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
     ids = random_ids(rows, min(3, layout.num_experts), layout.num_experts, seed=rows).to(dtype)
@@ -169,7 +170,7 @@ def test_one_loop_on_the_host_does_what_the_torch_path_does(
         load = LoadCounter(layout.num_layers, layout.num_experts)
         load.recording(data.draw(st.shared(st.booleans(), key="recording")))
         debug = data.draw(st.shared(st.booleans(), key="debug"))
-        tables = DispatchTables(layout, mode=mode, seed=3, load=load, debug=debug)  # type: ignore[arg-type]
+        tables = DispatchTables(layout, rank=rank, mode=mode, seed=3, load=load, debug=debug)  # type: ignore[arg-type]
         t, out = tables.layer(layout.num_layers - 1), torch.empty(ids.shape, dtype=out_dtype)
         for _ in range(2):
             path(

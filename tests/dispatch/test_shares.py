@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from eplb_core import ExpertLayout, Topology, balancedness, rank_load, replica_shares
+from eplb_core import DispatchTables, ExpertLayout, Topology, balancedness, rank_load, replica_shares
 from eplb_core.dispatch.shares import _solve
+from eplb_core.loading._shares import check_shares
 from tests.dispatch.cases import PAIR, layouts, random_layout
 
 
@@ -46,6 +47,31 @@ def test_shares_reach_the_linear_programs_optimum(layout: ExpertLayout, data: st
         top = rank_load(layout, load, shares=shares)[layer].max()
         # On small integers the optimum is a sum of loads over a number of ranks: equal up to rounding.
         assert top == pytest.approx(lowest_maximum(layout, layer, load), rel=1e-9, abs=1e-9)
+
+
+@given(layouts(max_layers=2, max_ranks=5), st.sampled_from([3, 12, 100, 300]), st.integers(0, 2**32), st.integers(1, 3))
+@settings(max_examples=80, deadline=None)
+def test_shares_sum_to_one_and_are_installed_however_uneven_the_load(
+    layout: ExpertLayout, digits: int, seed: int, windows: int
+) -> None:
+    """Next to ranks with 10^300 tokens an expert's own few are rounded away; its shares are shares all the same."""
+    rng = np.random.default_rng(seed)
+    shape = (windows, layout.num_layers, layout.num_experts)
+    load = rng.random(shape) * 10.0 ** rng.uniform(-digits, digits, shape)
+    shares = replica_shares(layout, load)
+    assert ((shares >= 0) & (shares <= 1)).all()
+    for row, each in zip(layout.physical_to_logical_map, shares, strict=True):
+        held = row >= 0
+        np.testing.assert_allclose(np.bincount(row[held], each[held], layout.num_experts), 1.0, atol=1e-12)
+    check_shares(shares, layout)
+    DispatchTables(layout, mode="weighted", shares=shares)
+
+
+def test_a_share_that_rounding_puts_above_one_is_installed() -> None:
+    above = np.array([[np.nextafter(1.0, 2.0), 1.0, 1.0, 0.0]])
+    layout = ExpertLayout([[0, 1, 2, 0]], num_experts=3, topology=Topology(2))
+    np.testing.assert_array_equal(check_shares(above, layout), above)
+    DispatchTables(layout, mode="weighted", shares=above)
 
 
 def test_slow_and_fast_ranks_finish_together() -> None:

@@ -187,6 +187,19 @@ def test_a_foreign_file_is_refused(tmp_path: Path, tensors: dict[str, torch.Tens
         HostBackup(tmp_path)
 
 
+@pytest.mark.parametrize("size", ["\x1b[2J", "A" * 5000, 10**30])
+def test_a_size_in_a_manifest_that_is_none_is_refused_in_a_short_line(tmp_path: Path, size: object) -> None:
+    (tmp_path / "experts-0.safetensors").write_bytes(b"x")
+    files = {"experts-0.safetensors": size}
+    (tmp_path / MANIFEST).write_text(json.dumps({"format": "eplb-backup-1", "files": files}))
+    with pytest.raises(
+        FileFormatError, match=r"experts-0.safetensors: expected .* found 1; save the backup anew"
+    ) as caught:
+        HostBackup(tmp_path)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize("text", ["[]", "{", '{"format": "eplb-backup-1", "files": {"../x": 1}}', '{"format": 1}'])
 def test_a_foreign_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_text(text)

@@ -470,8 +470,11 @@ def test_a_pipe_in_place_of_a_shard_is_not_waited_for(tmp_path: Path, name: str)
         read_headers(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["\\ud800", "a\\u0000b"])
+@pytest.mark.parametrize("name", ["\\ud800", "a\\u0000b", "\\u001b[2J", "A" * 5000])
 def test_a_shard_s_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{name}"}}}}')
-    with pytest.raises(FileFormatError, match="is no whole safetensors file"):
+    with pytest.raises(FileFormatError, match="is no whole safetensors file") as caught:
         read_headers(tmp_path)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+    assert "fetch it again" in str(caught.value)

@@ -64,6 +64,19 @@ MUTATIONS: list[tuple[str, ...]] = [
         f"{T_EVEN}::test_first_tokens_of_eight_ranks_use_three_replicas_evenly",
     ),
     # shares
+    # shares: as rounding leaves them
+    (
+        SHARES,
+        "share = energy[k] / whole",
+        "share = energy[k]",
+        f"{T_SHARES}::test_shares_sum_to_one_and_are_installed_however_uneven_the_load",
+    ),
+    (
+        "eplb_core/loading/_shares.py",
+        "(array <= 1 + _ROUNDING)",
+        "(array <= 1)",
+        f"{T_SHARES}::test_a_share_that_rounding_puts_above_one_is_installed",
+    ),
     (
         SHARES,
         "share = max(0.0, level * speed[rank_of[k]] - energy[k])",

@@ -26,7 +26,27 @@ MUTATIONS = [
     # hostile files
     ("eplb_core/_files.py", "    if declared > MAX_BYTES:\n", "    if False:\n", "tests/test_files.py"),
     ("eplb_core/_files.py", "* itemsize > MAX_BYTES:", "* itemsize > MAX_BYTES * 10**30:", "tests/test_files.py"),
-    ("eplb_core/_files.py", "c if c.isprintable() else", "c if c else", "tests/test_files.py"),
+    # words of strangers in messages
+    ("eplb_core/_text.py", "    line = _line(text)\n", "    line = text\n", "tests/test_text.py"),
+    ("eplb_core/_text.py", "    text = text[: width + 1]  #", "    width = len(text)  #", "tests/test_text.py"),
+    ("eplb_core/_text.py", "    except Exception:  #", "    except TypeError:  #", "tests/test_text.py"),
+    ("eplb_core/errors.py", "plain(message, MAX_TEXT)", "message", "tests/test_errors.py"),
+    ("eplb_core/errors.py", "    error.__dict__.update(attributes)\n", "", "tests/test_errors.py"),
+    ("eplb_core/_files.py", "expected {plain(expected)}", "expected {expected}", "tests/loading/test_backup.py"),
+    ("eplb_core/cli.py", "super().error(plain(message, MAX_TEXT))", "super().error(message)", "tests/test_cli.py"),
+    ("eplb_core/_inputs.py", "{plain(each, MAX_TEXT)}", "{each}", "tests/test_cli.py"),
+    ("eplb_core/_inspect.py", "lines(_facts_text(facts))", "_facts_text(facts)", "tests/test_cli.py"),
+    # pickles that keep a reader busy
+    ("eplb_core/_pickle.py", "and len(argument) > MAX_NAME:", "and False:", "tests/test_pickle.py"),
+    ("eplb_core/_pickle.py", "shared > MAX_SHARED", "False", "tests/test_pickle.py"),
+    ("eplb_core/_pickle.py", 'or stack[-2] != "GLOBAL"', "", "tests/test_pickle.py"),
+    ("eplb_core/layout_file.py", "0 <= layer < 2**63", "True", "tests/adapters/test_vllm_ascend.py"),
+    (
+        "eplb_core/loading/checkpoint.py",
+        "{plain(str(error))}; fetch",
+        "{error}; fetch",
+        "tests/loading/test_checkpoint.py::test_a_shard_s_name_that_no_file_can_have_is_refused",
+    ),
     ("eplb_core/_files.py", "        temporary.unlink(missing_ok=True)\n", "", "tests/test_files.py"),
     ("eplb_core/_files.py", "Path(os.path.realpath(path))", "Path(path)", "tests/test_files.py"),
     ("eplb_core/_files.py", "        if isinstance(error, OSError):  #", "        if False:  #", "tests/test_files.py"),

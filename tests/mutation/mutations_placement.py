@@ -79,8 +79,15 @@ MUTATIONS = [
         "        more = leaves\n",
         f"{TEST_KERNELS}::test_the_largest_share_goes_to_the_least_loaded_rank",
     ),
-    # packing: tiny loads overflow
-    (KERNELS, "/ max(total, _TINY)", "/ total", f"{TEST_PLACE}::test_load_of_any_size_is_placed_well"),
+    # packing: a layer without load
+    (KERNELS, "/ max(total, _TINY)", "/ total", PACKING),
+    # place: loads so small that fractions of them lose digits
+    (
+        PLACE,
+        "(top < 2.0**-900)",
+        "(top < 0.0)",
+        f"{TEST_PLACE}::test_a_layer_of_faint_load_is_placed_as_one_of_ordinary_load",
+    ),
     # making room: whatever is smallest, also where it is a second one
     (
         KERNELS,

@@ -118,7 +118,12 @@ MUTATIONS = [
         f"{TEST_LINKS}::test_a_lost_expert_goes_where_a_link_with_room_leads",
     ),
     # localities: the last copy at home is exchanged, given away, or taken back
-    (LINKS, "        found = found or (r != leaves and node[r] == home)\n", "        found = True\n", GROUPS),
+    (
+        LINKS,
+        "        found = found or (r != leaves and node[r] == home)\n",
+        "        found = True\n",
+        f"{TEST_LINKS}::test_only_a_copy_in_the_home_node_frees_the_last_one_there",
+    ),
     (SEARCH, "                    fetch[e, r] = NEVER\n", "                    pass\n", GROUPS),
     # all layers: the budget of the first only
     (

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import eplb_core as eplb
 from eplb_core import ExpertLayout, Placement, Topology
+from eplb_core.placement._links import keeps_home, new_links
+from eplb_core.placement._work import begin, new_work
 
 EXAMPLES = 60
 Ints = npt.NDArray[np.int64]
@@ -273,3 +275,15 @@ def test_a_budget_counts_experts_whatever_they_cost() -> None:
 def test_bad_limits_name_the_link(options: dict[str, Any], text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         eplb.place(np.ones((1, 8)), Topology(4, num_nodes=2), num_slots=8, **options)
+
+
+@pytest.mark.parametrize(("row", "kept"), [([0, 1, 0, 2], False), ([0, 0, 1, 2], True)])
+def test_only_a_copy_in_the_home_node_frees_the_last_one_there(row: list[int], kept: bool) -> None:
+    """Expert 0 is at home in node 0, with ranks 0 and 1; its other copy is in node 1, or in node 0."""
+    none = np.zeros((0, 0), dtype=np.int64)
+    links = new_links(np.ones((4, 4)), np.array([0, 0, 1, 1]), none, none)
+    work = new_work(1, 3, 4, 1)
+    work.load[:] = 1.0
+    work.home[:] = [0, -1, -1]
+    begin(np.ones(1), np.ones(4), False, np.array(row), work)
+    assert keeps_home(0, 0, -1, work, links) is kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -352,6 +352,17 @@ def test_read_only_load_is_accepted() -> None:
 def test_load_of_any_size_is_placed_well(scale: float) -> None:
     placement = place(np.array([[4.0, 3, 2, 1, 1, 1]]) * scale, Topology(2), num_slots=6)
     assert placement.balancedness.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dispatch", ["even", "weighted"])
+def test_a_layer_of_faint_load_is_placed_as_one_of_ordinary_load(dispatch: Literal["even", "weighted"]) -> None:
+    """Thirds of counts near the smallest float have no digits left."""
+    load = np.random.default_rng(3).integers(1, 50, (4, 3, 16)).astype(np.float64)
+    faint = load * np.array([1.0, 2.0**-1070, 2.0**-950])[:, None]
+    one, other = (place(each, Topology(4), num_slots=24, dispatch=dispatch) for each in (load, faint))
+    assert one.layout == other.layout
+    assert one.balancedness.tobytes() == other.balancedness.tobytes()
+    assert one.bound.tobytes() == other.bound.tobytes()
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eplb_core._arrays import IntArray, check_int
+from eplb_core._text import quoted
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadBatch, ReadState, Region, Status
 from eplb_core.loading.transports._batches import Spans, check_batch, warm_up
@@ -93,7 +94,10 @@ class BaseTransport(ABC):
         self._check_open()
         if self._blob and tuple(regions) == self._regions:
             return self._blob
-        wanted = tuple(Region(*region) for region in regions)
+        try:
+            wanted = tuple(Region(*region) for region in regions)
+        except TypeError as error:
+            raise TypeError(f"`regions` (={quoted(regions, 80)}) must be a list of Regions") from error
         address, nbytes = _spans_of(wanted, self.caps)
         extra = self._register(wanted)
         self._regions, self._address, self._nbytes = wanted, address, nbytes
@@ -127,7 +131,7 @@ class BaseTransport(ABC):
     def read(self, rank: int, batch: ReadBatch, *, stream: Any = None) -> Ticket:
         """Begin to read; a ticket to poll."""
         self._check_open()
-        peer = self._peers.get(rank)
+        peer = self._peers.get(check_int(rank, "rank", 0))
         if peer is None:
             raise TransportError(f"`rank` (={rank}) must be connected before it is read from", rank=rank)
         spans = check_batch(
@@ -245,6 +249,8 @@ def _spans_of(regions: tuple[Region, ...], caps: Caps) -> tuple[IntArray, IntArr
 
 def _decode(kind: str, rank: int, blob: bytes) -> Peer:
     problem = "cannot be read"
+    if not isinstance(blob, (bytes, bytearray, memoryview)):
+        raise TypeError(f"`blob` (={quoted(blob, 80)}) of rank {rank} must be bytes, as `export` gives them")
     try:
         record = json.loads(bytes(blob))
         found = (record["eplb_transport"], record["format"])

@@ -9,6 +9,7 @@ import numpy as np
 
 from eplb_core._arrays import IntArray
 from eplb_core._numba import inline_kernel, kernel
+from eplb_core._text import quoted
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadBatch
 
@@ -38,6 +39,9 @@ def check_batch(
     Raises:
         TransportError: It names the first operation that is wrong.
     """
+    given: object = batch
+    if not isinstance(given, tuple) or len(given) != len(ReadBatch._fields):
+        raise TypeError(f"`batch` (={quoted(batch, 80)}) must be a ReadBatch")
     arrays = [_column(name, value) for name, value in zip(ReadBatch._fields, batch, strict=True)]
     lengths = [len(array) for array in arrays]
     if len(set(lengths)) > 1:

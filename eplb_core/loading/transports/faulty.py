@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from eplb_core._arrays import check_int, check_real
+from eplb_core._arrays import check_int, check_real, to_list
+from eplb_core._text import quoted
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadBatch, ReadState, Region, Status, Transport
 
@@ -52,9 +53,9 @@ class Faulty:
     def __init__(
         self, inner: Transport, faults: Mapping[str, float] | Sequence[str], *, seed: int = 0, polls: int = 3
     ) -> None:
-        unknown = [fault for fault in faults if fault not in FAULTS]
+        unknown = [fault for fault in to_list(faults, "faults") if fault not in FAULTS]
         if unknown:
-            raise ValueError(f"`faults` (={unknown[0]!r}) must be of {', '.join(FAULTS)}")
+            raise ValueError(f"`faults` (={quoted(unknown[0], 80)}) must be of {', '.join(FAULTS)}")
         self._script: list[str] = []
         self._shares: dict[str, float] = {}
         if isinstance(faults, Mapping):
@@ -75,7 +76,7 @@ class Faulty:
         )
         self.log: list[tuple[int, str]] = []
         """Rank and fault of each read that began."""
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(check_int(seed, "seed", 0))
         self._regions: list[Region] = []
         self._pending: set[_Spoilt] = set()
 
