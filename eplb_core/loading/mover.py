@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -222,7 +222,7 @@ def _tell(agreement: Agreement, trouble: Trouble | None, rank: int, live: Expert
     return failures
 
 
-def _raise(failures: list[tuple[int, str, str]], live: ExpertLayout, own: Trouble | None = None) -> None:
+def _raise(failures: list[tuple[int, str, str]], live: ExpertLayout, own: Trouble | None = None) -> NoReturn:
     rank, cause, reason = failures[0]
     more = f" ({len(failures) - 1} more ranks)" if len(failures) > 1 else ""
     raise MigrationError(f"rank {rank} gave up: {reason}{more}", layout=live, reason=cause, rank=rank) from own

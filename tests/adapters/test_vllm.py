@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -499,4 +499,4 @@ def test_a_rank_that_cannot_send_by_tables_of_its_own_says_why() -> None:
     module = SimpleNamespace(get_ep_group=lambda: SimpleNamespace(device_group=SimpleNamespace(rank=lambda: 1)))
     state, none = SimpleNamespace(parallel_config=config), SimpleNamespace()
     with pytest.raises(EplbError, match="has no attribute 'logical_to_physical_map'"):
-        vllm._agree_on_sender(module, SimpleNamespace(), state, none)
+        vllm._agree_on_sender(module, cast(Any, none), state, none)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -311,7 +311,7 @@ def test_an_interrupt_ends_the_move_as_an_interrupt() -> None:
             rank=0,
             transport=world.transports[0],
             agreement=world.agreements[0],
-            record=Interrupted(old),
+            record=cast(Any, Interrupted(old)),
         )
     world.check(old)
 

@@ -36,7 +36,7 @@ class Weights:
     def about(self) -> dict[str, Any]:
         return {}
 
-    def difference(self, config: dict[str, Any], frame: dict[str, Any]) -> tuple[str, str] | None:
+    def difference(self, config: Any, frame: Any) -> tuple[str, str] | None:
         return None
 
     def export(self) -> tuple[dict[str, Any], list[int]]:

@@ -357,8 +357,8 @@ MUTATIONS = [
     # ranks install though one could not read
     (
         MOVER,
-        "        if failures:\n            if trouble is None:",
-        "        if failures and trouble:\n            if trouble is None:",
+        "        if failures or pull is None:\n            if trouble is None:",
+        "        if pull is None:\n            if trouble is None:",
         f"{TEST_MOVER}::test_a_read_that_fails_ends_the_move_on_every_rank_between_two_layers",
         "rule 7",
     ),

@@ -591,8 +591,8 @@ MUTATIONS = [
     # an engine that gave its keeper up has gone
     (
         CLIENT,
-        "            self._silent = self._socket\n",
-        "            self._socket.close()\n",
+        "            self._silent = connection or self._silent\n",
+        "            connection.close()\n",
         f"{TEST_SERVER}::test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_not",
     ),
     # a forked child ends its parent's presence

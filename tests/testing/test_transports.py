@@ -153,7 +153,7 @@ def test_a_read_of_a_dead_peer_may_be_refused_at_once_and_one_that_ended_badly_i
     memory = torch.zeros(8, dtype=torch.uint8)
     reader.connect(0, reader.export([Region(memory.data_ptr(), 8, "cpu")]))
     state = _peers.State(TransportKit(local, deadline=0.01), reader, [])
-    with pytest.raises(AssertionError, match="a read from rank 0 ended as .*PENDING"):
+    with pytest.raises(AssertionError, match=r"a read from rank 0 ended as .*PENDING"):
         _peers.read_times(state, 0, [(0, 0, 0, 4, 4)], 1)
 
 

@@ -143,9 +143,12 @@ def test_blobs_that_name_what_is_not_there_are_refused(change: dict[str, Any], m
 
 
 def test_memory_that_cannot_be_read_at_all_is_refused_when_the_peer_is_connected() -> None:
-    with kits.unreachable(1 << 20) as address, reader_of(Region(address, 1 << 20, "cpu")) as (transport, record):
-        with pytest.raises(TransportError, match=rf"rank 0: process {os.getpid()}: EFAULT; memory was unmapped"):
-            transport.connect(0, json.dumps(record).encode())
+    with (
+        kits.unreachable(1 << 20) as address,
+        reader_of(Region(address, 1 << 20, "cpu")) as (transport, record),
+        pytest.raises(TransportError, match=rf"rank 0: process {os.getpid()}: EFAULT; memory was unmapped"),
+    ):
+        transport.connect(0, json.dumps(record).encode())
 
 
 def test_a_process_that_may_not_be_read_is_told_from_one_whose_memory_is_gone() -> None:
