@@ -143,7 +143,7 @@ class Process(Peer):
         self._pipe.send((self.kit, self.rank, size, folder))
 
     def wait_ready(self) -> None:
-        self._answer("start")
+        self._answer("start", max(self.kit.deadline, _START))
         self.unharmed = True
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
@@ -161,9 +161,10 @@ class Process(Peer):
         answer: T = self.finish(function.__name__)
         return answer
 
-    def _answer(self, what: str) -> Any:
-        if not self._pipe.poll(self.kit.deadline):
-            raise AssertionError(f"rank {self.rank} did not {what} within {self.kit.deadline:g} s")
+    def _answer(self, what: str, deadline: float | None = None) -> Any:
+        seconds = self.kit.deadline if deadline is None else deadline
+        if not self._pipe.poll(seconds):
+            raise AssertionError(f"rank {self.rank} did not {what} within {seconds:g} s")
         try:
             good, answer = self._pipe.recv()
         except (EOFError, ConnectionResetError):  # the latter where it died with a request unread
@@ -209,6 +210,8 @@ class Process(Peer):
 
 
 _PATIENCE = 5.0
+_START = 120.0
+"""The first process of all waits for the imports: on a busy machine that takes long, and no check is about it."""
 _IDLE: list[tuple[TransportKit, Any, Connection]] = []
 """Processes that wait to be ranks of the same kit again; they end with this process."""
 
