@@ -133,9 +133,8 @@ def check_id(value: object, name: str, size: int) -> int:
 def check_kind(value: object, name: str, kind: type[T]) -> T:
     """An argument of one of the library's kinds."""
     if not isinstance(value, kind):
-        raise TypeError(
-            f"`{name}` (={quoted(value, 80)}) must be {'an' if kind.__name__[0] in 'AE' else 'a'} {kind.__name__}"
-        )
+        article = "an" if kind.__name__[0] in "AEI" else "a"
+        raise TypeError(f"`{name}` (={type(value).__name__}) must be {article} {kind.__name__}")
     return value
 
 
@@ -143,8 +142,8 @@ def check_word(value: object, name: str, words: Iterable[str], other: str = "") 
     """A word out of a list; `other` says what may be given instead."""
     known = list(words)
     if not isinstance(value, str) or value not in known:
-        listed = ", ".join(map(repr, known))
-        raise ValueError(f"`{name}` (={quoted(value, 80)}) must be one of {listed}{other}")
+        listed = " or ".join(map(repr, known)) if len(known) == 2 else f"one of {', '.join(known)}"
+        raise ValueError(f"`{name}` (={quoted(value, 80)}) must be {listed}{other}")
     return value
 
 

@@ -48,6 +48,8 @@ def rank_load(layout: ExpertLayout, expert_load: ArrayLike, *, shares: ArrayLike
         if fraction.shape[-2:] != (layers, slots) or fraction.ndim > load.ndim:
             raise ValueError(f"`shares` (shape {list(fraction.shape)}) must be [{layers}, {slots}], a fraction a slot")
         fraction = np.where(p2l >= 0, fraction, 0.0)
+        if not (np.abs(fraction) <= 1e9).all():
+            raise ValueError("`shares` must be finite, a fraction a slot")
     index = np.broadcast_to(np.maximum(p2l, 0), (*load.shape[:-2], layers, slots))
     slot_load = np.take_along_axis(load, index, axis=-1) * fraction
     ranks = (layout.topology.num_ranks, layout.slots_per_rank)

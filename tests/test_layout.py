@@ -171,7 +171,7 @@ def test_rows_of_unequal_length_are_refused_and_told_how_to_pad() -> None:
         (np.array([[0, 1]], dtype=np.uint8), 2, TWO, TypeError, r"\(dtype uint8\) must be signed integers"),
         ([[0.0, 1.0]], 2, TWO, TypeError, r"\(dtype float64\) must be signed integers"),
         ([[0, 1]], 0, TWO, ValueError, r"`num_experts` \(=0\) must be at least 1"),
-        ([[0, 1]], 2, 2, TypeError, r"`topology` \(=2\) must be a Topology"),
+        ([[0, 1]], 2, 2, TypeError, r"`topology` \(=int\) must be a Topology"),
     ],
 )
 def test_other_shapes_and_kinds_are_refused(

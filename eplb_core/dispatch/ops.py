@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from eplb_core._arrays import check_kind
+from eplb_core._text import quoted
 from eplb_core.dispatch import quota
 from eplb_core.dispatch._host import BASE_PHASE, DRAWS, GOLDEN, KEY, MASK, RANK_PHASE, TAG, map_rows
 from eplb_core.dispatch._rows import FIRST_BITS, MOST_REPLICAS, MOST_SLOTS
@@ -128,7 +129,7 @@ def topk_to_slots(
     check_kind(num_shared, "num_shared", int)
     if not 0 <= num_shared <= topk_ids.shape[-1]:
         raise ValueError(
-            f"`num_shared` (={num_shared}) must be in [0, {topk_ids.shape[-1]}], the columns of `topk_ids`"
+            f"`num_shared` (={quoted(num_shared, 40)}) must be in [0, {topk_ids.shape[-1]}], the columns of `topk_ids`"
         )
     for name, ids in (("topk_ids", topk_ids), ("out", topk_ids if out is None else out)):
         if ids.dtype not in (torch.int32, torch.int64):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -87,6 +87,11 @@ class RecordState(NamedTuple):
 def is_engine_id(value: object) -> bool:
     """Whether messages can name an engine so."""
     return isinstance(value, str) and 0 < len(value) <= MAX_ENGINE_ID and value.isprintable()
+
+
+def is_among(name: object, names: Collection[str]) -> bool:
+    """Whether a stranger's word is one of these: an array is none, and cannot be compared."""
+    return isinstance(name, str) and name in names
 
 
 def name_layers(layers: tuple[int, ...]) -> str:

@@ -11,7 +11,6 @@ import struct
 from pathlib import Path
 
 from eplb_core._files import check_path as check_text_path
-from eplb_core._text import quoted
 from eplb_core.errors import SocketInUseError, SocketOwnerError
 
 MAX_PATH = 107
@@ -21,10 +20,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 def check_path(path: str | os.PathLike[str]) -> str:
     """The path as text that a socket can have."""
-    given: object = path
-    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
-    if not isinstance(text, str):
-        raise TypeError(f"`path` (={quoted(path, 80)}) must be text or a path")
+    text = check_text_path(path)
     if not 0 < len(os.fsencode(text)) <= MAX_PATH or "\0" in text:
         raise ValueError(
             f"`path` ({len(os.fsencode(text))} bytes) must have 1 to {MAX_PATH}, as Unix sockets do; use a shorter one"

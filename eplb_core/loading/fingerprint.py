@@ -28,6 +28,7 @@ import torch
 
 from eplb_core._arrays import ArrayLike, check_flag, check_int, to_list
 from eplb_core._numba import kernel
+from eplb_core._text import quoted
 from eplb_core.layout import layer_rows
 from eplb_core.loading.store import ExpertStore, check_stores
 
@@ -102,6 +103,8 @@ def fingerprints(
         raise ValueError("`stores` must hold one store a layer")
     check_stores(stores)
     rows = np.arange(len(stores)) if layers is None else layer_rows(layers, len(stores))
+    if isinstance(sample, tuple) and len(sample) != 2:
+        raise ValueError(f"`sample` (={quoted(sample, 80)}) must be a step, or a step and an offset")
     step, offset = sample if isinstance(sample, tuple) else (1 if sample is None else sample, 0)
     step, offset = check_int(step, "sample", 1), check_int(offset, "sample offset", 0)
     chosen = [stores[row] for row in rows.tolist()]

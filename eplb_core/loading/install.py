@@ -10,6 +10,7 @@ import torch
 
 from eplb_core._arrays import IntArray, check_int, read_only
 from eplb_core._numba import kernel
+from eplb_core._text import quoted
 from eplb_core.loading._copies import CHUNK_BYTES, copy_rows, order_copies
 from eplb_core.loading._steps import Step
 from eplb_core.loading.pull_plan import COPY_NEW, COPY_OLD, READ, RESTORE, Int8Array
@@ -56,6 +57,8 @@ class Staging:
             size = memory.numel()
         else:
             size = check_int(memory, "staging", 0)
+            if size > 1 << 50:
+                raise ValueError(f"`staging` (={quoted(size, 40)} bytes) must be memory that there is")
         if size < nbytes:
             raise ValueError(f"`staging` (={size} bytes) must hold at least one slot (={nbytes} bytes)")
         # No rank reads more than S slots of a layer, and none more than two layers at a time.

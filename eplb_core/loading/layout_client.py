@@ -73,7 +73,7 @@ class LayoutClient:
             raise ValueError(
                 f"`engine_id` (={quoted(engine_id, 80)}) must be printable, of 1 to {MAX_ENGINE_ID} characters"
             )
-        self._deadline = check_real(deadline, "deadline", above=0.0)
+        self._deadline = check_real(deadline, "deadline", above=0.0, at_most=1e9)
         self._follow_deadline = check_real(follow_deadline, "follow_deadline", at_least=0.0)
         check_real(wait, "wait", at_least=0.0)
         self.engine_id = engine_id
@@ -385,4 +385,7 @@ def _check_reply(message: Message) -> None:
 
 
 def _ints(layers: Iterable[int]) -> list[int]:
-    return [check_int(layer, "layers", LEAST) for layer in to_list(layers, "layers")]
+    ids = [check_int(layer, "layers", LEAST) for layer in to_list(layers, "layers")]
+    if any(layer >= 2**63 for layer in ids):
+        raise ValueError("`layers` must be below 2**63")
+    return ids

@@ -29,6 +29,7 @@ from eplb_core.loading._record_state import (
     Move,
     RecordState,
     Reply,
+    is_among,
     is_engine_id,
     is_int,
     name_layers,
@@ -123,7 +124,7 @@ class LayoutRecord:
         """An engine arrives, before it reads a weight. From now on no other one may begin a move."""
         if not is_engine_id(engine):
             return self._refused(f"an engine's id must be printable, of 1 to {MAX_ENGINE_ID} characters")
-        if engine in self._state.engines:
+        if is_among(engine, self._state.engines):
             return self._refused(f"engine {quoted(engine)} is attached already")
         self._set(engines=(*self._state.engines, engine))
         return self._ok()
@@ -131,7 +132,7 @@ class LayoutRecord:
     def detach(self, engine: str) -> Reply:
         """An engine is gone, however it went. If its move had begun the record is dirty from now on."""
         state = self._state
-        if engine not in state.engines:
+        if not is_among(engine, state.engines):
             return self._refused(f"engine {quoted(engine)} is not attached")
         engines, followers, holding = (
             tuple(name for name in names if name != engine) for names in (state.engines, state.followers, state.holding)
@@ -167,16 +168,16 @@ class LayoutRecord:
         state = self._state
         if state.dirty:
             return self._refused(self._dirty_reason())
-        if engine not in state.engines:
+        if not is_among(engine, state.engines):
             return self._refused(f"engine {quoted(engine)} is not attached; attach before it follows")
-        if digest != state.digest:
+        if not is_among(digest, (state.digest,)):
             return self._refused(
                 f"engine {quoted(engine)} routes by layout {plain(digest, 12)}, the weights hold {state.digest[:12]} "
                 f"(version {state.version}); it must adopt that one before it follows"
             )
         if state.pending is not None:
             return self._busy(f"{state.pending} is pending")
-        if engine not in state.followers:
+        if not is_among(engine, state.followers):
             self._set(followers=(*state.followers, engine))
         return self._ok()
 
@@ -191,7 +192,7 @@ class LayoutRecord:
         state = self._state
         if state.dirty:
             return self._refused(self._dirty_reason())
-        if engine not in state.followers:
+        if not is_among(engine, state.followers):
             return self._refused(f"engine {quoted(engine)} does not follow")
         asked = state.pending
         if asked is None or asked.engine == engine:
@@ -202,7 +203,7 @@ class LayoutRecord:
             return self._refused(
                 f"{asked} is number {state.begun}, and engine {quoted(engine)} holds for {plain(move, 80)}"
             )
-        if engine not in state.holding:
+        if not is_among(engine, state.holding):
             self._set(holding=(*state.holding, engine))
         return self._ok()
 
@@ -224,7 +225,7 @@ class LayoutRecord:
         reason = ""
         if state.dirty:
             reason = self._dirty_reason()
-        elif engine not in state.engines:
+        elif not is_among(engine, state.engines):
             reason = f"engine {quoted(engine)} is not attached; attach before the weights are read"
         elif self._is_other_move(engine, rows, version):
             reason = f"{state.pending} is pending; commit or abort it first"
@@ -241,7 +242,7 @@ class LayoutRecord:
             )
         if reason or rows is None:
             return self._refused(reason)
-        if state.pending is not None and state.pending.engine != engine:
+        if state.pending is not None and not is_among(engine, (state.pending.engine,)):
             return self._busy(f"{state.pending} is pending")
         others = [name for name in state.engines if name != engine and name not in state.followers]
         if others:
@@ -262,7 +263,7 @@ class LayoutRecord:
     def _is_other_move(self, engine: str, rows: tuple[int, ...] | None, version: object) -> bool:
         """Whether the engine has a move that is not the one it asks for here once more."""
         state = self._state
-        if state.pending is None or state.pending.engine != engine:
+        if state.pending is None or not is_among(engine, (state.pending.engine,)):
             return False
         return not state.asking or state.pending != (engine, rows, version)
 
@@ -308,7 +309,7 @@ class LayoutRecord:
 
     def _own_move(self, engine: str, layers: Iterable[int], verb: str) -> tuple[int, ...] | Reply:
         move = self._state.pending
-        if move is None or move.engine != engine:
+        if move is None or not is_among(engine, (move.engine,)):
             return self._refused(f"engine {quoted(engine)} has no move to {verb}; {move or 'no move'} is pending")
         rows = to_layers(layers, self._state.layout.num_layers)
         if rows is None or set(rows) != set(move.layers):
@@ -330,7 +331,9 @@ class LayoutRecord:
                 routes by the initial layout.
         """
         state = self._state
-        who = "an engine without a name" if engine is None else f"engine {quoted(engine)}"
+        given: object = engine
+        nameless = given is None or (isinstance(given, str) and not given)
+        who = "an engine without a name" if nameless else f"engine {quoted(engine)}"
         unreadable = self._unreadable()
         if unreadable is not None and unreadable.status == "refused":
             return unreadable
@@ -339,14 +342,14 @@ class LayoutRecord:
                 f"the weights are at version {state.version} of their layout, and {who} does not say which it routes "
                 "by; upgrade the engine, or restart the keeper of the weights"
             )
-        if digest is not None and digest != state.digest:
+        if digest is not None and not is_among(digest, (state.digest,)):
             return self._refused(
                 f"{who} routes by layout {plain(digest, 12)} (version {plain(version, 80)}), the weights hold "
                 f"{state.digest[:12]} (version {state.version}); it must adopt that one before it maps them"
             )
         if unreadable is not None:
             return unreadable
-        if digest is None or engine not in state.engines:
+        if digest is None or not is_among(engine, state.engines):
             self._add_non_follower(engine or "unnamed")
         return self._ok()
 

@@ -280,7 +280,7 @@ def _index(value: int, name: str) -> int:
     try:
         return operator.index(value)
     except TypeError as error:
-        raise TypeError(f"`{name}` (={quoted(value, 80)}) must be an integer") from error
+        raise TypeError(f"`{name}` (={type(value).__name__}) must be an integer") from error
 
 
 def _rebuild(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from eplb_core._arrays import IntArray, check_id, check_int, check_kind, read_only, to_list
+from eplb_core._arrays import IntArray, check_int, check_kind, read_only, to_list
 from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
 
@@ -186,7 +186,9 @@ class ExpertStore:
         rows = (self._rows.get(word) or self._whole_rows.get(word)) if isinstance(word, str) else None
         if rows is None:
             raise KeyError(f"`name` (={quoted(name, 80)}) must be one of {', '.join((*self.names, *self.whole_names))}")
-        return rows[check_id(slot, "slot", len(rows))]
+        if not 0 <= check_int(slot, "slot", -(2**63)) < len(rows):
+            raise IndexError(f"`slot` (={quoted(slot, 40)}) must be in [0, {len(rows)}) of tensor {name!r}")
+        return rows[slot]
 
     def tensor_row(self, name: str, slot: int) -> torch.Tensor:
         """One row with its dtype and shape, a view: what a loader writes into; arguments and errors as `row`."""
@@ -350,9 +352,8 @@ def _rows_of(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[t
                 f"{rows[0].dtype} {list(rows[0].shape)} at slot 0; all slots must be alike"
             )
     else:
-        raise TypeError(
-            f"tensor {name!r} of `tensors` or `whole` (={type(value).__name__}) must be a tensor or a list of tensors"
-        )
+        kind = type(value).__name__
+        raise TypeError(f"tensor {name!r} (={kind}) must be a tensor or a list, as all in `tensors` and `whole`")
     if not rows or rows[0].numel() == 0:
         raise ValueError(f"tensor {name!r} holds no bytes; leave it out")
     if rows[0].device.type == "meta":

@@ -14,6 +14,7 @@ from eplb_core._arrays import (
     check_int,
     check_kind,
     check_load,
+    check_made,
     check_real,
     read_only,
     to_list,
@@ -123,12 +124,9 @@ def plan_slots(
 
 def _check_choices(choices: Sequence[int] | None, experts: int, ranks: int) -> list[int]:
     least = -(-experts // ranks)
-    sizes = sorted(
-        {
-            check_int(size, "choices", least)
-            for size in (range(least, least + 5) if choices is None else to_list(choices, "choices"))
-        }
-    )
+    given = range(least, least + 5) if choices is None else to_list(choices, "choices")
+    sizes = sorted({check_int(size, "choices", least) for size in given})
+    check_made(choices=sizes[-1] if sizes else 0)
     if not sizes:
         raise ValueError("`choices` (=[]) must name one number of slots or more")
     return sizes

@@ -59,7 +59,7 @@ class CostModel:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("bandwidth"):
-                unlimited = isinstance(value, (float, np.floating)) and value == float("inf")
+                unlimited = isinstance(value, float) and value == float("inf")
                 number = value if unlimited else check_real(value, field.name, above=0.0)
             else:
                 number = check_real(value, field.name, at_least=0.0)

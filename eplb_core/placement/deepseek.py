@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eplb_core._arrays import IntArray, check_int, check_load, to_numpy
+from eplb_core._arrays import IntArray, check_int, check_load, check_made, to_numpy
 from eplb_core._numba import inline_kernel, kernel
 
 Float32Array = npt.NDArray[np.float32]
@@ -66,6 +66,7 @@ def rebalance_experts(
     load = _float32_rows(weight)
     layers, experts = load.shape
     slots = check_int(num_replicas, "num_replicas", 1)
+    check_made(num_layers=layers, num_replicas=slots)
     groups = check_int(num_groups, "num_groups", 1)
     nodes = check_int(num_nodes, "num_nodes", 1)
     ranks = check_int(num_gpus, "num_gpus", 1)
@@ -96,7 +97,7 @@ def _float32_rows(weight: torch.Tensor | npt.ArrayLike) -> Float32Array:
     if isinstance(weight, torch.Tensor):
         if weight.is_complex():
             raise TypeError(f"`weight` (dtype {weight.dtype}) must be integers or floats")
-        load: npt.NDArray[Any] = weight.detach().float().cpu().contiguous().numpy()
+        load: npt.NDArray[Any] = to_numpy(weight.detach().float(), "weight")
     else:
         array = to_numpy(weight, "weight")
         if array.dtype.kind not in "biuf":

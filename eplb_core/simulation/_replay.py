@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 import eplb_core
-from eplb_core._arrays import FloatArray, IntArray, check_int, check_kind, check_made, check_real, read_only
+from eplb_core._arrays import FloatArray, IntArray, check_flag, check_int, check_kind, check_made, check_real, read_only
 from eplb_core.layout import ExpertLayout, check_num_slots
 from eplb_core.metrics import mean_of_known, mean_over_top
 from eplb_core.placement.costs import CostModel
@@ -109,7 +109,7 @@ def simulate(
     if total is not None:
         _check_scored(every, scored, total)
     run = _Run(topology, num_slots, Dispatcher(dispatch), StepCost(CostModel()) if step is None else step, passes)
-    run.bound, run.keep_ranks = bound, keep_ranks
+    run.bound, run.keep_ranks = check_flag(bound, "bound"), check_flag(keep_ranks, "keep_ranks")
     past: deque[IntArray | FloatArray] = deque(maxlen=-(-seen // every))
     for number, block in enumerate(blocks):
         if number == 0:

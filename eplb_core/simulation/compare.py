@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from eplb_core import __version__
-from eplb_core._arrays import check_int, to_list
+from eplb_core._arrays import check_int, check_kind, to_list
 from eplb_core._files import PathLike, write_atomic
 from eplb_core._text import quoted
 from eplb_core.simulation import records as tables
@@ -133,7 +133,11 @@ def _settings(policies: Any, options: Mapping[str, Any]) -> list[tuple[str | Non
     if isinstance(policies, str) or callable(policies):
         policies = [policies]
     if not isinstance(policies, Mapping):
-        return [(None, {**options, "policy": policy}) for policy in to_list(policies, "policies")]
+        named = to_list(policies, "policies")
+        for policy in named:
+            if not callable(policy):
+                check_kind(policy, "policies", str)
+        return [(None, {**options, "policy": policy}) for policy in named]
     return [
         (name, {**options, **(each if isinstance(each, Mapping) else {"policy": each})})
         for name, each in policies.items()

@@ -19,6 +19,7 @@ from eplb_core._arrays import (
     check_word,
     to_list,
 )
+from eplb_core._text import quoted
 from eplb_core.simulation.sources import TraceStream
 from eplb_core.trace import Trace
 
@@ -143,6 +144,8 @@ def stream_generated(
     total = check_int(window_tokens, "window_tokens", 1) * check_int(top_k, "top_k", 1)
     check_int(seed, "seed", 0)
     check_made(num_layers=shape[0], num_experts=shape[1])
+    if total >= 2**53:
+        raise ValueError(f"`window_tokens` (={quoted(window_tokens, 40)}) times `top_k` must be below 2**53")
     sampled = check_flag(sampled, "sampled")
 
     def windows() -> Iterator[IntArray]:

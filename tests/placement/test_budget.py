@@ -64,7 +64,7 @@ def test_slot_plans_refuse_what_holds_no_model() -> None:
         plan_slots(load, Topology(2), total_slots=9, choices=[])
     with pytest.raises(TypeError, match=r"`cost` \(=3\) must be a CostModel or None"):
         plan_slots(load, Topology(2), total_slots=9, cost=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"`topology` \(=2\) must be a Topology"):
+    with pytest.raises(TypeError, match=r"`topology` \(=int\) must be a Topology"):
         plan_slots(load, 2, total_slots=9)  # type: ignore[arg-type]
 
 

@@ -101,7 +101,7 @@ def test_an_answer_that_is_no_load_is_refused(answer: Any, text: str) -> None:
 
 
 def test_bad_arguments_raise_with_their_values() -> None:
-    with pytest.raises(ValueError, match=r"`forecaster` \(='best'\) must be one of 'all', 'last', .* or a function"):
+    with pytest.raises(ValueError, match=r"`forecaster` \(='best'\) must be one of all, last, .* or a function"):
         forecast(LOAD, "best")
     with pytest.raises(ValueError, match=r"`expert_load` \(shape \[0, 1, 2\]\) must have one window or more"):
         forecast(LOAD[:0])

@@ -146,5 +146,5 @@ def test_counts_whose_sum_no_integer_holds_are_added_up_all_the_same() -> None:
 def test_arguments_of_another_kind_are_named() -> None:
     with pytest.raises(TypeError, match=r"`cost` \(=3\) must be a CostModel or None"):
         gain_report([[1] * 4], FOUR, cost=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"`topology` \(=4\) must be a Topology"):
+    with pytest.raises(TypeError, match=r"`topology` \(=int\) must be a Topology"):
         gain_report([[1] * 4], 4)  # type: ignore[arg-type]

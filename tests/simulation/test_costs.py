@@ -59,7 +59,7 @@ def test_bad_numbers_are_named(
 
 
 def test_a_step_cost_wants_a_model_and_numbers() -> None:
-    with pytest.raises(TypeError, match=r"`model` \(=3\)"):
+    with pytest.raises(TypeError, match=r"`model` \(=int\)"):
         StepCost(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"`token_bytes` \(=-1.0\)"):
         StepCost(CostModel(), token_bytes=-1)
