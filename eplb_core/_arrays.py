@@ -112,10 +112,15 @@ def add_up(windows: IntArray | FloatArray) -> IntArray | FloatArray:
     return total
 
 
-def check_int(value: object, name: str, at_least: int) -> int:
-    """An integer argument; bool and float are refused."""
+def _check_integer(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"`{name}` (={quoted(value)}) must be an integer")
+    return int(value)
+
+
+def check_int(value: object, name: str, at_least: int) -> int:
+    """An integer argument; bool and float are refused."""
+    value = _check_integer(value, name)
     if value < at_least:
         raise ValueError(f"`{name}` (={quoted(int(value))}) must be at least {at_least}")
     return int(value)
@@ -123,8 +128,7 @@ def check_int(value: object, name: str, at_least: int) -> int:
 
 def check_id(value: object, name: str, size: int) -> int:
     """An integer argument in `[0, size)`; IndexError for others."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"`{name}` (={quoted(value)}) must be an integer")
+    value = _check_integer(value, name)
     if not 0 <= value < size:
         raise IndexError(f"`{name}` (={quoted(int(value))}) must be in [0, {size})")
     return int(value)

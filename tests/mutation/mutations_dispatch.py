@@ -79,8 +79,8 @@ MUTATIONS: list[tuple[str, ...]] = [
     ),
     (
         SHARES,
-        "share = max(0.0, level * speed[rank_of[k]] - energy[k])",
-        "share = level * speed[rank_of[k]] - energy[k]",
+        "energy[k] = max(0.0, level * speed[rank_of[k]] - energy[k])",
+        "energy[k] = level * speed[rank_of[k]] - energy[k]",
         f"{T_SHARES}::test_shares_reach_the_linear_programs_optimum",
     ),
     (

@@ -48,7 +48,7 @@ MUTATIONS = [
         "tests/loading/test_checkpoint.py::test_a_shard_s_name_that_no_file_can_have_is_refused",
     ),
     ("eplb_core/_files.py", "        temporary.unlink(missing_ok=True)\n", "", "tests/test_files.py"),
-    ("eplb_core/_files.py", "Path(os.path.realpath(path))", "Path(path)", "tests/test_files.py"),
+    ("eplb_core/_files.py", "Path(os.path.realpath(check_path(path)))", "Path(path)", "tests/test_files.py"),
     ("eplb_core/_files.py", "        if isinstance(error, OSError):  #", "        if False:  #", "tests/test_files.py"),
     (
         "eplb_core/cli.py",

@@ -224,7 +224,7 @@ MUTATIONS = [
     # shares that sum to anything are installed
     (
         SHARES,
-        "if abs(sums[expert] - 1.0) > 5e-7:",
+        "if abs(sums[expert] - 1.0) > _ROUNDING:",
         "if abs(sums[expert] - 1.0) > 5.0:",
         f"{TEST_MIGRATOR}::test_shares_that_do_not_fit_are_refused_before_anything_moves",
     ),
