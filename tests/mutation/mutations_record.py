@@ -556,8 +556,8 @@ MUTATIONS = [
     # an engine follows by another layout
     (
         RECORD,
-        'if not is_among(digest, (state.digest,)):\n            return self._refused(\n                f"engine {quoted(engine)} routes',
-        'if digest is None:\n            return self._refused(\n                f"engine {quoted(engine)} routes',
+        'if not is_among(digest, (state.digest,)):\n            return self._refused(\n                f"engine',
+        'if digest is None:\n            return self._refused(\n                f"engine',
         f"{TEST_RECORD}::test_who_is_on_another_layout_does_not_follow",
     ),
     # an engine follows from the middle of a move on
