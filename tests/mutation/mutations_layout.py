@@ -53,8 +53,8 @@ MUTATIONS = [
     ),
     (
         LAYOUT,
-        "        if not 0 <= expert < self.num_experts:\n",
-        "        if False:\n",
+        '        check_id(expert, "expert", self.num_experts)\n',
+        "",
         f"{TEST_LAYOUT}::test_ids_out_of_range_are_no_ids_from_the_end",
     ),
     # layout: the digest

@@ -299,7 +299,7 @@ MUTATIONS = [
     ),
     (PROBLEM, "    if experts % groups:\n", "    if False:\n", REFUSALS),
     (PROBLEM, "    if fit.sum() < groups:\n", "    if False:\n", REFUSALS),
-    (PROBLEM, "    if locality not in _PIN:\n", "    if False:\n", REFUSALS),
+    (PROBLEM, '    check_word(locality, "locality", _PIN)\n', "", REFUSALS),
     (PROBLEM, "        if mine != theirs:\n", "        if False:\n", REFUSALS),
     (
         SEARCH,
