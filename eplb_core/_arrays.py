@@ -112,32 +112,32 @@ def add_up(windows: IntArray | FloatArray) -> IntArray | FloatArray:
     return total
 
 
-def _check_integer(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"`{name}` (={quoted(value)}) must be an integer")
-    return int(value)
-
-
 def check_int(value: object, name: str, at_least: int) -> int:
     """An integer argument; bool and float are refused."""
-    value = _check_integer(value, name)
-    if value < at_least:
-        raise ValueError(f"`{name}` (={quoted(int(value))}) must be at least {at_least}")
-    return int(value)
+    number = _whole(value, name)
+    if number < at_least:
+        raise ValueError(f"`{name}` (={quoted(number)}) must be at least {at_least}")
+    return number
 
 
 def check_id(value: object, name: str, size: int) -> int:
     """An integer argument in `[0, size)`; IndexError for others."""
-    value = _check_integer(value, name)
-    if not 0 <= value < size:
-        raise IndexError(f"`{name}` (={quoted(int(value))}) must be in [0, {size})")
+    number = _whole(value, name)
+    if not 0 <= number < size:
+        raise IndexError(f"`{name}` (={quoted(number)}) must be in [0, {size})")
+    return number
+
+
+def _whole(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"`{name}` (={quoted(value)}) must be an integer")
     return int(value)
 
 
 def check_kind(value: object, name: str, kind: type[T]) -> T:
     """An argument of one of the library's kinds."""
     if not isinstance(value, kind):
-        article = "an" if kind.__name__[0] in "AEI" else "a"
+        article = "an" if kind.__name__[0] in "AEIi" else "a"
         raise TypeError(f"`{name}` (={type(value).__name__}) must be {article} {kind.__name__}")
     return value
 

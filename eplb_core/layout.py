@@ -22,6 +22,7 @@ from eplb_core._arrays import (
     to_ids,
     to_numpy,
 )
+from eplb_core._text import quoted
 from eplb_core.errors import LayoutError, MissingExpertError
 from eplb_core.topology import Topology
 
@@ -375,7 +376,7 @@ def check_num_slots(num_slots: int, num_experts: int) -> int:
             f"`num_slots` (={slots}) must be at least `num_experts` (={num_experts}); use {num_experts} or more"
         )
     if slots > MAX_SLOTS:
-        raise ValueError(f"`num_slots` (={slots}) must be at most {MAX_SLOTS}")
+        raise ValueError(f"`num_slots` (={quoted(slots, 40)}) must be at most {MAX_SLOTS}")
     return slots
 
 

@@ -8,7 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_core._arrays import add_up, check_int, check_load, check_real, read_only, to_ids, to_numpy, to_reals
+from eplb_core._arrays import (
+    add_up,
+    check_flag,
+    check_id,
+    check_int,
+    check_kind,
+    check_load,
+    check_made,
+    check_real,
+    check_word,
+    read_only,
+    to_ids,
+    to_list,
+    to_numpy,
+    to_reals,
+)
 
 
 def test_tensors_arrays_and_lists_give_the_same_values() -> None:
@@ -137,3 +152,49 @@ def test_what_is_no_array_is_named(value: Any, error: type[Exception], message: 
 def test_what_are_no_numbers_are_named_with_their_dtype(value: Any) -> None:
     with pytest.raises(TypeError, match=r"`x` \(dtype .*\) must be integers or floats"):
         to_reals(value, "x")
+
+
+def test_views_that_pretend_to_be_of_any_size_are_not_copied() -> None:
+    view = np.broadcast_to(np.int64(1), (1 << 20, 1 << 20))
+    with pytest.raises(ValueError, match=r"`x` \(shape \[1048576, 1048576\]\) must have at most 17,179"):
+        to_ids(view, "x")
+
+
+def test_an_array_that_fails_to_be_one_is_named() -> None:
+    class Liar:
+        def __array__(self, *args: object, **options: object) -> Any:
+            raise RuntimeError("not\ntoday")
+
+    with pytest.raises(TypeError, match=r"`x` \(Liar\) must be one array with rows of equal length: not today"):
+        to_numpy(Liar(), "x")
+
+
+def test_ids_kinds_words_and_flags_are_named_when_they_are_none() -> None:
+    assert check_id(np.int32(2), "rank", 3) == 2
+    for value in (-1, 3, 10**5000):
+        with pytest.raises(IndexError, match=r"`rank` \(=.*\) must be in \[0, 3\)"):
+            check_id(value, "rank", 3)
+    with pytest.raises(TypeError, match=r"`rank` \(=True\) must be an integer"):
+        check_id(True, "rank", 3)
+    assert check_kind("a", "x", str) == "a"
+    with pytest.raises(TypeError, match=r"`x` \(=list\) must be an int"):
+        check_kind([], "x", int)
+    assert check_word("a", "x", ["a", "b"]) == "a"
+    for other in ("c", ["a"], np.zeros(3)):
+        with pytest.raises(ValueError, match=r"`x` \(=.*\) must be 'a' or 'b'"):
+            check_word(other, "x", ["a", "b"])
+    with pytest.raises(ValueError, match=r"`x` \(=3\) must be one of a, b, c, or a function"):
+        check_word(3, "x", "abc", ", or a function")
+    assert check_flag(np.True_, "x") is True
+    for word in (1, "yes", np.zeros(3)):
+        with pytest.raises(TypeError, match=r"`x` \(=.*\) must be True or False"):
+            check_flag(word, "x")
+    assert to_list((1, 2), "x") == [1, 2]
+    with pytest.raises(TypeError, match=r"`x` \(=3\) must be a list"):
+        to_list(3, "x")  # type: ignore[arg-type]
+
+
+def test_sizes_that_ask_for_absurd_memory_are_named() -> None:
+    check_made(num_layers=1000, num_slots=1000)
+    with pytest.raises(ValueError, match=r"`num_layers` \(=536870912\), `num_slots` \(=2\): the product must be"):
+        check_made(num_layers=1 << 29, num_slots=2)

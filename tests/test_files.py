@@ -11,6 +11,7 @@ import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -341,3 +342,19 @@ def test_a_device_is_never_replaced_by_a_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Is a device or pipe"):
         _files.write_atomic(pipe, b"layout")
     assert not pipe.is_file()
+
+
+@pytest.mark.parametrize("read", [load_trace, load_layout])
+def test_a_number_is_no_path_and_no_open_file_is_closed(read: Callable[[Any], object]) -> None:
+    """`open(1)` takes standard output, and closes it afterwards."""
+    ours, theirs = os.pipe()
+    for path in (ours, [ours], None):
+        with pytest.raises(TypeError, match=r"`path` \(=.*\) must be text or a path"):
+            read(path)
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_path_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`path` \(='\\ud800'\) must be a name that files can have"):
+        save_layout(LAYOUT, "\ud800")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from eplb_core._arrays import ArrayLike, check_int
+from eplb_core._arrays import ArrayLike, check_int, check_kind
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _words
@@ -145,7 +145,8 @@ class Passes:
                 reason=self.status.phase,
             )
         if not callable(target) and target is not None:
-            goal = target[0] if isinstance(target, tuple) else target
+            goal = target[0] if isinstance(target, tuple) and target else target
+            check_kind(goal, "target", ExpertLayout)
             self._layout.check_same_frame(goal)
         if self._off:
             return False

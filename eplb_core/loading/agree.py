@@ -95,7 +95,7 @@ def agree_on_layout(
     Threads:
         The one that may call `agreement.gather`; all ranks together.
     """
-    limit = check_real(deadline, "deadline", above=0.0)
+    limit = check_real(deadline, "deadline", above=0.0, at_most=1e9)
     check_kind(own, "own", ExpertLayout)
     adopts = check_flag(adopts, "adopts")
     start = time.monotonic()

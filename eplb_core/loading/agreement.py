@@ -78,7 +78,7 @@ class GroupAgreement:
             raise TypeError(
                 f"`cpu_group` (={kind!r}) must be of the CPU, and nobody else's; give it new_group(backend='gloo')"
             )
-        self.deadline = check_real(deadline, "deadline", above=0.0)
+        self.deadline = check_real(deadline, "deadline", above=0.0, at_most=1e9)
         self.rank: int = cpu_group.rank()
         self.size: int = cpu_group.size()
         self._group = cpu_group

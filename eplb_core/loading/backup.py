@@ -109,7 +109,7 @@ class HostBackup:
                 if found.numel() != row.numel():
                     raise ValueError(
                         f"tensor {index} of expert {expert} of layer {layer} has {found.numel()} bytes in {path} and "
-                        f"{row.numel()} in the store; save the backup anew"
+                        f"{row.numel()} in the store (`rows`); save the backup anew"
                     )
                 row.copy_(found)
 

@@ -107,6 +107,8 @@ def fingerprints(
         raise ValueError(f"`sample` (={quoted(sample, 80)}) must be a step, or a step and an offset")
     step, offset = sample if isinstance(sample, tuple) else (1 if sample is None else sample, 0)
     step, offset = check_int(step, "sample", 1), check_int(offset, "sample offset", 0)
+    if max(step, offset) >= 2**31:
+        raise ValueError(f"`sample` (={quoted(sample, 80)}) must be below 2**31")
     chosen = [stores[row] for row in rows.tolist()]
     first, device = stores[0], stores[0].device
     names = first.whole_names if whole else first.names

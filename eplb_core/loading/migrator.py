@@ -85,7 +85,7 @@ class Migrator(Passes):
         reference: ArrayLike | None = None,
         deadline: float = 60.0,
     ) -> None:
-        seconds = check_real(deadline, "deadline", above=0.0)
+        seconds = check_real(deadline, "deadline", above=0.0, at_most=1e9)
         stores = check_frame(stores, layout, rank)
         check_tables(tables, layout)
         prints = to_reference(reference, layout, len(stores[0].names))
@@ -199,7 +199,7 @@ class Migrator(Passes):
                 log.warning("stopping without the other ranks: %s", error)
         if self._run is not None:
             self._end(self._run, "paused", "the engine stopped it", None)
-        until = time.monotonic() + check_real(deadline, "deadline", at_least=0.0)
+        until = time.monotonic() + check_real(deadline, "deadline", at_least=0.0, at_most=1e9)
         self._stopped = True
         ended = [worker.close(until - time.monotonic()) for worker in (self._planner, self._mover)]
         clean = ended[1] and self._work.puller.drain(until)

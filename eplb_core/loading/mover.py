@@ -87,7 +87,7 @@ def move_experts(
     Threads:
         One, between passes: nobody may compute with the weights meanwhile.
     """
-    seconds = check_real(deadline, "deadline", above=0.0)
+    seconds = check_real(deadline, "deadline", above=0.0, at_most=1e9)
     check_kind(old, "old", ExpertLayout)
     check_kind(new, "new", ExpertLayout)
     stores = check_frame(stores, old, rank)

@@ -350,7 +350,7 @@ class LayoutRecord:
         if unreadable is not None:
             return unreadable
         if digest is None or not is_among(engine, state.engines):
-            self._add_non_follower(engine or "unnamed")
+            self._add_non_follower("unnamed" if nameless else plain(engine, MAX_ENGINE_ID))
         return self._ok()
 
     # ---- answers -------------------------------------------------------------------------------------------------

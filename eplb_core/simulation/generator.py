@@ -143,7 +143,7 @@ def stream_generated(
     shape = (check_int(num_layers, "num_layers", 1), check_int(num_experts, "num_experts", 16))
     total = check_int(window_tokens, "window_tokens", 1) * check_int(top_k, "top_k", 1)
     check_int(seed, "seed", 0)
-    check_made(num_layers=shape[0], num_experts=shape[1])
+    check_made(num_layers=shape[0], num_experts=shape[1], traffic=sum(each.windows for each in traffic))
     if total >= 2**53:
         raise ValueError(f"`window_tokens` (={quoted(window_tokens, 40)}) times `top_k` must be below 2**53")
     sampled = check_flag(sampled, "sampled")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 from numpy.lib import format as npy
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, read_only, to_ids
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, check_made, read_only, to_ids
 from eplb_core._files import MAX_BYTES, PathLike, bad_file, open_regular, reading
 from eplb_core.load import count_topk
 from eplb_core.trace import Trace, check_trace_load
@@ -53,6 +53,7 @@ class TokenTrace:
     def __post_init__(self) -> None:
         ids = to_ids(self.topk_ids, "topk_ids")
         size = check_int(self.window_tokens, "window_tokens", 1)
+        check_made(num_experts=check_int(self.num_experts, "num_experts", 1))
         if ids.ndim != 3 or len(ids) < size:
             raise ValueError(f"`topk_ids` (shape {list(ids.shape)}) must be [N, L, K] with {size} tokens or more")
         whole = ids[: len(ids) // size * size]

@@ -31,6 +31,7 @@ LONG = {
     "engine",
     "forecast",
     "from_layout",
+    "fuzz_calls",
     "fuzz_files",
     "fuzz_record",
     "growth",

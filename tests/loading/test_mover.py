@@ -375,8 +375,8 @@ def test_bad_arguments_are_named() -> None:
             ValueError,
             r"`staging` \(=66 bytes\) must hold",
         ),
-        (lambda: move_experts(stores, old, World, **options), TypeError, r"`other` \(=type\) must be an ExpertLayout"),  # type: ignore[arg-type]
-        (lambda: move_experts(stores, [[0]], new, **options), TypeError, r"`layout` \(=list\) must be an ExpertLayout"),  # type: ignore[arg-type]
+        (lambda: move_experts(stores, old, World, **options), TypeError, r"`new` \(=type\) must be an ExpertLayout"),  # type: ignore[arg-type]
+        (lambda: move_experts(stores, [[0]], new, **options), TypeError, r"`old` \(=list\) must be an ExpertLayout"),  # type: ignore[arg-type]
     ]
     for call, kind, text in cases:
         with pytest.raises(kind, match=text):

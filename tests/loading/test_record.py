@@ -615,3 +615,26 @@ class RecordAndModel(RuleBasedStateMachine):
 
 TestRecordAndModel = RecordAndModel.TestCase
 TestRecordAndModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("strange", [None, 3, [1], {}, np.zeros(3), [10**5000], np.array(["a", "a"])])
+def test_what_is_no_name_is_answered_and_changes_nothing(strange: Any) -> None:
+    """A reply, never an exception: an array cannot be compared with a name, and a list is no key."""
+    record = record_of("a")
+    record.begin("a", [0], 0)
+    before = record.state
+    answers = [
+        record.attach(strange),
+        record.detach(strange),
+        record.begin(strange, [0], 0),
+        record.commit(strange, [0], LAYOUT.physical_to_logical_map[:1]),
+        record.abort(strange, [0]),
+        record.follow(strange, LAYOUT.digest),
+        record.follow("a", strange),
+        record.hold(strange, 0, 1),
+        record.hold("a", strange, strange),
+        record.begin("a", strange, strange),
+    ]
+    assert {answer.status for answer in answers} <= {"refused", "busy"}
+    assert all(answer.reason.isprintable() and len(answer.reason) < 1000 for answer in answers)
+    assert record.state == before

@@ -54,7 +54,7 @@ MUTATIONS = [
     (
         LAYOUT,
         '        check_id(expert, "expert", self.num_experts)\n',
-        "        pass\n",
+        "",
         f"{TEST_LAYOUT}::test_ids_out_of_range_are_no_ids_from_the_end",
     ),
     # layout: the digest

@@ -60,14 +60,14 @@ MUTATIONS = [
     (
         RESOLVER,
         'row = self._row_of_layer.get(_index(layer, "layer"))',
-        'row = self._row_of_layer.get(_index(layer, "layer") % max(1, len(self._row_of_layer)))',
+        "row = self._row_of_layer.get(operator.index(layer) % max(1, len(self._row_of_layer)))",
         f"{TEST_RESOLVER}::test_ids_out_of_range_raise",
     ),
     # layers beyond the map are drafts without being declared
     (
         RESOLVER,
         'row = self._row_of_layer.get(_index(layer, "layer"))',
-        'row = self._row_of_layer.get(_index(layer, "layer"), -1 if layer > 0 else None)',
+        "row = self._row_of_layer.get(operator.index(layer), -1 if layer > 0 else None)",
         f"{TEST_RESOLVER}::test_a_draft_layer_that_nobody_declared_raises",
     ),
     # rows may overlap

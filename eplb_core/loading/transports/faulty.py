@@ -53,7 +53,8 @@ class Faulty:
     def __init__(
         self, inner: Transport, faults: Mapping[str, float] | Sequence[str], *, seed: int = 0, polls: int = 3
     ) -> None:
-        unknown = [fault for fault in to_list(faults, "faults") if fault not in FAULTS]
+        named: list[object] = list(to_list(faults, "faults"))
+        unknown = [fault for fault in named if not isinstance(fault, str) or fault not in FAULTS]
         if unknown:
             raise ValueError(f"`faults` (={quoted(unknown[0], 80)}) must be of {', '.join(FAULTS)}")
         self._script: list[str] = []
