@@ -95,7 +95,7 @@ def test_mooncake_that_does_not_start_is_named_with_its_code(engine: type[Engine
 
 
 def test_mooncake_that_is_not_there_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mooncake", None)
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     with pytest.raises(TransportError, match=r"Mooncake cannot be imported .*eplb-core\[mooncake\]"):
         Mooncake("127.0.0.1")
 
