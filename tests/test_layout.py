@@ -333,3 +333,12 @@ def test_more_experts_than_slots_are_refused_before_anything_that_long_is_alloca
         ExpertLayout([[0, 1]], 10**12, topology=Topology(2))
     with pytest.raises(ValueError, match=r"`num_slots` \(=1000000000000\) must be at most 16777216"):
         ExpertLayout.trivial(1, 2, num_slots=10**12, topology=Topology(2))
+
+
+def test_an_absurd_number_of_layers_is_refused_before_memory_is_taken() -> None:
+    with pytest.raises(
+        ValueError, match=r"`num_layers` \(=4611686018427387904\), `num_slots` \(=4\): the product must be"
+    ):
+        ExpertLayout.trivial(2**62, 2, num_slots=2, topology=TWO)
+    with pytest.raises(TypeError, match=r"`topology` \(=NoneType\) must be a Topology"):
+        ExpertLayout.trivial(1, 2, num_slots=2, topology=None)  # type: ignore[arg-type]

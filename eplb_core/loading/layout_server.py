@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import selectors
 import socket
 import threading
@@ -28,7 +29,9 @@ from eplb_core.loading.record_file import save_record
 log = logging.getLogger("eplb_core")
 
 MAX_CONNECTIONS = 256
-"""More are closed at once: each costs a file descriptor of this process."""
+"""Each costs a file descriptor of this process, which needs others; see `_most_connections`."""
+SPARE = 8
+"""Descriptors that connections leave to files where a process has run out of them."""
 
 
 class LayoutServer:
@@ -83,7 +86,12 @@ class LayoutServer:
             self._place.release()
             raise
         self._thread = threading.Thread(target=self._loop.run, name=f"eplb record {self.path}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no more threads: nobody would answer at the path
+            self._loop.end()
+            self._place.release()
+            raise
 
     @property
     def path(self) -> str:
@@ -118,8 +126,14 @@ class LayoutServer:
         self.close()
 
 
+def _most_connections() -> int:
+    """Half of this process's descriptors at most: a reply that promises something needs one to write it down."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft // 2))
+
+
 class _Connection:
-    __slots__ = ("closing", "fds", "inbox", "out", "queued", "session", "socket", "watch", "writing")
+    __slots__ = ("closing", "fds", "inbox", "out", "queued", "session", "socket", "spoke", "watch", "writing")
 
     def __init__(self, accepted: socket.socket, number: int) -> None:
         self.socket = accepted
@@ -127,6 +141,8 @@ class _Connection:
         self.inbox = Inbox()
         self.out = memoryview(b"")
         self.fds: list[int] = []
+        self.spoke = False
+        """Has sent a whole message: who has not may be anybody, and is the first to go."""
         self.closing = False
         """Ends when `out` has gone."""
         self.queued = False
@@ -152,6 +168,7 @@ class _Loop:
         self._watching: set[_Connection] = set()
         self._seen = keeper.changes
         self._number = 0
+        self._most = _most_connections()
 
     def run(self) -> None:
         """Until `stop`."""
@@ -196,9 +213,8 @@ class _Loop:
         try:
             accepted, _ = self._listener.accept()
         except OSError as error:
-            if not isinstance(error, (BlockingIOError, ConnectionError)):  # pragma: no cover  out of descriptors
-                log.error("%s: cannot accept: %s", self._path, error)
-                time.sleep(0.01)
+            if not isinstance(error, (BlockingIOError, ConnectionError)):
+                self._no_room(str(error))
             return
         try:
             check_peer(accepted, self._path)
@@ -206,13 +222,33 @@ class _Loop:
             log.error("%s", error)
             accepted.close()
             return
-        if len(self._connections) >= MAX_CONNECTIONS:
+        if len(self._connections) >= self._most and not self._drop_silent():
             accepted.close()
             return
         self._number += 1
         accepted.setblocking(False)
         self._connections[accepted] = _Connection(accepted, self._number)
         self._selector.register(accepted, selectors.EVENT_READ)
+
+    def _no_room(self, why: str) -> None:
+        """Out of descriptors: fewer connections from now on, so that some are left for files; silent ones go."""
+        fewer = max(1, min(self._most, len(self._connections)) - SPARE)
+        if fewer < self._most:  # not again for each who knocks
+            log.error("%s: cannot accept: %s; at most %d connections from now on", self._path, why, fewer)
+            self._most = fewer
+        before = len(self._connections)
+        while len(self._connections) > self._most and self._drop_silent():
+            pass
+        if len(self._connections) == before:
+            time.sleep(0.01)  # those who knock wait until somebody leaves
+
+    def _drop_silent(self) -> bool:
+        """End the oldest connection that has not said anything whole yet; an engine says who it is at once."""
+        for connection in self._connections.values():
+            if not connection.spoke and not connection.closing:
+                self._drop(connection, dropped=True)
+                return True
+        return False
 
     def _turn(self, connection: _Connection) -> None:
         if connection.writing:
@@ -248,6 +284,7 @@ class _Loop:
             self._answer(connection, body)
 
     def _answer(self, connection: _Connection, body: bytes) -> None:
+        connection.spoke = True
         connection.watch = None
         self._watching.discard(connection)
         try:

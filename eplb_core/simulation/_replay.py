@@ -111,7 +111,11 @@ def simulate(
     run = _Run(topology, num_slots, Dispatcher(dispatch), StepCost(CostModel()) if step is None else step, passes)
     run.bound, run.keep_ranks = check_flag(bound, "bound"), check_flag(keep_ranks, "keep_ranks")
     past: deque[IntArray | FloatArray] = deque(maxlen=-(-seen // every))
+    most, pairs = 0.0, 0
     for number, block in enumerate(blocks):
+        most, pairs = max(most, float(block.load.max(initial=0))), pairs + block.load.size
+        if not most * pairs < np.inf:
+            raise ValueError(f"`trace` (up to {most:g}) is too large to be added up in float64; scale it down")
         if number == 0:
             run.start(current, block)
         else:

@@ -514,6 +514,8 @@ def send_until_blocked(connection: socket.socket, message: bytes) -> int:
 def test_too_many_connections_are_closed_and_cost_nothing(server: LayoutServer, path: Path) -> None:
     with LayoutClient(path, "a") as client:
         crowd = [raw(path) for _ in range(MAX_CONNECTIONS - 1)]
+        for connection in crowd:
+            assert ask(connection, {"do": "query"}) is not None
         assert LayoutClient(path, "late").error is not None
         assert client.begin([0], 0).status == "ok"
         for connection in crowd:
@@ -524,6 +526,77 @@ def test_too_many_connections_are_closed_and_cost_nothing(server: LayoutServer, 
                 return later.found is not None
 
         until(is_let_in)
+
+
+def test_a_crowd_that_says_nothing_keeps_no_engine_out(server: LayoutServer, path: Path) -> None:
+    """Silent ones, half a message, a byte now and then: the oldest goes when one more comes, never an engine."""
+    with LayoutClient(path, "a") as client, contextlib.ExitStack() as crowd:
+        for number in range(2 * MAX_CONNECTIONS):
+            connection = crowd.enter_context(raw(path))
+            if number % 3:
+                connection.send(_wire.pack({"do": "query"})[: number % 3 * 2])
+        with LayoutClient(path, "late") as late:
+            assert late.found is not None
+            assert state_of(server).engines == ("a", "late")
+        assert client.begin([0], 0).status == "ok"
+        assert client.commit([0], [ROW]).version == 1
+
+
+def test_a_thousand_who_come_and_go_do_not_disturb(server: LayoutServer, path: Path) -> None:
+    with LayoutClient(path, "a") as client:
+        for number in range(1000):
+            with raw(path) as connection, contextlib.suppress(BrokenPipeError):
+                connection.send((b"", b"\xff\xff\xff\xff", _wire.LENGTH.pack(9) + b"{", b"\0")[number % 4])
+            if number % 100 == 0:
+                assert client.query() is not None
+        assert client.begin([0], 0).status == "ok"
+        assert client.commit([0], [ROW]).version == 1
+        assert state_of(server).engines == ("a",)
+
+
+CROWDED = """
+import resource, socket, sys
+soft = 64
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from eplb_core import ExpertLayout, LayoutRecord, LayoutServer, Topology
+layout = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=Topology(2))
+taken = [open("/dev/null") for _ in range(int(sys.argv[3]))]
+server = LayoutServer(sys.argv[1], LayoutRecord(layout), state_file=sys.argv[2])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("taken", [0, 28])
+def test_a_crowd_beyond_the_descriptors_keeps_nobody_from_moving(path: Path, tmp_path: Path, taken: int) -> None:
+    """64 descriptors, 100 that say nothing: the state's file is written all the same; with 28 taken none is left."""
+    arguments = [sys.executable, "-c", CROWDED, str(path), str(tmp_path / "state.json"), str(taken)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stdin is not None
+        assert keeper.stdout.readline() == "ready\n"
+        with LayoutClient(path, "a") as client, contextlib.ExitStack() as crowd:
+            for _ in range(100):
+                crowd.enter_context(raw(path))
+            if not taken:
+                assert client.begin([0], 0).status == "ok"
+                assert client.commit([0], [ROW]).version == 1
+            with LayoutClient(path, "late", wait=5.0) as late:
+                assert late.connected
+        keeper.stdin.close()
+
+
+def test_a_server_whose_thread_cannot_start_leaves_its_path(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            LayoutServer(path, LayoutRecord(LAYOUT))
+    assert not path.exists()
+    with LayoutServer(path, LayoutRecord(LAYOUT)) as server, LayoutClient(server.path, "a") as client:
+        assert client.connected
 
 
 def test_an_endless_message_ends_its_connection_alone(server: LayoutServer, path: Path) -> None:

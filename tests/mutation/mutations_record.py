@@ -291,9 +291,37 @@ MUTATIONS = [
     # connections without end
     (
         SERVER,
-        "if len(self._connections) >= MAX_CONNECTIONS:",
-        "if len(self._connections) >= 10**9:",
+        "if len(self._connections) >= self._most and not",
+        "if len(self._connections) >= 10**9 and not",
         f"{TEST_SERVER}::test_too_many_connections_are_closed_and_cost_nothing",
+    ),
+    # a crowd that says nothing keeps engines out
+    (
+        SERVER,
+        "and not self._drop_silent():\n            accepted",
+        "and True:\n            accepted",
+        f"{TEST_SERVER}::test_a_crowd_that_says_nothing_keeps_no_engine_out",
+    ),
+    # a crowd takes the descriptors that the record's file needs
+    (
+        SERVER,
+        "min(MAX_CONNECTIONS, soft // 2)",
+        "MAX_CONNECTIONS",
+        f"{TEST_SERVER}::test_a_crowd_beyond_the_descriptors_keeps_nobody_from_moving",
+    ),
+    # connections leave no descriptor to the record's file
+    (
+        SERVER,
+        "len(self._connections)) - SPARE)",
+        "len(self._connections)))",
+        f"{TEST_SERVER}::test_a_crowd_beyond_the_descriptors_keeps_nobody_from_moving",
+    ),
+    # a server without a thread keeps its path
+    (
+        SERVER,
+        "            self._loop.end()\n            self._place.release()\n            raise",
+        "            raise",
+        f"{TEST_SERVER}::test_a_server_whose_thread_cannot_start_leaves_its_path",
     ),
     # what did not go out at once is forgotten
     (

@@ -201,3 +201,14 @@ def test_loads_beyond_float32_reach_deepseeks_policy_scaled() -> None:
     load = np.random.default_rng(0).integers(1, 90, (4, 1, 4)).astype(np.float64)
     options: dict[str, Any] = {"topology": Topology(2), "num_slots": 6, "policy": "deepseek", "interval": 2}
     assert simulate(load * 2.0**130, **options).layout == simulate(load, **options).layout
+
+
+@pytest.mark.parametrize("policy", ["none", "place", "deepseek"])
+def test_loads_of_any_size_are_replayed_or_refused_in_words(policy: str) -> None:
+    """1e300 tokens are replayed as 1; what no float64 can add up is refused before anything is computed."""
+    shape = np.arange(1, 65, dtype=np.float64).reshape(4, 2, 8)
+    options: dict[str, Any] = {"topology": Topology(2), "num_slots": 10, "policy": policy, "interval": 1}
+    small, large = (simulate(shape * size, **options) for size in (1.0, 2.0**996))
+    assert large.balancedness.tolist() == small.balancedness.tolist()
+    with pytest.raises(ValueError, match=r"`trace` \(up to 1\.6e\+307\) is too large to be added up in float64"):
+        simulate(shape * 1e306, **options)
