@@ -144,7 +144,7 @@ def _kind(path: Path) -> None:
 
 def _inline(path: Path) -> None:
     text = path.read_bytes()[:4096].decode("utf-8", "replace").replace("\0", " ")
-    if text.lstrip().startswith("{"):
+    if text.lstrip().startswith("{") and not os.path.exists(text):
         sglang_files.read_expert_location(text, topology=TOPOLOGY)
 
 
