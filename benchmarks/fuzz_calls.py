@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import os
 import random
 import re
 import resource
@@ -819,6 +820,7 @@ def work(keep: Path, seed: int, most: int, only: str) -> None:
     judge = Judge(keep)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        os.chdir(folder)  # a bad path may be the name of a file to write
         names = [each for each in CALLS if only in each]
         for each in names:  # compiles, and must be well as it is
             with tempfile.TemporaryDirectory(dir=folder) as own:

@@ -97,7 +97,7 @@ def _float32_rows(weight: torch.Tensor | npt.ArrayLike) -> Float32Array:
     if isinstance(weight, torch.Tensor):
         if weight.is_complex():
             raise TypeError(f"`weight` (dtype {weight.dtype}) must be integers or floats")
-        load: npt.NDArray[Any] = np.ascontiguousarray(to_numpy(weight.detach().float(), "weight"))
+        load: npt.NDArray[Any] = np.asarray(to_numpy(weight.detach().float(), "weight"), order="C")
     else:
         array = to_numpy(weight, "weight")
         if array.dtype.kind not in "biuf":

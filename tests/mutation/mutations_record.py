@@ -44,8 +44,8 @@ MUTATIONS = [
     # a dirty record lets engines move
     (
         RECORD,
-        "if state.dirty:\n            reason = self._dirty_reason()\n        elif not is_among(engine,",
-        "if not is_among(engine,",
+        "if state.dirty:\n            reason = self._dirty_reason()\n        elif not is_among(engine, state.engines)",
+        "if not is_among(engine, state.engines)",
         f"{TEST_RECORD}::test_an_engine_that_leaves_during_its_move_leaves_a_dirty_record",
     ),
     # a dirty record is read
@@ -164,7 +164,7 @@ MUTATIONS = [
     (
         RECORD,
         "if digest is None or not is_among(engine, state.engines):",
-        "if engine not in state.engines:",
+        "if not is_among(engine, state.engines):",
         f"{TEST_RECORD}::test_who_cannot_be_seen_to_leave_or_follow_is_served_and_ends_all_moves",
     ),
     # names are kept without end
@@ -584,8 +584,8 @@ MUTATIONS = [
     # an engine follows by another layout
     (
         RECORD,
-        'if not is_among(digest, (state.digest,)):\n            return self._refused(\n                f"engine',
-        'if digest is None:\n            return self._refused(\n                f"engine',
+        "if not is_among(digest, (state.digest,)):\n            return",
+        "if digest is None:\n            return",
         f"{TEST_RECORD}::test_who_is_on_another_layout_does_not_follow",
     ),
     # an engine follows from the middle of a move on
