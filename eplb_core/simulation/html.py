@@ -110,6 +110,7 @@ def _page_data(comparison: Comparison) -> dict[str, Any]:
         "unscored": sims[0].scored_from,
         "best": sims.index(comparison.best),
         "bound": None if bound is None else _rounded(_averaged(bound, step)),
+        "timeUnit": "ms a pass" if sims[0].cost is not None else "tokens of the fullest rank",
         "policies": [_policy_data(sim, step) for sim in sims],
     }
 
@@ -121,6 +122,7 @@ def _policy_data(sim: Simulation, step: int) -> dict[str, Any]:
     ranks = -(-share.shape[1] // _RANKS)
     names = sim.layer_ids or tuple(range(sim.balancedness.shape[1]))
     scored = sim.balancedness[sim.scored_from :]
+    unit = 1.0 if sim.cost is None else 1e3
     return {
         "name": sim.policy,
         "curve": _rounded(_averaged(sim.window_balancedness, step)),
@@ -132,7 +134,7 @@ def _policy_data(sim: Simulation, step: int) -> dict[str, Any]:
                 "layer": int(names[layer]),
                 "balancedness": _plain(mean_of_known(scored[:, layer])),
                 "worst": _plain(float(np.nanmin(scored[:, layer]))) if (scored[:, layer] > 0).any() else None,
-                "time": _plain(float(sim.step_s[sim.scored_from :, layer].mean())),
+                "time": _plain(float(sim.step_s[sim.scored_from :, layer].mean()) * unit),
                 "transfers": int(sim.transfers[:, layer].sum()),
                 "network": int(sim.link_transfers[:, layer, 2].sum()),
             }

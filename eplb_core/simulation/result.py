@@ -53,7 +53,7 @@ class Simulation:
     bound: FloatArray
     """Mean over layers of what no layout of these slots exceeds, `[T]`, equal within an interval; NaN if not asked."""
     step_s: FloatArray
-    """Time of each layer in a pass, `[T, L]`."""
+    """Time of each layer in a pass, `[T, L]`: seconds, or without a cost the fullest rank's tokens over its speed."""
     rank_load: FloatArray
     """Tokens that each rank computes, all layers together, `[T, R]`."""
     layer_rank_load: FloatArray | None

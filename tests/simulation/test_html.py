@@ -141,6 +141,7 @@ seen.curve = at(document.getElementById("curves"), 0.5, 0.5);
 seen.heat = at(document.getElementById("heat"), 0.99, 0.01);
 const picker = document.getElementById("policy");
 picker.value = "0"; picker.dispatchEvent(new Event("change")); seen.other = cells();
+seen.rows = [...document.querySelectorAll("#layers tr")].map(row => [...row.cells].map(cell => cell.textContent));
 seen.paths = document.querySelectorAll("#curves path").length;
 document.body.textContent = "SEEN" + JSON.stringify(seen) + "NEES";
 </script>
@@ -157,12 +158,11 @@ def browser() -> str:
     pytest.skip("needs chromium (Debian's package), or its path in CHROMIUM")
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_page_works_in_a_browser(comparison: Comparison, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text(report_html(comparison).replace("</body>\n", ACTIONS))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+def shown_by_browser(html: str, folder: Path) -> Any:
+    """What `ACTIONS` saw on the page."""
+    page = folder / "page.html"
+    page.write_text(html.replace("</body>\n", ACTIONS))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     done = subprocess.run(
         [browser(), *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=300, check=False
     )
@@ -170,7 +170,13 @@ def test_the_page_works_in_a_browser(comparison: Comparison, tmp_path: Path) -> 
         pytest.skip(f"chromium does not start here: {done.stderr[-200:]}")
     found = re.search("SEEN(.*)NEES", done.stdout.split("<body")[-1], re.S)
     assert found, done.stdout[-2000:]
-    seen = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_page_works_in_a_browser(comparison: Comparison, tmp_path: Path) -> None:
+    seen = shown_by_browser(report_html(comparison), tmp_path)
     assert seen["ready"] == "yes"
     ascending = [float(text) for text in seen["ascending"]]
     assert ascending == sorted(ascending) == [float(text) for text in reversed(seen["descending"])]
@@ -179,6 +185,20 @@ def test_the_page_works_in_a_browser(comparison: Comparison, tmp_path: Path) -> 
     assert seen["heat"].startswith("window 8\nrank 0\n")
     assert sorted(seen["other"]) != sorted(seen["ascending"])
     assert seen["paths"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_page_shows_large_and_small_numbers_as_they_are(tmp_path: Path) -> None:
+    load = np.array([[[2000, 2000, 1000, 1000]]] * 6)  # the fuller rank has 4,000 tokens
+    options: dict[str, Any] = {"topology": Topology(2), "num_slots": 4, "interval": 3}
+    for cost, unit, time in (
+        (None, "tokens of the fullest rank", "4000"),
+        (CostModel(token_s=3e-8), "ms a pass", "0.12"),
+    ):
+        seen = shown_by_browser(report_html(compare_policies(load, "none", cost=cost, **options)), tmp_path)
+        assert seen["rows"][0][3] == unit
+        assert seen["rows"][1] == ["0", "0.75", "0.75", time, "0", "0"]
 
 
 # ---- notebooks -------------------------------------------------------------------------------------------------------
