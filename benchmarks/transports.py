@@ -3,7 +3,8 @@
 python -m benchmarks.transports --json transports.json
 
 One reader, one owner, both real processes; every read is compared byte by byte. A transport whose package is not
-installed is left out and named. Speeds over the loopback device say what a transport costs, not what a network gives.
+installed, or does not load, is left out and named. Speeds over the loopback device say what a transport costs, not what
+a network gives.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
+import importlib
 import statistics
 import threading
 import time
@@ -36,9 +37,9 @@ OWN_KITS: dict[str, tuple[TransportKit, str]] = {
     "TorchDistributed, gloo": (TransportKit(kits.gloo, rejoins=False), ""),
     "Nixl, one host (tcp,sm,self)": (TransportKit(kits.nixl_on_one_host), "nixl_cu13 nixl_cu12 nixl"),
     "Nixl, tcp": (TransportKit(kits.nixl_tcp), "nixl_cu13 nixl_cu12 nixl"),
-    "Mooncake, tcp": (TransportKit(kits.mooncake), "mooncake"),
+    "Mooncake, tcp": (TransportKit(kits.mooncake), "mooncake.engine"),
 }
-"""By name: the kit, and packages of which one must be there."""
+"""By name: the kit, and modules of which one must load."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,25 +51,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure.one_thread()
     nbytes = 4 * MIB if options.quick else BYTES
     record: dict[str, Any] = {"nbytes": nbytes, "transports": {}, "absent": []}
-    for name, (kit, packages) in OWN_KITS.items():
+    for name, (kit, modules) in OWN_KITS.items():
         if options.only and not name.startswith(tuple(options.only)):
             continue
-        if packages and not any(importlib.util.find_spec(package) for package in packages.split()):
-            record["absent"].append(name)
+        why = not_there(modules.split())
+        if why:
+            record["absent"].append(f"{name}: {why}")
             continue
         kit = dataclasses.replace(kit, big=nbytes)
         record["transports"][name] = {**speeds(kit, 3 if options.quick else 15), **ends(kit)}
     print(speed_table(record["transports"]))
     print()
     print(end_table(record["transports"]))
-    for name in record["absent"]:
-        print(f"{name}: not installed")
+    for line in record["absent"]:
+        print(line)
     record["summary"] = [
         f"{name}: {entry['gb_s']['median']:.1f} GB/s; a dead peer ends a read in {entry['killed_ms']:.0f} ms"
         for name, entry in record["transports"].items()
     ]
     measure.write_json(options.json, record)
     return 0
+
+
+def not_there(modules: Sequence[str]) -> str:
+    """Why none of the modules loads (not installed, or a library of the system's is missing); empty: one does."""
+    failures = [load_failure(module) for module in modules]
+    return "" if "" in failures else "; ".join(failures)
+
+
+def load_failure(module: str) -> str:
+    """Why a module does not load, or nothing."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"{module} does not load ({error})"
+    return ""
 
 
 def speed_table(entries: dict[str, Any]) -> str:
