@@ -7,7 +7,6 @@ import importlib.util
 import os
 import shutil
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from eplb_core._inputs import note, note_faults, ranks_and_current, read_trace
 from eplb_core._inspect import pairs_on_a_rank
 from eplb_core._plan_words import conclude_plan
 from eplb_core._terminal import number, progress, to_json
-from eplb_core._text import lines
+from eplb_core._text import filled, lines
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load, transfers
 from eplb_core.simulation.links import LINKS
@@ -137,7 +136,7 @@ def _plan_text(facts: dict[str, Any], *, conclusion: bool = True) -> str:
     lines.append(f"planned in {facts['seconds'] * 1e3:,.1f} ms; digest {facts['digest'][:16]}")
     if "out" in facts:
         lines.append(f"wrote   {facts['out']}")
-    return "\n".join([*lines, "", _filled(facts["conclusion"])] if conclusion else lines)
+    return "\n".join([*lines, "", filled(facts["conclusion"])] if conclusion else lines)
 
 
 # ---- simulate --------------------------------------------------------------------------------------------------------
@@ -173,7 +172,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(to_json([_replay_facts(result) for result in results]))
     else:
-        print(f"{replays.table(results.simulations)}\n\n{_filled(results.conclusion)}")
+        print(f"{replays.table(results.simulations)}\n\n{filled(results.conclusion)}")
         if arguments.report is not None:
             print(lines(f"wrote   {arguments.report}"))
     return 0
@@ -254,7 +253,7 @@ def _demo_text(trace: Trace, facts: dict[str, Any], results: replays.Comparison)
         results.conclusion,
         f"On your own recording:\n\n    {_program()} plan FILE --ranks R --slots P --out layout.json",
     ]
-    return "\n\n".join(part if "\n" in part else _filled(part) for part in paragraphs)
+    return "\n\n".join(part if "\n" in part else filled(part) for part in paragraphs)
 
 
 def _program() -> str:
@@ -263,8 +262,3 @@ def _program() -> str:
         return "eplb"
     script = os.path.relpath(Path(sys.executable).with_name("eplb"))
     return "python -m eplb_core" if script.startswith("..") or not os.path.exists(script) else script
-
-
-def _filled(text: str) -> str:
-    indent = " " * (len(text) - len(text.lstrip()))
-    return textwrap.fill(text, 80, subsequent_indent=indent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from eplb_core.placement.report import GainReport
 
 _LAYERS, _CELLS = 8, 400
-_CELL = "padding:1px 4px;text-align:center;border:1px solid #ccc;font:11px monospace"
+_CELL = "padding:1px 4px;text-align:center;border:1px solid #ccc;font:11px monospace;white-space:nowrap"
+_SHADES = ("#000", "#888", "#36c", "#c33", "#393", "#939")
 
 
 def table_html(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -26,6 +28,11 @@ def table_html(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     cells = "".join(f"<th>{escape(text)}</th>" for text in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def words_html(text: str) -> str:
+    """A sentence, escaped; what stands between backticks as code."""
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def layout_html(layout: ExpertLayout) -> str:
@@ -139,29 +146,41 @@ def gain_report_html(report: GainReport) -> str:
         for number, row in enumerate(report.rows)
     ]
     head = ["", "redundant", "slots", "seen", "bound", "unseen", "time saved"]
-    return f"<div><b>GainReport</b>: {escape(report.conclusion)}{table_html(head, rows)}</div>"
+    return f"<div><b>GainReport</b>: {words_html(report.conclusion)}{table_html(head, rows)}</div>"
 
 
-def line_svg(values: Sequence[FloatArray], *, low: float | None = None, width: int = 480, height: int = 90) -> str:
-    """Small curves over one another, the first in black; NaN is a gap."""
+def line_svg(
+    values: Sequence[FloatArray],
+    names: Sequence[str] = (),
+    *,
+    low: float | None = None,
+    width: int = 520,
+    height: int = 90,
+) -> str:
+    """Small curves over one another, the first in black, with their names below; NaN is a gap."""
     known = np.concatenate([each[~np.isnan(each)] for each in values])
     if not known.size:
         return ""
     low = float(known.min()) if low is None else low
     span = max(float(known.max()) - low, 1e-9)
-    shades = ("#000", "#888", "#36c", "#c33", "#393", "#939")
+    left = 34  # room for the numbers
     lines = []
     for number, each in enumerate(values):
-        step = width / max(len(each) - 1, 1)
-        points = [
-            f"{at * step:.1f},{height - 4 - (value - low) / span * (height - 8):.1f}"
-            for at, value in enumerate(each.tolist())
-            if value == value
-        ]
-        shade = shades[number % len(shades)]
-        lines.append(f'<polyline fill="none" stroke="{shade}" stroke-width="1.2" points="{" ".join(points)}"/>')
+        step = (width - left) / max(len(each) - 1, 1)
+        path, pen = "", "M"
+        for at, value in enumerate(each.tolist()):
+            if value == value:
+                path += f"{pen}{left + at * step:.1f} {height - 4 - (value - low) / span * (height - 8):.1f}"
+            pen = "L" if value == value else "M"
+        shade = _SHADES[number % len(_SHADES)]
+        lines.append(f'<path fill="none" stroke="{shade}" stroke-width="1.2" d="{path}"/>')
+    legend = "".join(
+        f'<span style="margin-right:1.5em"><b style="color:{_SHADES[number % len(_SHADES)]}">&#8212;</b> '
+        f"{escape(name)}</span>"
+        for number, name in enumerate(names)
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" style="background:#fff">'
-        f'{"".join(lines)}<text x="2" y="10" font-size="9">{float(known.max()):.3f}</text>'
-        f'<text x="2" y="{height - 2}" font-size="9">{low:.3f}</text></svg>'
+        f'{"".join(lines)}<text x="0" y="10" font-size="9">{float(known.max()):.3f}</text>'
+        f'<text x="0" y="{height - 2}" font-size="9">{low:.3f}</text></svg>{legend and f"<div>{legend}</div>"}'
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 WIDTH = 240
 """Of one thing that a message quotes."""
 
@@ -31,6 +33,12 @@ def quoted(value: object, width: int = WIDTH) -> str:
     if isinstance(value, str):
         value = repr(value if len(value) <= width else value[: width - 3] + "...")
     return plain(value, 2 * width)
+
+
+def filled(text: str) -> str:
+    """A paragraph in lines of 80 characters at most, each indented as the first."""
+    indent = " " * (len(text) - len(text.lstrip()))
+    return textwrap.fill(text, 80, subsequent_indent=indent)
 
 
 def _line(text: str) -> str:

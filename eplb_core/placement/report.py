@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, check_load, check_real, to_list
+from eplb_core._text import filled
 from eplb_core.layout import ExpertLayout, rank_capacity
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load
 from eplb_core.placement._pass_time import solved_balancedness, time_layers
@@ -84,7 +85,7 @@ class GainReport:
                 f"{row.redundant:10d}{row.num_slots:7d}{row.seen:7.3f}{row.bound:7.3f}{unseen:>8}{row.saved:12.1%}"
                 f"{each:>13}{memory:>15}"
             )
-        return "\n".join([*lines, "", self.conclusion])
+        return "\n".join([*lines, "", filled(self.conclusion)])
 
     def _repr_html_(self) -> str:
         from eplb_core._html import gain_report_html

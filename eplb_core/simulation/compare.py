@@ -19,7 +19,7 @@ import numpy as np
 from eplb_core import __version__
 from eplb_core._arrays import check_int, check_kind, to_list
 from eplb_core._files import PathLike, write_atomic
-from eplb_core._text import quoted
+from eplb_core._text import filled, quoted
 from eplb_core.simulation import records as tables
 from eplb_core.simulation._replay import simulate
 from eplb_core.simulation.policies import BASIC, Policy
@@ -64,7 +64,7 @@ class Comparison:
         return len(self.simulations)
 
     def __str__(self) -> str:
-        return f"{tables.table(self.simulations)}\n\n{self.conclusion}"
+        return f"{tables.table(self.simulations)}\n\n{filled(self.conclusion)}"
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(map(repr, self.simulations))})"

@@ -13,7 +13,7 @@ import numpy as np
 
 from eplb_core._arrays import FloatArray
 from eplb_core._files import PathLike, write_atomic
-from eplb_core._html import line_svg, table_html
+from eplb_core._html import line_svg, table_html, words_html
 from eplb_core.metrics import mean_of_known
 from eplb_core.simulation.records import summary
 
@@ -33,8 +33,8 @@ def simulation_html(sim: Simulation) -> str:
 def comparison_html(comparison: Comparison) -> str:
     """A row a policy, the curves, and the conclusion."""
     sims = comparison.simulations
-    curves = line_svg([sim.window_balancedness for sim in sims])
-    return f"<div>{_summary_table(sims)}{curves}<p>{escape(comparison.conclusion)}</p></div>"
+    curves = line_svg([sim.window_balancedness for sim in sims], [sim.policy for sim in sims])
+    return f"<div>{_summary_table(sims)}{curves}<p>{words_html(comparison.conclusion)}</p></div>"
 
 
 def _summary_table(sims: Any) -> str:
@@ -87,7 +87,7 @@ def report_html(comparison: Comparison, *, title: str = "Replay of a recorded lo
     data = json.dumps(_page_data(comparison), allow_nan=False).replace("<", "\\u003c")
     parts = {
         "TITLE": escape(title),
-        "CONCLUSION": escape(comparison.conclusion),
+        "CONCLUSION": words_html(comparison.conclusion),
         "SUMMARY": _summary_table(sims),
         "DATA": data,
     }

@@ -148,9 +148,12 @@ def plot_frontier(rows: Any, *, x: str = "transfers", y: str = "total_balancedne
         )
     if across.min() > 0 and across.max() > 30 * across.min():
         axes.set_xscale("log")
-    axes.set_xlabel(
-        {"transfers": "experts moved between ranks", "bytes": "bytes moved between ranks"}.get(x, x.replace("_", " "))
-    )
+    names = {
+        "transfers": "experts moved between ranks",
+        "bytes": "bytes moved between ranks",
+        "redundant": "redundant experts",
+    }
+    axes.set_xlabel(names.get(x, x.replace("_", " ")))
     axes.set_ylabel(y.replace("_", " "))
     axes.legend(frameon=False, fontsize=8, title=by.replace("_", " "), title_fontsize=8)
     axes.grid(True, linewidth=0.3)
@@ -194,7 +197,8 @@ def plot_moves(old: ExpertLayout, new: ExpertLayout, *, layer: int | None = None
     axes = picture.add_subplot()
     named = layer is not None and len(moves) <= 4 * ranks
     shown = np.where(count > 0, count, np.nan)
-    image = axes.imshow(shown, cmap="Greys" if named else f"{_HEAT}_r", vmin=0, vmax=4 * count.max() if named else None)
+    scale = {"cmap": "Greys", "vmin": 0, "vmax": 4 * count.max()} if named else {"cmap": f"{_HEAT}_r", "vmin": 1}
+    image = axes.imshow(shown, **scale)
     if named:
         for source, target in np.argwhere(count > 0).tolist():
             these = moves[(moves[:, 2] == source) & (moves[:, 3] == target), 1]
@@ -209,7 +213,8 @@ def plot_moves(old: ExpertLayout, new: ExpertLayout, *, layer: int | None = None
         text += f", {int((~near).sum()):,} between nodes"
     axes.set_title(text, loc="left", fontsize=9)
     if layer is None:
-        picture.colorbar(image, ax=axes, label="experts", shrink=0.8)
+        ticks = np.unique(np.linspace(1, max(int(count.max()), 1), 6).astype(np.int64))  # experts come whole
+        picture.colorbar(image, ax=axes, label="experts", shrink=0.8, ticks=ticks)
     return picture
 
 

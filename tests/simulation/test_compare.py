@@ -66,7 +66,9 @@ def test_without_a_cost_fewer_transfers_win_within_a_hundredth_of_balance() -> N
     assert "layers take 40.0% less time than with `none` (60%)" in runs.conclusion
     assert "Its 2 rebalances move 1 expert in all. `swap` moves 4 times as many" in runs.conclusion
     assert str(runs).startswith(runs.simulations[0].table()[:10])
-    assert str(runs).endswith(runs.conclusion)
+    said = str(runs).split("\n\n")[-1]
+    assert " ".join(said.split()) == runs.conclusion
+    assert max(map(len, said.splitlines())) <= 80
 
 
 def test_with_a_cost_pauses_count() -> None:

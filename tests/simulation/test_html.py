@@ -27,7 +27,7 @@ from eplb_core import (
     plan_pull,
     should_rebalance,
 )
-from eplb_core._html import line_svg
+from eplb_core._html import line_svg, words_html
 from eplb_core.simulation import Comparison
 from eplb_core.simulation.html import _averaged, report_html, write_report
 
@@ -208,8 +208,9 @@ def test_replays_show_totals_curves_and_the_conclusion(comparison: Comparison) -
     html = comparison._repr_html_()
     Tags(html)
     assert html.count("<tr>") == 3
-    assert html.count("<polyline") == 2
-    assert "Take `place`" in html
+    assert html.count("<path") == 2
+    assert all(f"&#8212;</b> {sim.policy}</span>" in html for sim in comparison)  # which curve is whose
+    assert "Take <code>place</code>" in html
     alone = comparison["place"]._repr_html_()
     Tags(alone)
     assert f"{comparison['place'].total_balancedness:.3f}" in alone
@@ -225,6 +226,7 @@ def test_a_layout_shades_replicas_and_marks_pairs_on_a_rank() -> None:
     Tags(html)
     assert "2 more layers" in html
     assert layout.digest[:12] in html
+    assert "white-space:nowrap" in html  # else "layer 0" takes two lines, and so does each row
     assert html.count("#f88") == 8 * 2  # expert 3, twice on rank 2
     assert html.count("#aaa") == 8 * 3  # three replicas of expert 0
     assert html.count(">-</td>") == 8
@@ -246,7 +248,8 @@ def test_a_pull_plan_counts_what_is_kept_copied_and_read() -> None:
 
 def test_curves_leave_gaps_out() -> None:
     assert line_svg([np.array([np.nan])]) == ""
-    assert line_svg([np.array([0.5, np.nan, 1.0]), np.array([0.5])], low=0.0).count("points=") == 2
+    drawn = line_svg([np.array([0.5, 0.5, np.nan, 1.0, 1.0]), np.array([0.5])], low=0.0)
+    assert [path.count("M") for path in re.findall(r'd="([^"]*)"', drawn)] == [2, 1]
 
 
 def test_placements_verdicts_and_reports_show_what_they_are() -> None:
@@ -264,7 +267,7 @@ def test_placements_verdicts_and_reports_show_what_they_are() -> None:
     assert shown.count("<tr>") == 1 + live.num_layers
     report = gain_report(LOAD, TOPOLOGY)
     shown = report._repr_html_()
-    assert escape(report.conclusion) in shown
+    assert words_html(report.conclusion) in shown
     assert shown.count("<td>*</td>") == 1
 
 

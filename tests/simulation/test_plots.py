@@ -74,6 +74,7 @@ def test_a_frontier_has_a_line_a_policy() -> None:
     place = rows[rows.policy == "place"]
     assert sorted(axes.lines[0].get_xdata()) == sorted(place.node_transfers + place.network_transfers)
     assert plots.plot_frontier(rows, x="interval", by="num_slots").axes[0].get_xlabel() == "interval"
+    assert plots.plot_frontier(rows, x="redundant").axes[0].get_xlabel() == "redundant experts"
 
 
 def test_replicas_are_named_in_their_slots() -> None:
@@ -93,8 +94,10 @@ def test_moves_come_from_holders_and_go_where_experts_are_new(comparison: Compar
         assert target in [slot // 3 for slot in new.slots(layer, expert)]
         near = [rank for rank in held if rank // 2 == target // 2]
         assert source in (near or held)
-    count = plots.plot_moves(old, new).axes[0].images[0].get_array()
+    axes, bar = plots.plot_moves(old, new).axes
+    count = axes.images[0].get_array()
     assert np.nansum(np.ma.filled(count, 0)) == len(moves)
+    assert bar.get_yticks().tolist() == list(range(1, int(np.nanmax(count)) + 1))  # whole experts, from one on
     named = plots.plot_moves(old, new, layer=0).axes[0].texts
     experts = [int(word) for text in named for word in text.get_text().split(",")]
     assert sorted(experts) == sorted(moves[moves[:, 0] == 0, 1].tolist())
