@@ -21,7 +21,7 @@ from eplb_core._inputs import note, note_faults, ranks_and_current, read_trace
 from eplb_core._inspect import pairs_on_a_rank
 from eplb_core._plan_words import conclude_plan
 from eplb_core._terminal import number, progress, to_json
-from eplb_core._text import filled, lines
+from eplb_core._text import counted, filled, lines
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load, transfers
 from eplb_core.simulation.links import LINKS
@@ -57,9 +57,13 @@ def _plan(
     if before is None:
         before = ExpertLayout.trivial(trace.num_layers, trace.num_experts, num_slots=slots, topology=topology)
     with progress("planning (the first time after an installation compiles, a minute or two)"):
-        eplb_core.place(
-            trace.load[:1, :1], topology=topology, num_slots=slots, **options
-        )  # compiles, so as not to be timed
+        one = slice(
+            0, 1
+        )  # a layer, from the same kind of start: compiles all that the plan needs, so as not to be timed
+        start = current and ExpertLayout(
+            current.physical_to_logical_map[one], current.num_experts, topology=current.topology
+        )
+        eplb_core.place(trace.load[:2, one], topology=topology, num_slots=slots, current=start, **options)
         begun = time.perf_counter()
         placed = eplb_core.place(trace.load, topology=topology, num_slots=slots, current=current, **options)
         seconds = time.perf_counter() - begun
@@ -109,8 +113,9 @@ def _plan_text(facts: dict[str, Any], *, conclusion: bool = True) -> str:
     redundant = facts["num_slots"] - facts["num_experts"]
     lines = [
         f"trace   {trace['path']}",
-        f"        {trace['windows']} windows, {trace['layers']} layers, {facts['num_experts']} experts",
-        f"slots   {facts['num_slots']} on {ranks} ranks, {nodes} node{'s' * (nodes > 1)}; {redundant} redundant",
+        f"        {counted(trace['windows'], 'window')}, {counted(trace['layers'], 'layer')}, "
+        f"{facts['num_experts']} experts",
+        f"slots   {facts['num_slots']} on {counted(ranks, 'rank')}, {counted(nodes, 'node')}; {redundant} redundant",
         "",
         f"{'balancedness (1 is best)':<34}{facts['before_is']:>10}{'planned':>10}{'bound':>10}",
     ]

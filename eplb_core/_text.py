@@ -35,6 +35,11 @@ def quoted(value: object, width: int = WIDTH) -> str:
     return plain(value, 2 * width)
 
 
+def counted(number: int, word: str) -> str:
+    """A number of things: 1 rank, 2 ranks."""
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
 def filled(text: str) -> str:
     """A paragraph in lines of 80 characters at most, each indented as the first."""
     indent = " " * (len(text) - len(text.lstrip()))

@@ -164,7 +164,8 @@ def load_trace(path: PathLike, *, key: str | None = None) -> Trace:
             return sglang_files.read_recorder_file(path)
         if kind == "json":
             return _from_json(path)
-    raise bad_file(path, _WANTED, f"{kind} content" if kind != "empty" else "an empty file", "give a recorded load")
+    found = f"{kind} content" if kind != "empty" else "an empty file"
+    raise bad_file(path, _WANTED, found, 'save the counts by `numpy.save`, or as JSON {"logical_count": [[...]]}')
 
 
 def demo_trace() -> Trace:
@@ -205,7 +206,8 @@ def _from_arrays(path: PathLike, arrays: dict[str, AnyArray], key: str | None) -
         return Trace(
             stacked, names, path=os.fspath(path), format="numpy", source="its arrays", notes=(note,), top_k=top_k
         )
-    raise bad_file(path, _WANTED, _listed(arrays), "name the array to take by `key` (--key)")
+    mend = "name the array to take by `key` (--key)" if candidates else "save the counts in one of these shapes"
+    raise bad_file(path, _WANTED, _listed(arrays), mend)
 
 
 def _own(path: PathLike, arrays: dict[str, AnyArray]) -> Trace:

@@ -86,6 +86,42 @@ def test_plan_from_a_current_layout_counts_its_transfers(
     assert "current   planned" in capsys.readouterr().out
 
 
+LOADED = """
+import sys
+from numba.core.dispatcher import Dispatcher
+import eplb_core
+from eplb_core.cli import main
+
+def kernels():
+    homes = [module for name, module in list(sys.modules.items()) if name.startswith("eplb_core")]
+    found = {id(each): each for home in homes for each in vars(home).values() if isinstance(each, Dispatcher)}
+    return sum(len(each.overloads) for each in found.values())
+
+place, seen = eplb_core.place, []
+def watched(*arguments, **options):
+    before = kernels()
+    answer = place(*arguments, **options)
+    seen.append(kernels() - before)
+    return answer
+
+eplb_core.place = watched
+main(sys.argv[1:])
+print("LOADED", *seen)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["trivial", "current"])
+def test_the_time_of_a_plan_has_no_compilation_in_it(trace: str, layout: str, start: str) -> None:
+    """In a process of its own, where no kernel is loaded yet: the call that is timed finds all of them."""
+    more = ["--current", layout] if start == "current" else []
+    command = [sys.executable, "-c", LOADED, "plan", trace, *PLACE, *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    first, timed = map(int, done.stdout.split("LOADED")[1].split())
+    assert first > 0
+    assert timed == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_plan_writes_an_engines_format(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "moe.yaml"
@@ -303,7 +339,7 @@ def test_convert_refuses_what_a_format_cannot_say(
         (["plan", "LAYOUT", *PLACE], "expected an expert load [L, E] or [T, L, E], found a layout"),
         (["convert", "LAYOUT", "/nowhere/l.json", "--to", "eplb"], "eplb: /nowhere: No such folder"),
         (["convert", "LAYOUT", "/", "--to", "eplb"], "eplb: /: Is a folder"),
-        (["simulate", "TRACE", *PLACE, "--interval", "8"], "`interval` (=8) must be below the 8 windows"),
+        (["simulate", "TRACE", *PLACE, "--interval", "8"], "`interval` (=8) must be below the number of windows (=8)"),
         (["simulate", "TRACE", *PLACE, "--current", "PAIR", "--policy", "none"], "PAIR"),
         (["inspect", "TRACE", "--key", "nothing"], "an array `nothing`"),
     ],

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_core._text import lines, plain, quoted
+from eplb_core._text import counted, filled, lines, plain, quoted
 
 SURROGATE = "\ud800"
 
@@ -53,3 +53,11 @@ def test_a_text_of_lines_keeps_them() -> None:
 def test_a_name_in_quotes_is_cut_within_them() -> None:
     assert quoted("a'b") == '"a\'b"'
     assert quoted("x" * 20, 10) == "'xxxxxxx...'"
+
+
+def test_things_are_counted_and_paragraphs_filled() -> None:
+    assert [counted(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    text = "  " + "word " * 40
+    said = filled(text)
+    assert said.split() == text.split()
+    assert all(line.startswith("  word") and len(line) <= 80 for line in said.splitlines())

@@ -132,6 +132,18 @@ def test_foreign_json_is_refused_with_a_message(tmp_path: Path, text: str) -> No
         load_trace(path)
 
 
+def test_how_to_save_counts_is_said_where_a_file_is_no_trace(tmp_path: Path) -> None:
+    np.savetxt(tmp_path / "load.csv", np.ones((2, 3)), delimiter=",")
+    with pytest.raises(FileFormatError, match=r"found text content; save the counts by `numpy.save`, or as JSON"):
+        load_trace(tmp_path / "load.csv")
+    np.save(tmp_path / "flat.npy", np.ones(3))
+    with pytest.raises(FileFormatError, match=r"found one array \[3\] float64; save the counts in one of these shapes"):
+        load_trace(tmp_path / "flat.npy")
+    np.savez(tmp_path / "two.npz", a=np.ones((1, 2, 3)), b=np.ones((1, 2, 3)))
+    with pytest.raises(FileFormatError, match=r"name the array to take by `key` \(--key\)"):
+        load_trace(tmp_path / "two.npz")
+
+
 def test_another_version_of_the_trace_format_is_named(tmp_path: Path) -> None:
     path = tmp_path / "v.npz"
     np.savez(path, expert_load=np.ones((1, 1, 1)), facts=np.array(json.dumps({"format": "eplb-trace-9"})))

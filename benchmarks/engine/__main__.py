@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="traffic and faults instead of figures")
     options = parser.parse_args(argv)
+    if options.preset == "h200" and options.device == "cpu" and not options.quick and options.soak is None:
+        parser.error("--preset h200 takes tens of gigabytes and needs GPUs: give --device cuda:0 or --device cuda")
     eplb.warm_up()  # once, and not in every rank
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

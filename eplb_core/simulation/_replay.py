@@ -133,7 +133,7 @@ def simulate(
 def _check_scored(interval: int, scored: int, windows: int) -> None:
     if scored >= windows:
         name, value = ("interval", interval) if scored == interval else ("score_from", scored)
-        raise ValueError(f"`{name}` (={value}) must be below the {windows} windows of the trace, or none is scored")
+        raise ValueError(f"`{name}` (={value}) must be below the number of windows (={windows}), or none is scored")
 
 
 class _Run:

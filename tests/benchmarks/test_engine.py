@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.engine.__main__ import main as engine_main
 from benchmarks.engine.cluster import Cluster
 from benchmarks.engine.drive import Record, drive
 from benchmarks.engine.engine import Setup
@@ -112,6 +113,14 @@ def test_ranks_that_are_threads_give_the_tokens_of_one_process(tmp_path: Path) -
         cluster.call("close")
     assert record.installed > 0
     assert (record.compared, record.wrong) == (60 * 16, 0)
+
+
+def test_the_model_for_gpus_is_not_tried_on_a_processor(capsys: pytest.CaptureFixture[str]) -> None:
+    """It fills the memory of the host, and the system then ends processes of its own choice."""
+    with pytest.raises(SystemExit) as ended:
+        engine_main(["--preset", "h200"])
+    assert ended.value.code == 2
+    assert "--preset h200 takes tens of gigabytes and needs GPUs: give --device cuda:0" in capsys.readouterr().err
 
 
 def test_topics_follow_a_recorded_trace() -> None:

@@ -173,8 +173,8 @@ def test_the_table_shows_policies_side_by_side() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"interval": 4}, r"interval.*=4.*4 windows"),
-        ({"score_from": 4}, r"`score_from` \(=4\) must be below the 4 windows"),
+        ({"interval": 4}, r"`interval` \(=4\) must be below the number of windows \(=4\)"),
+        ({"score_from": 4}, r"`score_from` \(=4\) must be below the number of windows \(=4\)"),
         ({"score_from": 1}, r"`score_from` \(=1\) must be at least 2"),
         ({"interval": 0}, r"interval.*=0.*at least 1"),
         ({"policy": "best"}, r"'best'.*none, place, deepseek"),
