@@ -138,7 +138,8 @@ def check_kind(value: object, name: str, kind: type[T]) -> T:
     """An argument of one of the library's kinds."""
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIi" else "a"
-        raise TypeError(f"`{name}` (={type(value).__name__}) must be {article} {kind.__name__}")
+        mend = "; give its `layout`" if isinstance(getattr(value, "layout", None), kind) else ""
+        raise TypeError(f"`{name}` (={type(value).__name__}) must be {article} {kind.__name__}{mend}")
     return value
 
 

@@ -212,9 +212,10 @@ class ExpertLayout:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the map in hex: equal on every machine for equal layouts, and for no others.
+        """SHA-256 of the map in hex: equal on every machine where slots hold the same experts, and nowhere else.
 
-        Over the bytes `eplb-layout-1`, then L, P, E and the map in row order, each as little-endian int64.
+        Ranks, nodes and speeds are no part of it. Over the bytes `eplb-layout-1`, then L, P, E and the map in row
+        order, each as little-endian int64.
         """
         digest = self._digest
         if digest is None:
@@ -308,11 +309,11 @@ class ExpertLayout:
             ("experts", self.num_experts, other.num_experts),
         ):
             if mine != theirs:
-                raise ValueError(
-                    f"layouts differ in {word}: {mine} and {theirs}; bring one to the other's by `resized`"
-                )
+                mend = "bring one to the other's by `resized`" if word == "slots" else "they are of two models"
+                raise ValueError(f"layouts differ in {word}: {mine} and {theirs}; {mend}")
         if self.topology != other.topology:
-            raise ValueError(f"layouts differ in topology: {self.topology} and {other.topology}")
+            both = f"{self.topology} and {other.topology}"
+            raise ValueError(f"layouts differ in topology: {both}; bring one to the other's by `resized`")
 
     # ---- equality and text ---------------------------------------------------------------------------------------
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from eplb_core import ExpertLayout, Topology
 from eplb_core._arrays import (
     add_up,
     check_flag,
@@ -179,6 +181,10 @@ def test_ids_kinds_words_and_flags_are_named_when_they_are_none() -> None:
     assert check_kind("a", "x", str) == "a"
     with pytest.raises(TypeError, match=r"`x` \(=list\) must be an int"):
         check_kind([], "x", int)
+    layout = ExpertLayout([[0, 1]], 2, topology=Topology(1))
+    placed = SimpleNamespace(layout=layout)  # as a Placement, a Migrator or tables have one
+    with pytest.raises(TypeError, match=r"`current` \(=SimpleNamespace\) must be an ExpertLayout; give its `layout`"):
+        check_kind(placed, "current", ExpertLayout)
     assert check_word("a", "x", ["a", "b"]) == "a"
     for other in ("c", ["a"], np.zeros(3)):
         with pytest.raises(ValueError, match=r"`x` \(=.*\) must be 'a' or 'b'"):

@@ -263,9 +263,12 @@ def test_diff_lists_slots_that_change() -> None:
             ExpertLayout([[0, 1, 0, 1]], 2, topology=TWO),
             "differ in slots: 2 and 4; bring one to the other's by `resized`",
         ),
-        (ExpertLayout([[0, 1], [0, 1]], 2, topology=TWO), "differ in layers: 1 and 2"),
+        (ExpertLayout([[0, 1], [0, 1]], 2, topology=TWO), "differ in layers: 1 and 2; they are of two models"),
         (ExpertLayout([[0, 0]], 1, topology=TWO), "differ in experts: 2 and 1"),
-        (ExpertLayout([[0, 1]], 2, topology=Topology(1)), "differ in topology: Topology.* and Topology"),
+        (
+            ExpertLayout([[0, 1]], 2, topology=Topology(1)),
+            "differ in topology: Topology.* and Topology.*; bring one to the other's by `resized`",
+        ),
     ],
 )
 def test_layouts_of_another_frame_are_not_compared(other: ExpertLayout, message: str) -> None:

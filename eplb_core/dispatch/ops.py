@@ -104,6 +104,7 @@ def topk_to_slots(
     Raises:
         IndexError: On the CPU: an id that is neither -1 nor an expert, or with debugging tables one that is a slot
             already. On CUDA such an id becomes -1; debugging tables note it for `DispatchTables.check`.
+        TypeError: Ids of another type, or tables that are not those of one layer.
         ValueError: `num_shared` or a shape does not fit.
 
     Cost:
@@ -119,6 +120,8 @@ def topk_to_slots(
     """
     if not 1 <= check_kind(topk_ids, "topk_ids", torch.Tensor).dim() <= 2:
         raise ValueError(f"`topk_ids` (shape {list(topk_ids.shape)}) must be [T, K] or [T]")
+    if not isinstance(tables, LayerTables):
+        raise TypeError(f"`tables` (={type(tables).__name__}) must be one layer's: `DispatchTables.layer(layer)`")
     if num_tokens is not None:
         check_kind(num_tokens, "num_tokens", torch.Tensor)
         if num_tokens.dim() > 1 or num_tokens.numel() != 1 or num_tokens.dtype != torch.int32:

@@ -139,10 +139,12 @@ class Passes:
             ValueError: The target has another shape.
         """
         if self._run is not None or not self.idle:
+            phase = self.status.phase
+            before = {"paused": "`resume` it first", "lost": "`rejoin` first", "stopped": "make a new one"}
             raise MigrationError(
-                f"a migration cannot start while the Migrator is {self.status.phase}; ask `idle` first",
+                f"a migration cannot start while the Migrator is {phase}; {before.get(phase, 'ask `idle` first')}",
                 layout=self._layout,
-                reason=self.status.phase,
+                reason=phase,
             )
         if not callable(target) and target is not None:
             goal = target[0] if isinstance(target, tuple) and target else target

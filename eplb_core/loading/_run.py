@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_kind
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _words
 from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble
@@ -120,7 +120,7 @@ class RunWorker:
             goal: Plan = target(run.live) if callable(target) else target
             if isinstance(goal, tuple):
                 goal, shares, senders = goal if len(goal) == 3 else (*goal, senders)
-            goal = run.live if goal is None else goal
+            goal = run.live if goal is None else check_kind(goal, "target", ExpertLayout)
             run.live.check_same_frame(goal)
             self._check_tables(goal, shares)
             checked = None if shares is None else check_shares(shares, goal)

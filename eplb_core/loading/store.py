@@ -285,7 +285,8 @@ def find_slot_tensors(
         lengths = f"{slots + shared} slots" + (f" or {num_slots} rows" if num_slots is not None else "")
         raise ValueError(
             f"tensor {unknown[0]} must have {lengths} as its first dimension{_more(unknown)}; "
-            "name what is not indexed by slot in `ignore`"
+            "name what is not indexed by slot in `ignore`; where each slot has tensors of its own, give `ExpertStore` "
+            "lists of S of them"
         )
     return found
 

@@ -216,10 +216,10 @@ def check_current(current: ExpertLayout, problem: Problem, layers: int) -> None:
     have = (current.num_layers, current.num_experts, current.num_slots, current.topology.num_ranks)
     for word, mine, theirs in zip(("layers", "experts", "slots", "ranks"), want, have, strict=True):
         if mine != theirs:
-            raise ValueError(
-                f"`current` has {theirs} {word}, the placement {mine}; bring the layout to the new ranks and slots "
-                "by `resized`, or leave `current` out"
-            )
+            mend = "bring the layout to the new ranks and slots by `resized`, or leave `current` out"
+            if word in ("layers", "experts"):
+                mend = "it is of another model: leave it out"
+            raise ValueError(f"`current` has {theirs} {word}, the placement {mine}; {mend}")
 
 
 def add_windows(windows: FloatArray, weights: FloatArray) -> FloatArray:

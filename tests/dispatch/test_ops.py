@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -374,6 +375,9 @@ def test_ids_and_slots_of_another_type_are_refused() -> None:
         topk_to_slots(torch.zeros(1, 1, dtype=torch.int16), t)
     with pytest.raises(TypeError, match=r"`out` \(dtype torch.float32\) must be int32 or int64"):
         topk_to_slots(torch.zeros(1, 1).long(), t, out=torch.zeros(1, 1))
+    tables: Any = DispatchTables(PAIR)
+    with pytest.raises(TypeError, match=r"`tables` \(=DispatchTables\) must be one layer's: `DispatchTables.layer"):
+        topk_to_slots(torch.zeros(1, 1).long(), tables)
 
 
 def test_faults_that_a_device_counted_are_told_once() -> None:

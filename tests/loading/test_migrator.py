@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -276,6 +277,15 @@ def test_a_function_that_raises_ends_it_everywhere() -> None:
         ends(ranks, "plan", 1, OLD, "no target: ZeroDivisionError: no load")
 
 
+def test_a_function_that_gives_no_layout_is_told_what_to_give() -> None:
+    placed: Any = SimpleNamespace(layout=NEW)  # as `place` gives
+    with fleet(OLD) as ranks:
+        ranks.start(lambda live: placed)
+        ranks.until_idle()
+        said = {migrator.status.reason for migrator in ranks.migrators.values()}
+        assert any("`target` (=SimpleNamespace) must be an ExpertLayout; give its `layout`" in text for text in said)
+
+
 def test_a_target_that_the_tables_cannot_hold_is_refused_before_anything_moves() -> None:
     old = ExpertLayout([[0, 1, 2, 0, 1, 2]], 3, topology=TWO)
     many = ExpertLayout([[0, 1, 2, 0, 0, 0]], 3, topology=TWO)
@@ -331,12 +341,12 @@ def test_an_engine_s_own_word_for_failed_ends_it_too() -> None:
 def test_start_is_refused_where_it_cannot_be() -> None:
     with fleet(OLD) as ranks:
         ranks.start(NEW)
-        with pytest.raises(MigrationError, match="cannot start while the Migrator is planning"):
+        with pytest.raises(MigrationError, match="cannot start while the Migrator is planning; ask `idle` first"):
             ranks.first.start(NEW)
         ranks.until_idle()
         with pytest.raises(ValueError, match="layouts differ in layers: 3 and 1"):
             ranks.first.start(ExpertLayout([[0, 1, 2, 3]], 4, topology=TWO))
-    with pytest.raises(MigrationError, match="cannot start while the Migrator is stopped"):
+    with pytest.raises(MigrationError, match="cannot start while the Migrator is stopped; make a new one"):
         ranks.first.start(OLD)
     assert ranks.first.poll() == ()
 

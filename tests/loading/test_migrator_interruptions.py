@@ -43,7 +43,7 @@ def test_a_pause_drops_what_is_staged_and_ends_the_migration() -> None:
         assert ranks.first.status.phase == "paused"
         assert ranks.first.status.cause == "paused"
         assert not ranks.first.idle
-        with pytest.raises(MigrationError, match="cannot start while the Migrator is paused"):
+        with pytest.raises(MigrationError, match="cannot start while the Migrator is paused; `resume` it first"):
             ranks.first.start(NEW)
         for migrator in ranks.migrators.values():
             migrator.resume()
