@@ -1,4 +1,4 @@
-"""The engine of the pages runs, and survives a death."""
+"""The engines of the pages run, and one survives a death."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ def test_small_engine_ends_with_every_token_right(arguments: list[str], end: int
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("every token right") == end
     assert "rank 0: 0 layers" not in ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_engine_of_threads_gets_more_even_with_every_token_right() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    engine = ROOT / "docs" / "examples" / "threads_engine.py"
+    ran = subprocess.run([sys.executable, engine], env=environment, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    before, after = map(float, re.findall(r"0\.\d+", ran.stdout))
+    assert before < 0.75 < 0.85 < after
+    assert "every token right" in ran.stdout
 
 
 def test_small_engine_has_the_ten_calls_of_the_guide_by_number() -> None:

@@ -136,9 +136,9 @@ def place(
         num_groups: Groups of E / num_groups consecutive experts. Needed for "group" and "first_copy".
         active_ranks: Bools `[R]`; slots of the other ranks become -1, and still count for `num_slots`. Default: all.
         dispatch: How replicas will share their expert's tokens. "even": equally. "weighted": as balances the ranks best
-            in each window, by shares that are solved again and again (`replica_shares`, or `DispatchTables` in the
-            modes "weighted" and "quota"); replicas that link full ranks with light ones then count for more than even
-            halves. Not with "group" and "first_copy".
+            in each window, by shares that are solved for it (`DispatchTables` in the mode "quota"); replicas that link
+            full ranks with light ones then count for more than even halves. Where shares are those of earlier windows
+            (mode "weighted"), "even" gives the better layouts. Not with "group" and "first_copy".
         effort: More time for a better answer, never a worse one: multiplies the work that the search may do, and
             divides the distance from the bound at which it stops. 1 stops at 0.001. At most 10,000.
 

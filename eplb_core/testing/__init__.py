@@ -1,6 +1,7 @@
-"""For users' tests: conformance checks of transports, a layout that shows forgotten mappings, Hypothesis strategies.
+"""For users' tests: all ranks in one process, conformance checks of transports, a layout that shows forgotten mappings.
 
-The strategies are in `eplb_core.testing.strategies`.
+`LocalAgreement.group(R)` and a `LocalCopy` for each rank keep ranks in one process, as threads. Strategies for
+Hypothesis are in `eplb_core.testing.strategies`.
 
 A transport of your own is tested by real processes that are really killed and stopped:
 
@@ -14,8 +15,10 @@ runs them all.
 
 from __future__ import annotations
 
+from eplb_core.loading.agreement import LocalAgreement
+from eplb_core.loading.transports import LocalCopy
 from eplb_core.testing._peers import TransportKit
 from eplb_core.testing.layouts import shifted_layout
 from eplb_core.testing.transports import TRANSPORT_CHECKS, check_transport
 
-__all__ = ["TRANSPORT_CHECKS", "TransportKit", "check_transport", "shifted_layout"]
+__all__ = ["TRANSPORT_CHECKS", "LocalAgreement", "LocalCopy", "TransportKit", "check_transport", "shifted_layout"]

@@ -176,10 +176,10 @@ def test_a_tensor_of_unknown_length_is_named_at_registration() -> None:
 
 
 def test_a_module_a_slot_is_told_to_give_lists() -> None:
-    experts = torch.nn.ModuleList(torch.nn.Linear(4, 3, bias=False) for _ in range(2))
+    slots = [torch.nn.Linear(4, 3, bias=False) for _ in range(2)]
     with pytest.raises(ValueError, match=r"'0.weight' .* tensors of its own, give `ExpertStore` lists of S of them"):
-        ExpertStore.of_module(experts, 2)
-    assert ExpertStore({"weight": [slot.weight for slot in experts]}).row_bytes.tolist() == [48]
+        ExpertStore.of_module(torch.nn.ModuleList(slots), 2)
+    assert ExpertStore({"weight": [slot.weight for slot in slots]}).row_bytes.tolist() == [48]
 
 
 def test_a_store_that_lacks_a_slot_tensor_of_the_module_is_refused() -> None:
