@@ -133,6 +133,12 @@ def test_the_site_has_no_dead_link(tmp_path: Path, capsys: pytest.CaptureFixture
     assert build.dead_links(tmp_path / "site") == ["docs/faq.html: none.html", "docs/faq.html: #none"]
 
 
+def test_every_picture_is_on_a_page() -> None:
+    shown = {name for page in PAGES for name in re.findall(r"!\[[^]]+\]\(([^)]+)\)", page.read_text("utf-8"))}
+    pictures = {path.name for path in (ROOT / "docs").iterdir() if path.suffix in (".png", ".svg")}
+    assert pictures == shown
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_programs_targets_extras_and_files_that_pages_name_exist(page: Path) -> None:
     text = page.read_text("utf-8")
