@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, 1)
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error, 2)
+    except ModuleNotFoundError as error:
+        return _complain("this needs torch: pip install torch" if error.name == "torch" else error, 2)
     except (EplbError, ValueError, TypeError, IndexError, OverflowError, MemoryError, ImportError) as error:
         return _complain(error, 2)
     return status

@@ -517,6 +517,16 @@ def test_what_to_type_next_is_the_command_where_the_shell_finds_it(
     assert _program() == "eplb"
 
 
+def test_without_torch_what_needs_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"logical_count": torch.ones(2, 3, 4)}, tmp_path / "recorder.pt")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["inspect", str(tmp_path / "recorder.pt")]) == 2
+    assert capsys.readouterr().err == "eplb: this needs torch: pip install torch\n"
+
+
 def test_the_main_module_runs_nothing_when_it_is_imported() -> None:
     assert importlib.import_module("eplb_core.__main__").main is main
 
