@@ -152,6 +152,18 @@ def test_every_picture_is_on_a_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_whole(page: Path) -> None:
+    """A row without its head, after an empty line, is shown as text; cells that are too many are left out."""
+    lines = ["", *page.read_text("utf-8").splitlines(), ""]
+    for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
+        if line.startswith("|"):
+            assert before.startswith("|") or re.fullmatch(r"\|[\s:|-]+\|", after), line
+        if line.startswith("|") and before.startswith("|"):
+            cells = [re.sub("`[^`]*`", "", row).count("|") for row in (before, line)]
+            assert cells[0] == cells[1], line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_programs_targets_extras_and_files_that_pages_name_exist(page: Path) -> None:
     text = page.read_text("utf-8")
     for name in re.findall(r"python -m\s+((?:benchmarks|docs|eplb_core|tests)[\w.]*)", text):
