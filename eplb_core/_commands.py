@@ -57,7 +57,7 @@ def _plan(
     before = current
     if before is None:
         before = ExpertLayout.trivial(trace.num_layers, trace.num_experts, num_slots=slots, topology=topology)
-    with progress("planning (the first time after an installation compiles, a minute or two)"):
+    with progress("planning (the first time after an installation compiles, up to a minute)"):
         eplb_core.place(
             trace.load[:1, :1], topology=topology, num_slots=slots, **options
         )  # compiles, so as not to be timed

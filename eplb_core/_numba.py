@@ -58,7 +58,7 @@ def _variable(argument: Any) -> Any:
 @cache
 def _say_not_kept(why: str) -> None:
     logging.getLogger("eplb_core").warning(
-        "compiled kernels are not kept on disk (%s), so every process compiles them anew, a minute or two in all; "
+        "compiled kernels are not kept on disk (%s), so every process compiles them anew, about a minute in all; "
         "set NUMBA_CACHE_DIR to a folder that can be written",
         why,
     )
