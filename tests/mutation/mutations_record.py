@@ -295,12 +295,61 @@ MUTATIONS = [
         "if len(self._connections) >= 10**9 and not",
         f"{TEST_SERVER}::test_too_many_connections_are_closed_and_cost_nothing",
     ),
-    # a crowd that says nothing keeps engines out
+    # a crowd that idles keeps engines out
     (
         SERVER,
-        "and not self._drop_silent():\n            accepted",
+        "and not self._drop_idle():\n            accepted",
         "and True:\n            accepted",
-        f"{TEST_SERVER}::test_a_crowd_that_says_nothing_keeps_no_engine_out",
+        f"{TEST_SERVER}::test_a_crowd_that_idles_keeps_no_engine_out",
+    ),
+    # an engine goes for another
+    (
+        SERVER,
+        "if connection.session.engine is None and",
+        "if",
+        f"{TEST_SERVER}::test_too_many_connections_are_closed_and_cost_nothing",
+    ),
+    # who waits for news goes
+    (
+        SERVER,
+        " and connection.watch is None:",
+        ":",
+        f"{TEST_SERVER}::test_too_many_connections_are_closed_and_cost_nothing",
+    ),
+    # who came first goes first
+    (
+        SERVER,
+        "        self._connections[connection.socket] = self._connections.pop(connection.socket)\n",
+        "",
+        f"{TEST_SERVER}::test_who_speaks_now_and_then_outlasts_a_crowd_that_does_not",
+    ),
+    # who looks is lost with its place
+    (
+        CLIENT,
+        "            anew = self._looks and limit is not None",
+        "            anew = False",
+        f"{TEST_SERVER}::test_a_crowd_that_idles_keeps_no_engine_out",
+    ),
+    # who has left comes back
+    (
+        CLIENT,
+        "if anew and not self._leaves:",
+        "if anew:",
+        f"{TEST_SERVER}::test_who_is_closed_while_it_asks_does_not_come_back",
+    ),
+    # a follower does not hear that its keeper has gone
+    (
+        CLIENT,
+        "            anew = self._looks and limit is not None",
+        "            anew = self._looks",
+        f"{TEST_SERVER}::test_only_who_looks_goes_on_with_another_keeper",
+    ),
+    # an engine takes another keeper for its own
+    (
+        CLIENT,
+        "            anew = self._looks and limit is not None",
+        "            anew = limit is not None",
+        f"{TEST_SERVER}::test_only_who_looks_goes_on_with_another_keeper",
     ),
     # a crowd takes the descriptors that the record's file needs
     (
