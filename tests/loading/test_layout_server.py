@@ -29,6 +29,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import eplb_core
 from benchmarks.fuzz_record import kept, messages
 from eplb_core import ExpertLayout, SocketInUseError, SocketOwnerError, Topology
 from eplb_core.errors import FileFormatError, RecordLostError
@@ -43,6 +44,7 @@ from tests.loading.engine_process import Engine, container, until
 RANKS = Topology(num_ranks=2)
 LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=RANKS)
 ROW = [3, 2, 1, 0, 0, 3]
+ONE = f"this side speaks 1, of eplb_core {eplb_core.__version__}"
 
 
 @pytest.fixture
@@ -325,7 +327,10 @@ def test_a_server_that_does_not_answer_is_lost_after_the_deadline(path: Path) ->
         (_wire.pack({"status": "ok", "reason": "", "version": "1"}), "answers with version '1'"),
         (_wire.pack({"status": "ok", "reason": "", "state": {"map": 3}}), "answers with no whole record: KeyError"),
         (_wire.pack({"status": "refused", "reason": "full"}), "answers with no whole record"),
-        (_wire.LENGTH.pack(30) + b'{"protocol":2,"status":"ok"}  ', "answers with protocol 2; this side speaks 1"),
+        (
+            _wire.LENGTH.pack(30) + b'{"protocol":2,"status":"ok"}  ',
+            f"answers with protocol 2 of eplb_core unknown; {ONE}",
+        ),
         (b"", "closed the connection: it ended"),
     ],
 )
@@ -681,9 +686,9 @@ def test_a_malformed_message_is_answered_and_the_connection_stays(server: Layout
             (b"[" * 60000, "no JSON"),
             (b'{"protocol":1,"do":' + b"9" * 5000 + b"}", "no JSON"),
             (b"[1]", "a JSON list where an object is due"),
-            (b"{}", "protocol None; this side speaks 1"),
+            (b"{}", f"protocol unknown of eplb_core unknown; {ONE}"),
             (b'{"protocol":true}', "protocol True"),
-            (b'{"protocol":2}', "protocol 2; this side speaks 1"),
+            (b'{"protocol":2,"eplb_core":"9.1"}', f"protocol 2 of eplb_core 9.1; {ONE}"),
             (b'{"protocol":1}', "Unknown request type: 'None'"),
             (b'{"protocol":1,"do":["attach"]}', "Unknown request type"),
             (b'{"protocol":1,"do":"attach","engine":"b"}', "this connection is engine 'a' already"),
@@ -702,6 +707,14 @@ def test_a_malformed_message_is_answered_and_the_connection_stays(server: Layout
         done = ask(connection, {"do": "commit", "layers": [0], "rows": rows})
         assert done is not None
         assert (done["status"], done["version"]) == ("ok", 1)
+
+
+def test_one_line_tells_of_a_client_of_another_protocol(caplog: pytest.LogCaptureFixture) -> None:
+    keeper = Keeper(LayoutRecord(LAYOUT))
+    for session in (Session(1), Session(2)):
+        for body in (b'{"protocol":2,"eplb_core":"9.1"}', b"{", b'{"protocol":2,"eplb_core":"9.1\\n"}'):
+            assert keeper.answer(session, body).message["status"] == "refused"
+    assert caplog.messages == [f"a client is refused, for it speaks protocol 2 of eplb_core 9.1; {ONE}"] * 2
 
 
 class Told:

@@ -21,6 +21,7 @@ TEST_RECORD = "tests/loading/test_record.py"
 TEST_SERVER = "tests/loading/test_layout_server.py"
 TEST_AGREE = "tests/loading/test_agree.py"
 TEST_HOST = "tests/loading/test_host.py"
+TEST_VERSIONS = "tests/loading/test_two_versions.py"
 TEST_FOLLOW = "tests/loading/test_follow.py"
 TEST_RANK_LOADER = "tests/loading/test_rank_loader.py"
 
@@ -329,6 +330,33 @@ MUTATIONS = [
         "            anew = self._looks and limit is not None",
         "            anew = False",
         f"{TEST_SERVER}::test_a_crowd_that_idles_keeps_no_engine_out",
+    ),
+    # nobody at the keeper hears of another protocol, or hears of nothing else
+    (
+        REQUESTS,
+        "            if isinstance(error, OtherProtocolError) and not session.is_foreign:\n",
+        "            if False:\n",
+        f"{TEST_VERSIONS}::test_two_installations_work_together_or_say_why_not",
+    ),
+    (
+        REQUESTS,
+        "                session.is_foreign = True\n",
+        "",
+        f"{TEST_SERVER}::test_one_line_tells_of_a_client_of_another_protocol",
+    ),
+    # a refusal does not say which version to install
+    (
+        WIRE,
+        "protocol {protocol} of eplb_core {version}; this",
+        "protocol {protocol}; this",
+        f"{TEST_VERSIONS}::test_two_installations_work_together_or_say_why_not",
+    ),
+    # ranks of two versions start
+    (
+        AGREE,
+        "        _check_versions(told)\n",
+        "",
+        f"{TEST_VERSIONS}::test_two_installations_work_together_or_say_why_not",
     ),
     # who has left comes back
     (
