@@ -710,8 +710,8 @@ MUTATIONS = [
     # a begin that was not heard of stays pending
     (
         CLIENT,
-        "            except TimeoutError as error:\n                self._undo(undo if sent else None)\n",
-        "            except TimeoutError as error:\n",
+        "                except TimeoutError as error:\n                    self._undo(undo if sent else None)\n",
+        "                except TimeoutError as error:\n",
         f"{TEST_SERVER}::test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_not",
     ),
     # a move that followers did not answer stays asked for

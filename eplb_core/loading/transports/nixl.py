@@ -192,8 +192,8 @@ class Nixl(BaseTransport):
     def _let_go(self) -> None:
         """Nothing is written any more."""
         self._quietly(self._unregister, set(self._registered))
-        self._agent = None
         _UNDRAINED.discard(self)
+        self._agent = None
 
     def _quietly(self, function: Any, *args: Any) -> None:
         """Tidy up what the engine may have let go of itself, such as a peer that died."""

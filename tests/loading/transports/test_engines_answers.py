@@ -311,8 +311,8 @@ def test_nixl_is_let_go_when_the_last_read_of_a_closed_transport_is_over(
     until(lambda: used.looks > 10)
     assert (used.registered, transport._agent, transport in nixl._UNDRAINED) == (2, used, True)
     used.state = state
-    until(lambda: transport not in nixl._UNDRAINED)
-    assert (used.registered, transport._agent) == (0, None)
+    until(lambda: transport._agent is None)
+    assert (used.registered, transport in nixl._UNDRAINED) == (0, False)
     ends = {transport.poll(ticket).state for ticket in tickets}
     assert ends == {ReadState.DONE if state == "DONE" else ReadState.LOST_PEER}
 

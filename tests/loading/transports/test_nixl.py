@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import cast
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def test_an_agent_goes_when_the_last_read_of_its_closed_transport_is_over(dies: 
     """Its thread would keep a core busy. Nobody polls; the peer dies, or runs again, and all bytes land before."""
     with world(TCP) as w:
         own, ticket = transports._stalled(w)
-        agent = weakref.ref(w.transport._agent.agent)
+        agent = weakref.ref(cast(nixl.Nixl, w.transport)._agent.agent)
         w.transport.close()
         assert not contents(own[0])[100:].any()
         assert agent() is not None
@@ -120,6 +121,6 @@ def test_an_agent_goes_when_the_last_read_of_its_closed_transport_is_over(dies: 
 @pytest.mark.slow
 def test_an_agent_goes_when_a_transport_without_reads_is_closed() -> None:
     with world(TCP) as w:
-        agent = weakref.ref(w.transport._agent.agent)
+        agent = weakref.ref(cast(nixl.Nixl, w.transport)._agent.agent)
         w.transport.close()
         assert agent() is None
