@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from eplb_core._text import plain
 from eplb_core.loading import _wire
 from eplb_core.loading._record_state import MAX_ENGINE_ID, RecordState, Reply
-from eplb_core.loading._wire import Message, WireError
+from eplb_core.loading._wire import Message, OtherProtocolError, WireError
 from eplb_core.loading.record import LayoutRecord
 
 log = logging.getLogger("eplb_core")
@@ -39,11 +39,13 @@ class Exports(Protocol):
 class Session:
     """One connection."""
 
-    __slots__ = ("engine", "number")
+    __slots__ = ("engine", "is_foreign", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.engine: str | None = None
+        self.is_foreign = False
+        """Has spoken another protocol, and the log says so."""
 
 
 class Answer(NamedTuple):
@@ -115,6 +117,9 @@ class Keeper:
                 return _say("refused", "this server keeps no record of a layout", code=NO_RECORD, about=self._about())
             return known(session, message)
         except WireError as error:
+            if isinstance(error, OtherProtocolError) and not session.is_foreign:
+                session.is_foreign = True
+                log.warning("a client is refused, for it speaks %s", error)
             return _say("refused", str(error), code=MALFORMED)
 
     def leave(self, session: Session, *, dropped: bool = False) -> None:
