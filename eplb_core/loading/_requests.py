@@ -39,13 +39,11 @@ class Exports(Protocol):
 class Session:
     """One connection."""
 
-    __slots__ = ("engine", "is_foreign", "number")
+    __slots__ = ("engine", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.engine: str | None = None
-        self.is_foreign = False
-        """Has spoken another protocol, and the log says so."""
 
 
 class Answer(NamedTuple):
@@ -77,6 +75,7 @@ class Keeper:
         self.record = record
         self.exports = exports
         self._write = write
+        self._foreign: set[str] = set()
         self._requests = {
             "attach": self._attach,
             "query": self._query,
@@ -117,8 +116,8 @@ class Keeper:
                 return _say("refused", "this server keeps no record of a layout", code=NO_RECORD, about=self._about())
             return known(session, message)
         except WireError as error:
-            if isinstance(error, OtherProtocolError) and not session.is_foreign:
-                session.is_foreign = True
+            if isinstance(error, OtherProtocolError) and str(error) not in self._foreign and len(self._foreign) < 8:
+                self._foreign.add(str(error))  # a line for each, and no log full of them
                 log.warning("a client is refused, for it speaks %s", error)
             return _say("refused", str(error), code=MALFORMED)
 

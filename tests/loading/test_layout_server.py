@@ -709,12 +709,17 @@ def test_a_malformed_message_is_answered_and_the_connection_stays(server: Layout
         assert (done["status"], done["version"]) == ("ok", 1)
 
 
-def test_one_line_tells_of_a_client_of_another_protocol(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_tells_of_clients_of_another_protocol_and_no_crowd_fills_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     keeper = Keeper(LayoutRecord(LAYOUT))
-    for session in (Session(1), Session(2)):
-        for body in (b'{"protocol":2,"eplb_core":"9.1"}', b"{", b'{"protocol":2,"eplb_core":"9.1\\n"}'):
-            assert keeper.answer(session, body).message["status"] == "refused"
-    assert caplog.messages == [f"a client is refused, for it speaks protocol 2 of eplb_core 9.1; {ONE}"] * 2
+    for number in range(20):
+        for body in (b'{"protocol":2,"eplb_core":"9.1"}', b"{"):
+            assert keeper.answer(Session(number), body).message["status"] == "refused"
+    assert caplog.messages == [f"a client is refused, for it speaks protocol 2 of eplb_core 9.1; {ONE}"]
+    for number in range(20):
+        keeper.answer(Session(number), b'{"protocol":%d}' % (2 + number))
+    assert len(caplog.messages) == 8
 
 
 class Told:
