@@ -293,6 +293,18 @@ def _engine(record: Record) -> Iterator[Claim]:
             yield Claim(f"... {what}", number, environment=soak["environment"])
 
 
+def _soak_engine(record: Record) -> Iterator[Claim]:
+    soak = record["soak"]
+    shared = "engines" in soak
+    said = "shared weights: engines killed in turn" if shared else "ranks killed, stopped, joined, reloaded at random"
+    yield Claim(
+        f"soaks of {soak['seconds'] / 60:.0f} minutes in all, {said}",
+        soak["engines"] if shared else sum(soak["faults"].values()),
+    )
+    yield Claim("... tokens compared", soak["tokens_compared"])
+    yield Claim("... of them wrong", soak["wrong_tokens"])
+
+
 def _engine_gpu(record: Record) -> Iterator[Claim]:
     for part, said in (
         ("threads", "4 ranks as threads, one GPU"),
@@ -384,6 +396,8 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "engines_sglang": _engines_sglang,
     "engines_vllm": _engines,
     "engine": _engine,
+    "soak_engine": _soak_engine,
+    "soak_engine_shared": _soak_engine,
     "record": _record,
     "schedules": _schedules,
     "fuzz_files": _fuzz_files,

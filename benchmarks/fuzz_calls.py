@@ -815,6 +815,7 @@ def work(keep: Path, seed: int, most: int, only: str) -> None:
     """The calls, in an order of chance; the result goes to a file."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (8 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES + mapped, resource.RLIM_INFINITY))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU's driver needs more addresses than that
     warnings.simplefilter("ignore")
     warnings.simplefilter("error", RuntimeWarning)
     judge = Judge(keep)

@@ -36,16 +36,29 @@ def inline_kernel(function: Callable[P, T]) -> Callable[P, T]:
 def _compiled(function: Callable[..., Any], **more: bool) -> Any:
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
     try:
-        return _cached(numba.njit(cache=True, **options)(function))
+        return _cached(_for_all_constants(numba.njit(cache=True, **options)(function)))
     except RuntimeError:  # no place for a cache; any other reason comes up again
         _say_not_kept("no folder for them can be written")
-        return numba.njit(**options)(function)
+        return _for_all_constants(numba.njit(**options)(function))
+
+
+def _for_all_constants(compiled: Any) -> Any:
+    """Compile once, whatever constants other kernels pass: numba would once more for each, a third of all the time."""
+    with contextlib.suppress(AttributeError):  # nothing is compiled (NUMBA_DISABLE_JIT)
+        resolve = compiled.get_call_template
+        compiled.get_call_template = lambda args, kws: resolve(tuple(map(_variable, args)), kws)
+    return compiled
+
+
+def _variable(argument: Any) -> Any:
+    compiler: Any = numba
+    return compiler.types.unliteral(argument)
 
 
 @cache
 def _say_not_kept(why: str) -> None:
     logging.getLogger("eplb_core").warning(
-        "compiled kernels are not kept on disk (%s), so every process compiles them anew, a minute or two in all; "
+        "compiled kernels are not kept on disk (%s), so every process compiles them anew, about a minute in all; "
         "set NUMBA_CACHE_DIR to a folder that can be written",
         why,
     )

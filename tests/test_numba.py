@@ -99,12 +99,22 @@ def test_the_disk_cache_notices_a_change_in_a_called_kernels_file(tmp_path: Path
     assert run() == ("2001", 1)
 
 
+@compiled
+@pytest.mark.slow
+def test_a_kernel_is_compiled_once_whatever_constants_it_is_called_with(tmp_path: Path) -> None:
+    """A third of the time that a first `place` compiles went into copies for 0, 1, -1, True and False."""
+    after = "print(len(inner.signatures), len(inlined.signatures))"
+    answer, _ = answer_of(tmp_path, after=f"from one import inner, inlined\n{after}", NUMBA_CACHE_DIR=str(tmp_path))
+    assert answer == "2\n1 1\n"
+
+
 def answer_of(folder: Path, before: str = "", after: str = "", **environment: str) -> tuple[str, str]:
     """What a kernel of a file in `folder` answers in a new process, and what the process says."""
     (folder / "one.py").write_text(
         "from eplb_core._numba import inline_kernel, kernel\n\n"
-        "@inline_kernel\ndef more(x: int) -> int:\n    return x + 1\n\n"
-        "@kernel\ndef most(x: int) -> int:\n    return more(x)\n"
+        "@kernel\ndef inner(x: int, up: bool) -> int:\n    return x + 1 if up else x - 1\n\n"
+        "@inline_kernel\ndef inlined(x: int, by: int) -> int:\n    return inner(x, True) + inner(by, False)\n\n"
+        "@kernel\ndef most(x: int) -> int:\n    return inlined(x, 1) + inlined(x, 2) - inlined(2, x)\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", f"{before}\nfrom one import most\nprint(most(1))\n{after}"],

@@ -21,6 +21,7 @@ from benchmarks.engine.oracle import Oracle
 from benchmarks.engine.requests import Scheduler, Traffic
 from benchmarks.engine.shared import soak_shared
 from benchmarks.engine.soak import soak
+from benchmarks.engine.soaks import soaks_at_once
 from benchmarks.engine.weights import save_experts
 from benchmarks.measure import table, write_json
 
@@ -76,12 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--shared", action="store_true", help="with --soak: engines that die on weights that outlive them"
     )
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="traffic and faults instead of figures")
+    parser.add_argument("--at-once", type=int, default=1, help="with --soak: so many, each with a seed of its own")
     options = parser.parse_args(argv)
     if options.preset == "h200" and options.device == "cpu" and not options.quick and options.soak is None:
         parser.error("--preset h200 takes tens of gigabytes and needs GPUs: give --device cuda:0 or --device cuda")
     eplb.warm_up()  # once, and not in every rank
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if options.soak is not None and options.at_once > 1:
+        total = soaks_at_once(options.at_once, options.ranks, options.soak, seed=options.seed, shared=options.shared)
+        print(total)
+        write_json(options.json, {"soak": total, "ok": not total["failed"]})
+        return 1 if total["failed"] else 0
     if options.soak is not None:
         report = (soak_shared if options.shared else soak)(options.ranks, options.soak, seed=options.seed)
         print(report)

@@ -84,8 +84,8 @@ def facts_of(stores: Sequence[ExpertStore], layout: ExpertLayout) -> dict[str, A
     """What must be equal on all ranks."""
     first = stores[0]
     return {
-        "format": _FORMAT,
         "version of eplb_core": __version__,  # another one may take the same steps in another order
+        "format": _FORMAT,
         "experts": layout.num_experts,
         "layers, slots": list(layout.physical_to_logical_map.shape),
         "nodes of the ranks": layout.topology.rank_to_node.tolist(),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from eplb_core._text import plain
 from eplb_core.loading import _wire
 from eplb_core.loading._record_state import MAX_ENGINE_ID, RecordState, Reply
-from eplb_core.loading._wire import Message, WireError
+from eplb_core.loading._wire import Message, OtherProtocolError, WireError
 from eplb_core.loading.record import LayoutRecord
 
 log = logging.getLogger("eplb_core")
@@ -75,6 +75,7 @@ class Keeper:
         self.record = record
         self.exports = exports
         self._write = write
+        self._foreign: set[str] = set()
         self._requests = {
             "attach": self._attach,
             "query": self._query,
@@ -115,6 +116,9 @@ class Keeper:
                 return _say("refused", "this server keeps no record of a layout", code=NO_RECORD, about=self._about())
             return known(session, message)
         except WireError as error:
+            if isinstance(error, OtherProtocolError) and str(error) not in self._foreign and len(self._foreign) < 8:
+                self._foreign.add(str(error))  # a line for each, and no log full of them
+                log.warning("a client is refused, for it speaks %s", error)
             return _say("refused", str(error), code=MALFORMED)
 
     def leave(self, session: Session, *, dropped: bool = False) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from eplb_core import __version__
 from eplb_core._arrays import IntArray, check_int
 from eplb_core._text import plain
 from eplb_core.layout import ExpertLayout
@@ -24,7 +25,7 @@ from eplb_core.topology import Topology
 Message: TypeAlias = dict[str, Any]
 
 PROTOCOL = 1
-"""Both sides name it in every message; another one is refused in words."""
+"""Both sides name it in every message, and the library's version; another protocol is refused in words."""
 LENGTH = struct.Struct("!I")
 MAX_HELLO = 64 << 10
 """Longest request that needs no rows."""
@@ -36,6 +37,10 @@ class WireError(ValueError):
     """Bytes that are no message."""
 
 
+class OtherProtocolError(WireError):
+    """A message of another version of this library."""
+
+
 def max_request(state: RecordState | None) -> int:
     """Longest request that makes sense: a commit of all rows."""
     return MAX_HELLO + (0 if state is None else 8 * state.layout.num_layers * state.layout.num_slots)
@@ -43,7 +48,8 @@ def max_request(state: RecordState | None) -> int:
 
 def pack(message: Mapping[str, Any]) -> bytes:
     """One message as bytes."""
-    body = json.dumps({"protocol": PROTOCOL, **message}, separators=(",", ":")).encode()
+    head = {"protocol": PROTOCOL, "eplb_core": __version__}
+    body = json.dumps({**head, **message}, separators=(",", ":")).encode()
     return LENGTH.pack(len(body)) + body
 
 
@@ -51,7 +57,8 @@ def unpack(body: bytes | bytearray) -> Message:
     """The object in the bytes that follow a length.
 
     Raises:
-        WireError: No JSON object, or of another protocol.
+        WireError: No JSON object.
+        OtherProtocolError: One of another protocol.
     """
     try:
         message = json.loads(body)
@@ -60,7 +67,10 @@ def unpack(body: bytes | bytearray) -> Message:
     if not isinstance(message, dict):
         raise WireError(f"a JSON {type(message).__name__} where an object is due")
     if message.get("protocol") != PROTOCOL or isinstance(message["protocol"], bool):
-        raise WireError(f"protocol {plain(message.get('protocol'), 20)}; this side speaks {PROTOCOL}")
+        protocol, version = (plain(message.get(name, "unknown"), 20) for name in ("protocol", "eplb_core"))
+        raise OtherProtocolError(
+            f"protocol {protocol} of eplb_core {version}; this side speaks {PROTOCOL}, of eplb_core {__version__}"
+        )
     return message
 
 

@@ -8,7 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from eplb_core import __version__
 from eplb_core._arrays import check_flag, check_kind, check_real
+from eplb_core._text import plain
 from eplb_core.errors import EplbError, LayoutAgreementError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._record_state import Move, RecordState
@@ -84,8 +86,9 @@ def agree_on_layout(
         record equals `own` it is `own` itself.
 
     Raises:
-        LayoutAgreementError: The ranks cannot start on one layout. On every rank, with the same text, which names
-            ranks, versions, and the engine and layers of a move that does not end.
+        LayoutAgreementError: The ranks cannot start on one layout, or run several versions of this library. On every
+            rank, with the same text, which names ranks, versions, and the engine and layers of a move that does not
+            end.
         ValueError: `deadline` is not positive.
 
     Cost:
@@ -101,7 +104,8 @@ def agree_on_layout(
     start = time.monotonic()
     while True:
         state, finding = _look(client, own, adopts, time.monotonic() - start)
-        told = agreement.gather(json.dumps(finding).encode())
+        told = agreement.gather(json.dumps([__version__, *finding]).encode())
+        _check_versions(told)
         found = [_parse(blob, rank) for rank, blob in enumerate(told)]
         decision = decide(found, limit)
         if decision.action != "wait":
@@ -230,9 +234,27 @@ def _look(
     )
 
 
+def _check_versions(told: Sequence[bytes]) -> None:
+    """Raise on every rank where two versions meet: another one may decide otherwise on what ranks found."""
+    versions = [_version_of(blob) for blob in told]
+    for rank, version in enumerate(versions):
+        if version != versions[0]:
+            raise LayoutAgreementError(
+                f"rank {rank} runs eplb_core {version} and rank 0 {versions[0]}; install one version on all ranks",
+                ranks=(rank,),
+            )
+
+
+def _version_of(blob: bytes) -> str:
+    try:
+        return plain(json.loads(blob)[0], 40)
+    except (ValueError, TypeError, LookupError):
+        return "of an unknown version"
+
+
 def _parse(blob: bytes, rank: int) -> Finding:
     try:
-        own, shape, adopts, record, version, digest, record_shape, *rest = json.loads(blob)
+        _, own, shape, adopts, record, version, digest, record_shape, *rest = json.loads(blob)
         return Finding(own, _to_shape(shape), adopts, record, version, digest, _to_shape(record_shape), *rest)
     except (ValueError, TypeError) as error:
         raise LayoutAgreementError(

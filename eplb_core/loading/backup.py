@@ -19,6 +19,7 @@ import torch
 
 from eplb_core import _files
 from eplb_core._arrays import IntArray, check_int, check_kind, read_only, to_list
+from eplb_core._text import quoted
 from eplb_core.errors import EplbError, MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._joining import check_frame
@@ -306,8 +307,9 @@ def _files_of(folder: Path) -> list[Path]:
         )
     found = _files.read_json(manifest)
     with _files.reading(manifest, _WANTED, _MEND):
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise ValueError("another kind of file")
+        kind = found.get("format") if isinstance(found, dict) else None
+        if kind != FORMAT:
+            raise ValueError(f"another kind of file (format {quoted(kind, 40)})")
         for name, size in found["files"].items():
             if Path(name).name != name or not name.startswith("experts-"):
                 raise ValueError(f"a file {name!r}, which no backup has")

@@ -44,7 +44,8 @@ class LayoutClient:
         deadline: Seconds after which a server that does not answer counts as lost; less than the agreement's, or ranks
             that wait for this one give up before they hear why.
         wait: Seconds to wait for a server that is not there yet, for instance a host that still loads.
-        attach: False only looks: it is no presence, and may not begin a move.
+        attach: False only looks: it is no presence, and may not begin a move. A keeper that needs its place for another
+            ends an idle one, and it connects anew for the next request.
         follow_deadline: Seconds that `begin` waits for engines that follow (`LayoutFollower`) to stop reading. One that
             has stalled costs so much of a worker's time, and the move does not happen.
 
@@ -88,6 +89,7 @@ class LayoutClient:
         """Version that this engine routes by; `agree_on_layout` and commits set it."""
         self.rank: int | None = None
         """EP rank of this engine, once `agree_on_layout` has learnt it."""
+        self._looks, self._leaves = not attach, False
         self._moves_off = ""
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -207,7 +209,7 @@ class LayoutClient:
 
     def close(self) -> None:
         """Leave. A move that is pending makes the record dirty. Ends a request that waits. Idempotent."""
-        connection = self._socket
+        self._leaves, connection = True, self._socket
         if self._process != os.getpid():  # whoever had the lock at the fork is not here to give it back
             self._let_go()
             return
@@ -244,7 +246,7 @@ class LayoutClient:
                 check_owner(self.path)
                 connection.connect(self.path)
                 check_peer(connection, self.path)
-                self._socket = connection
+                self._socket, self.error = connection, None
                 return
             except (FileNotFoundError, ConnectionRefusedError):
                 connection.close()  # nobody is there: absent, not in error
@@ -311,22 +313,29 @@ class LayoutClient:
         with self._lock:
             if self._socket is None:
                 raise self.error or RecordLostError(f"nobody listens at {self.path}", path=self.path)
-            sent = False
-            try:
-                self._socket.sendall(_wire.pack(message))
-                sent = True
-                return _receive(self._socket, limit)
-            except TimeoutError as error:
-                self._undo(undo if sent else None)
-                raise self._lost(f"has not answered for {self._deadline:g} s") from error
-            except OSError as error:
-                raise self._lost(f"closed the connection: {error}", ended=True) from error
-            except WireError as error:
-                raise self._lost(f"answers with {error}") from error
-            except BaseException:  # a signal's handler raised: the reply is still to come
-                self._undo(undo if sent else None)
-                self._lost("was interrupted in an answer")
-                raise
+            anew = self._looks and limit is not None  # who waits for news must hear that this keeper has gone
+            while True:
+                sent = False
+                try:
+                    self._socket.sendall(_wire.pack(message))
+                    sent = True
+                    return _receive(self._socket, limit)
+                except TimeoutError as error:
+                    self._undo(undo if sent else None)
+                    raise self._lost(f"has not answered for {self._deadline:g} s") from error
+                except OSError as error:
+                    lost = self._lost(f"closed the connection: {error}", ended=True)
+                    if anew and not self._leaves:
+                        self._connect(0.0)
+                    anew = False
+                    if self._socket is None:
+                        raise lost from error
+                except WireError as error:
+                    raise self._lost(f"answers with {error}") from error
+                except BaseException:  # a signal's handler raised: the reply is still to come
+                    self._undo(undo if sent else None)
+                    self._lost("was interrupted in an answer")
+                    raise
 
     def _undo(self, undo: Message | None) -> None:
         if undo is not None and self._socket is not None:

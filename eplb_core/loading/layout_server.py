@@ -133,7 +133,7 @@ def _most_connections() -> int:
 
 
 class _Connection:
-    __slots__ = ("closing", "fds", "inbox", "out", "queued", "session", "socket", "spoke", "watch", "writing")
+    __slots__ = ("closing", "fds", "inbox", "out", "queued", "session", "socket", "watch", "writing")
 
     def __init__(self, accepted: socket.socket, number: int) -> None:
         self.socket = accepted
@@ -141,8 +141,6 @@ class _Connection:
         self.inbox = Inbox()
         self.out = memoryview(b"")
         self.fds: list[int] = []
-        self.spoke = False
-        """Has sent a whole message: who has not may be anybody, and is the first to go."""
         self.closing = False
         """Ends when `out` has gone."""
         self.queued = False
@@ -163,7 +161,7 @@ class _Loop:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._connections: dict[socket.socket, _Connection] = {}
+        self._connections: dict[socket.socket, _Connection] = {}  # who was silent for longest first
         self._more: deque[_Connection] = deque()  # with a whole message in the inbox still to be answered
         self._watching: set[_Connection] = set()
         self._seen = keeper.changes
@@ -222,7 +220,7 @@ class _Loop:
             log.error("%s", error)
             accepted.close()
             return
-        if len(self._connections) >= self._most and not self._drop_silent():
+        if len(self._connections) >= self._most and not self._drop_idle():
             accepted.close()
             return
         self._number += 1
@@ -231,22 +229,22 @@ class _Loop:
         self._selector.register(accepted, selectors.EVENT_READ)
 
     def _no_room(self, why: str) -> None:
-        """Out of descriptors: fewer connections from now on, so that some are left for files; silent ones go."""
+        """Out of descriptors: fewer connections from now on, so that some are left for files; idle ones go."""
         fewer = max(1, min(self._most, len(self._connections)) - SPARE)
         if fewer < self._most:  # not again for each who knocks
             log.error("%s: cannot accept: %s; at most %d connections from now on", self._path, why, fewer)
             self._most = fewer
         before = len(self._connections)
-        while len(self._connections) > self._most and self._drop_silent():
+        while len(self._connections) > self._most and self._drop_idle():
             pass
         if len(self._connections) == before:
             time.sleep(0.01)  # those who knock wait until somebody leaves
 
-    def _drop_silent(self) -> bool:
-        """End the oldest connection that has not said anything whole yet; an engine says who it is at once."""
+    def _drop_idle(self) -> bool:
+        """End the connection that has said nothing whole for longest; not one that is an engine, or waits for news."""
         for connection in self._connections.values():
-            if not connection.spoke and not connection.closing:
-                self._drop(connection, dropped=True)
+            if connection.session.engine is None and connection.watch is None:
+                self._drop(connection)
                 return True
         return False
 
@@ -284,7 +282,7 @@ class _Loop:
             self._answer(connection, body)
 
     def _answer(self, connection: _Connection, body: bytes) -> None:
-        connection.spoke = True
+        self._connections[connection.socket] = self._connections.pop(connection.socket)
         connection.watch = None
         self._watching.discard(connection)
         try:

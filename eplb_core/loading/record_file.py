@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from eplb_core import _files
+from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _wire
 from eplb_core.loading._record_state import RecordState
@@ -42,8 +43,9 @@ def load_record(path: _files.PathLike) -> tuple[RecordState, str]:
     """
     message = _files.read_json(path)
     with _files.reading(path, _WANTED, _MEND):
-        if not isinstance(message, dict) or message.get("format") != FORMAT:
-            raise ValueError("another kind of file")
+        kind = message.get("format") if isinstance(message, dict) else None
+        if kind != FORMAT:
+            raise ValueError(f"another kind of file (format {quoted(kind, 40)})")
         return _wire.decode_state(message), str(message["memory"])
 
 

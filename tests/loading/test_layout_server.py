@@ -29,6 +29,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import eplb_core
 from benchmarks.fuzz_record import kept, messages
 from eplb_core import ExpertLayout, SocketInUseError, SocketOwnerError, Topology
 from eplb_core.errors import FileFormatError, RecordLostError
@@ -43,6 +44,7 @@ from tests.loading.engine_process import Engine, container, until
 RANKS = Topology(num_ranks=2)
 LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=RANKS)
 ROW = [3, 2, 1, 0, 0, 3]
+ONE = f"this side speaks 1, of eplb_core {eplb_core.__version__}"
 
 
 @pytest.fixture
@@ -325,7 +327,10 @@ def test_a_server_that_does_not_answer_is_lost_after_the_deadline(path: Path) ->
         (_wire.pack({"status": "ok", "reason": "", "version": "1"}), "answers with version '1'"),
         (_wire.pack({"status": "ok", "reason": "", "state": {"map": 3}}), "answers with no whole record: KeyError"),
         (_wire.pack({"status": "refused", "reason": "full"}), "answers with no whole record"),
-        (_wire.LENGTH.pack(30) + b'{"protocol":2,"status":"ok"}  ', "answers with protocol 2; this side speaks 1"),
+        (
+            _wire.LENGTH.pack(30) + b'{"protocol":2,"status":"ok"}  ',
+            f"answers with protocol 2 of eplb_core unknown; {ONE}",
+        ),
         (b"", "closed the connection: it ended"),
     ],
 )
@@ -512,12 +517,18 @@ def send_until_blocked(connection: socket.socket, message: bytes) -> int:
 
 
 def test_too_many_connections_are_closed_and_cost_nothing(server: LayoutServer, path: Path) -> None:
-    with LayoutClient(path, "a") as client:
-        crowd = [raw(path) for _ in range(MAX_CONNECTIONS - 1)]
+    """Engines, of which none goes for another, and a follower's that waits for news."""
+    with LayoutClient(path, "a") as client, raw(path) as watcher:
+        crowd = [raw(path) for _ in range(MAX_CONNECTIONS - 2)]
         for connection in crowd:
-            assert ask(connection, {"do": "query"}) is not None
+            assert ask(connection, {"do": "attach", "engine": "b"}) is not None
+        news = ask(watcher, {"do": "watch", "seen": -1})
+        assert news is not None
+        watcher.sendall(_wire.pack({"do": "watch", "seen": news["number"]}))
+        until(lambda: server._loop._watching)
         assert LayoutClient(path, "late").error is not None
-        assert client.begin([0], 0).status == "ok"
+        assert len(state_of(server).engines) == MAX_CONNECTIONS - 1
+        assert client.query() is not None
         for connection in crowd:
             connection.close()
 
@@ -528,18 +539,73 @@ def test_too_many_connections_are_closed_and_cost_nothing(server: LayoutServer, 
         until(is_let_in)
 
 
-def test_a_crowd_that_says_nothing_keeps_no_engine_out(server: LayoutServer, path: Path) -> None:
-    """Silent ones, half a message, a byte now and then: the oldest goes when one more comes, never an engine."""
-    with LayoutClient(path, "a") as client, contextlib.ExitStack() as crowd:
-        for number in range(2 * MAX_CONNECTIONS):
-            connection = crowd.enter_context(raw(path))
-            if number % 3:
-                connection.send(_wire.pack({"do": "query"})[: number % 3 * 2])
+QUERY = _wire.pack({"do": "query"})
+
+
+@pytest.mark.parametrize("said", [(b"", QUERY[:2], QUERY[:4]), (QUERY,)])
+def test_a_crowd_that_idles_keeps_no_engine_out(server: LayoutServer, path: Path, said: tuple[bytes, ...]) -> None:
+    """No byte, half a message, a whole one: who was silent for longest goes when one more comes, never an engine."""
+    with ExitStack() as stack:
+        look = stack.enter_context(LayoutClient(path, "status", attach=False))
+        client = stack.enter_context(LayoutClient(path, "a"))
+        for number in range(MAX_CONNECTIONS + 50):
+            connection = stack.enter_context(raw(path))
+            connection.sendall(said[number % len(said)])
         with LayoutClient(path, "late") as late:
             assert late.found is not None
             assert state_of(server).engines == ("a", "late")
         assert client.begin([0], 0).status == "ok"
         assert client.commit([0], [ROW]).version == 1
+        state = look.query()  # its connection was ended before all others
+        assert state is not None
+        assert (state.version, look.error) == (1, None)
+
+
+def test_who_speaks_now_and_then_outlasts_a_crowd_that_does_not(server: LayoutServer, path: Path) -> None:
+    with raw(path) as busy, ExitStack() as crowd:
+        for _ in range(2 * MAX_CONNECTIONS):
+            assert ask(busy, QUERY) is not None
+            crowd.enter_context(raw(path)).sendall(QUERY)
+
+
+def test_only_who_looks_goes_on_with_another_keeper(path: Path) -> None:
+    """An engine's presence, and the news that a follower waits for, end with the keeper that they were at."""
+    with ExitStack() as stack:
+        with LayoutServer(path, LayoutRecord(LAYOUT)):
+            engine, look, watcher = (
+                stack.enter_context(LayoutClient(path, name, attach=name == "engine"))
+                for name in ("engine", "look", "watcher")
+            )
+            seen = watcher.watch(-1)
+        with LayoutServer(path, LayoutRecord(LAYOUT, version=7)):
+            state = look.query()
+            assert state is not None
+            assert (state.version, state.engines) == (7, ())
+            assert f"the keeper at {path} closed the connection" in engine.begin([0], 0).reason
+            with pytest.raises(RecordLostError, match=f"the keeper at {path} closed the connection"):
+                watcher.watch(seen)
+        with pytest.raises(RecordLostError, match=f"the keeper at {path} closed the connection"):
+            look.query()  # nobody is there
+
+
+def test_who_is_closed_while_it_asks_does_not_come_back(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ThreadPoolExecutor(2) as threads:
+        listener.bind(str(path))
+        listener.listen()
+        made = threads.submit(LayoutClient, path, "a", attach=False)
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(_wire.pack({"status": "refused", "reason": "", "code": "no_record"}))
+            look = made.result(20)
+            asked = threads.submit(look.query)
+            connection.recv(1 << 16)
+            look.close()
+            with pytest.raises(RecordLostError, match="closed the connection: it ended"):
+                asked.result(20)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 def test_a_thousand_who_come_and_go_do_not_disturb(server: LayoutServer, path: Path) -> None:
@@ -569,7 +635,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("taken", [0, 28])
 def test_a_crowd_beyond_the_descriptors_keeps_nobody_from_moving(path: Path, tmp_path: Path, taken: int) -> None:
-    """64 descriptors, 100 that say nothing: the state's file is written all the same; with 28 taken none is left."""
+    """64 descriptors, 100 that idle: the state's file is written all the same; with 28 taken none is left."""
     arguments = [sys.executable, "-c", CROWDED, str(path), str(tmp_path / "state.json"), str(taken)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
@@ -577,7 +643,7 @@ def test_a_crowd_beyond_the_descriptors_keeps_nobody_from_moving(path: Path, tmp
         assert keeper.stdout.readline() == "ready\n"
         with LayoutClient(path, "a") as client, contextlib.ExitStack() as crowd:
             for number in range(100):
-                crowd.enter_context(raw(path))
+                crowd.enter_context(raw(path)).sendall(QUERY[: number % 2 * len(QUERY)])
                 if not taken and number > 30:  # also when the crowd has just taken the last one
                     assert client.begin([0], 0).status == "ok"
                     assert client.abort([0]).status == "ok"
@@ -620,9 +686,9 @@ def test_a_malformed_message_is_answered_and_the_connection_stays(server: Layout
             (b"[" * 60000, "no JSON"),
             (b'{"protocol":1,"do":' + b"9" * 5000 + b"}", "no JSON"),
             (b"[1]", "a JSON list where an object is due"),
-            (b"{}", "protocol None; this side speaks 1"),
+            (b"{}", f"protocol unknown of eplb_core unknown; {ONE}"),
             (b'{"protocol":true}', "protocol True"),
-            (b'{"protocol":2}', "protocol 2; this side speaks 1"),
+            (b'{"protocol":2,"eplb_core":"9.1"}', f"protocol 2 of eplb_core 9.1; {ONE}"),
             (b'{"protocol":1}', "Unknown request type: 'None'"),
             (b'{"protocol":1,"do":["attach"]}', "Unknown request type"),
             (b'{"protocol":1,"do":"attach","engine":"b"}', "this connection is engine 'a' already"),
@@ -641,6 +707,19 @@ def test_a_malformed_message_is_answered_and_the_connection_stays(server: Layout
         done = ask(connection, {"do": "commit", "layers": [0], "rows": rows})
         assert done is not None
         assert (done["status"], done["version"]) == ("ok", 1)
+
+
+def test_one_line_tells_of_clients_of_another_protocol_and_no_crowd_fills_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keeper = Keeper(LayoutRecord(LAYOUT))
+    for number in range(20):
+        for body in (b'{"protocol":2,"eplb_core":"9.1"}', b"{"):
+            assert keeper.answer(Session(number), body).message["status"] == "refused"
+    assert caplog.messages == [f"a client is refused, for it speaks protocol 2 of eplb_core 9.1; {ONE}"]
+    for number in range(20):
+        keeper.answer(Session(number), b'{"protocol":%d}' % (2 + number))
+    assert len(caplog.messages) == 8
 
 
 class Told:

@@ -48,4 +48,10 @@ MUTATIONS = [
         "        except TypeError as error:\n            _say_not_kept(str(error))\n",
         f"{TESTS}::test_kernels_run_where_the_disk_is_full",
     ),
+    (
+        FILE,
+        "tuple(map(_variable, args))",
+        "args",
+        f"{TESTS}::test_a_kernel_is_compiled_once_whatever_constants_it_is_called_with",
+    ),
 ]

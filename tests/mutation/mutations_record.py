@@ -21,6 +21,7 @@ TEST_RECORD = "tests/loading/test_record.py"
 TEST_SERVER = "tests/loading/test_layout_server.py"
 TEST_AGREE = "tests/loading/test_agree.py"
 TEST_HOST = "tests/loading/test_host.py"
+TEST_VERSIONS = "tests/loading/test_two_versions.py"
 TEST_FOLLOW = "tests/loading/test_follow.py"
 TEST_RANK_LOADER = "tests/loading/test_rank_loader.py"
 
@@ -295,12 +296,88 @@ MUTATIONS = [
         "if len(self._connections) >= 10**9 and not",
         f"{TEST_SERVER}::test_too_many_connections_are_closed_and_cost_nothing",
     ),
-    # a crowd that says nothing keeps engines out
+    # a crowd that idles keeps engines out
     (
         SERVER,
-        "and not self._drop_silent():\n            accepted",
+        "and not self._drop_idle():\n            accepted",
         "and True:\n            accepted",
-        f"{TEST_SERVER}::test_a_crowd_that_says_nothing_keeps_no_engine_out",
+        f"{TEST_SERVER}::test_a_crowd_that_idles_keeps_no_engine_out",
+    ),
+    # an engine goes for another
+    (
+        SERVER,
+        "if connection.session.engine is None and",
+        "if",
+        f"{TEST_SERVER}::test_too_many_connections_are_closed_and_cost_nothing",
+    ),
+    # who waits for news goes
+    (
+        SERVER,
+        " and connection.watch is None:",
+        ":",
+        f"{TEST_SERVER}::test_too_many_connections_are_closed_and_cost_nothing",
+    ),
+    # who came first goes first
+    (
+        SERVER,
+        "        self._connections[connection.socket] = self._connections.pop(connection.socket)\n",
+        "",
+        f"{TEST_SERVER}::test_who_speaks_now_and_then_outlasts_a_crowd_that_does_not",
+    ),
+    # who looks is lost with its place
+    (
+        CLIENT,
+        "            anew = self._looks and limit is not None",
+        "            anew = False",
+        f"{TEST_SERVER}::test_a_crowd_that_idles_keeps_no_engine_out",
+    ),
+    # nobody at the keeper hears of another protocol, or hears of nothing else
+    (
+        REQUESTS,
+        "            if isinstance(error, OtherProtocolError) and str(error) not in",
+        "            if False and str(error) not in",
+        f"{TEST_VERSIONS}::test_two_installations_work_together_or_say_why_not",
+    ),
+    (
+        REQUESTS,
+        " and len(self._foreign) < 8:",
+        ":",
+        f"{TEST_SERVER}::test_one_line_tells_of_clients_of_another_protocol_and_no_crowd_fills_the_log",
+    ),
+    # a refusal does not say which version to install
+    (
+        WIRE,
+        "protocol {protocol} of eplb_core {version}; this",
+        "protocol {protocol}; this",
+        f"{TEST_VERSIONS}::test_two_installations_work_together_or_say_why_not",
+    ),
+    # ranks of two versions start
+    (
+        AGREE,
+        "        _check_versions(told)\n",
+        "",
+        f"{TEST_VERSIONS}::test_two_installations_work_together_or_say_why_not",
+    ),
+    # who has left comes back
+    (
+        CLIENT,
+        "if anew and not self._leaves:",
+        "if anew:",
+        f"{TEST_SERVER}::test_who_is_closed_while_it_asks_does_not_come_back",
+    ),
+    # a follower does not hear that its keeper has gone
+    (
+        CLIENT,
+        "            anew = self._looks and limit is not None",
+        "            anew = self._looks",
+        f"{TEST_SERVER}::test_only_who_looks_goes_on_with_another_keeper",
+    ),
+    # an engine takes another keeper for its own
+    (
+        CLIENT,
+        "            anew = self._looks and limit is not None",
+        "            anew = limit is not None",
+        f"{TEST_SERVER}::test_only_who_looks_goes_on_with_another_keeper",
     ),
     # a crowd takes the descriptors that the record's file needs
     (
@@ -633,8 +710,8 @@ MUTATIONS = [
     # a begin that was not heard of stays pending
     (
         CLIENT,
-        "            except TimeoutError as error:\n                self._undo(undo if sent else None)\n",
-        "            except TimeoutError as error:\n",
+        "                except TimeoutError as error:\n                    self._undo(undo if sent else None)\n",
+        "                except TimeoutError as error:\n",
         f"{TEST_SERVER}::test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_not",
     ),
     # a move that followers did not answer stays asked for

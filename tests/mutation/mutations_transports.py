@@ -9,6 +9,7 @@ SHARED = "eplb_core/loading/transports/shared_memory.py"
 EXCHANGE = "eplb_core/loading/transports/_exchange.py"
 PROCESSES = "eplb_core/loading/transports/_processes.py"
 GLOO = "eplb_core/loading/transports/torch_distributed.py"
+NIXL = "eplb_core/loading/transports/nixl.py"
 FAULTY = "eplb_core/loading/transports/faulty.py"
 CHECKS = "eplb_core/testing/transports.py"
 STRATEGIES = "eplb_core/testing/strategies.py"
@@ -16,11 +17,13 @@ T_BASE = "tests/loading/transports/test_base.py"
 T_SHARED = "tests/loading/transports/test_shared_memory.py"
 T_GLOO = "tests/loading/transports/test_torch_distributed.py"
 T_FAULTY = "tests/loading/transports/test_faulty.py"
+T_ENGINES = "tests/loading/transports/test_engines_answers.py"
 T_CHECKS = "tests/testing/test_transports.py"
 T_STRATEGIES = "tests/testing/test_strategies.py"
 REFUSED = f"{T_BASE}::test_a_refused_batch_names_value_operation_and_rank"
 AGAIN = f"{T_BASE}::test_connecting_again_reaches_a_peer_anew_only_if_reads_from_it_were_lost"
 LIES = f"{T_CHECKS}::test_a_transport_that_does_not_keep_its_word_fails"
+LET_GO = f"{T_ENGINES}::test_nixl_is_let_go_when_the_last_read_of_a_closed_transport_is_over"
 HONEST = f"{T_CHECKS}::test_an_honest_transport_passes_all_checks_within_one_process"
 
 # (file, text before, text after, test that must fail)
@@ -183,6 +186,27 @@ MUTATIONS = [
         "for expert in range(experts) if pairs or expert not in mine]",
         "for expert in range(experts)]",
         f"{T_STRATEGIES}::test_layouts_have_pairs_only_where_counting_forces_them",
+    ),
+    # agents of closed transports
+    (
+        NIXL,
+        "        if not self._pending:\n            self._let_go()\n",
+        "        if True:\n            self._let_go()\n",
+        LET_GO,
+    ),
+    (NIXL, "            for ticket in list(self._pending):\n                self.poll(ticket)\n", "", LET_GO),
+    (NIXL, "        self._agent = None\n", "", LET_GO),
+    (
+        NIXL,
+        "        with self._looking:  #",
+        "        if True:  #",
+        f"{T_ENGINES}::test_nixl_is_asked_by_one_thread_at_a_time",
+    ),
+    (
+        NIXL,
+        "        while self._pending and threading.main_thread().is_alive():\n",
+        "        while self._pending:\n",
+        f"{T_ENGINES}::test_a_process_ends_though_a_read_of_a_closed_transport_may_still_write",
     ),
     # connections that ended
     (BASE, "peer.epoch + lost <= former.epoch", "peer.epoch <= former.epoch", AGAIN),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib
 import importlib.util
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -18,8 +21,10 @@ from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Ticket
 from eplb_core.loading.transports._batches import Spans
 
 _KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
-_UNDRAINED: set[Ticket] = set()
-"""Reads of closed transports that may still write: to release their handles would let go of nothing but the news."""
+_UNDRAINED: set[Nixl] = set()
+"""Closed ones with reads that may still write: to release their handles would let go of nothing but the news."""
+_LOOK_S = 0.5
+"""Seconds between two looks at the reads of a closed one."""
 
 
 class Nixl(BaseTransport):
@@ -29,6 +34,9 @@ class Nixl(BaseTransport):
     them, when a stopped owner ran again). It stays ABANDONED until NIXL says that it is over. Whether the owner must
     run depends on what UCX uses; over TCP it must, and that is what `caps` says. NIXL also reads memory whose owner has
     taken back the registration, as long as it is there: exchange blobs before memory is freed.
+
+    An agent's progress thread keeps a core busy. `close` ends it, or the end of the last read that was given up on,
+    which a thread looks for each half second: a peer that dies ends its reads, one that is stopped does not.
 
     Args:
         backend: NIXL's back-end.
@@ -61,6 +69,7 @@ class Nixl(BaseTransport):
             raise TransportError(f"NIXL cannot start its back-end {backend!r}: {error!r}") from error
         if backend not in self._agent.backends:
             raise TransportError(f"`backend` (={backend!r}) must be one of NIXL's: {self._agent.get_plugin_list()}")
+        self._looking = threading.Lock()
         self._registered: set[Region] = set()
         self._names: dict[int, str] = {}
         """NIXL's name of each connected rank's agent."""
@@ -113,7 +122,7 @@ class Nixl(BaseTransport):
         self._leaving &= busy
 
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
-        ticket = _Transfer(peer.rank, spans, self._names[peer.rank], self._agent)
+        ticket = _Transfer(peer.rank, spans, self._names[peer.rank])
         try:
             for kinds, local, remote in self._descriptors(peer, spans):
                 own, theirs = (
@@ -122,12 +131,13 @@ class Nixl(BaseTransport):
                 )
                 handle = self._agent.initialize_xfer("READ", own, theirs, ticket.name)
                 ticket.handles.append(handle)
-                ticket.begin(handle)
+                if self._agent.transfer(handle) == "DONE":
+                    ticket.handles.remove(handle)
         except Exception as error:
             ticket.problem = self._ending(peer.rank, error)
             if not ticket.handles and ticket.problem.state is ReadState.FAILED:
                 raise TransportError(f"NIXL cannot read from rank {peer.rank}: {error!r}", rank=peer.rank) from error
-        ticket.look(self._ending)
+        ticket.look(self._agent, self._ending)
         return ticket
 
     def _descriptors(self, peer: Peer, spans: Spans) -> Iterator[tuple[tuple[str, str], IntArray, IntArray]]:
@@ -142,12 +152,18 @@ class Nixl(BaseTransport):
             remote = np.stack([spans.src[here], spans.nbytes[here], number[at[1]][here]], axis=1)
             yield (str(pair[0]), str(pair[1])), local, remote
 
+    def poll(self, ticket: Ticket) -> Status:
+        """Say how far a read is."""
+        with self._looking:  # NIXL's agents take one thread at a time, and `_drain` has one of its own
+            return super().poll(ticket)
+
     def _progress(self, ticket: Ticket) -> None:
-        cast(_Transfer, ticket).look(self._ending)
+        cast(_Transfer, ticket).look(self._agent, self._ending)
         if ticket.status.state.is_end:
-            _UNDRAINED.discard(ticket)
             self._end(ticket)
-            if self._leaving and not self._closed:
+            if self in _UNDRAINED and not self._pending:
+                self._let_go()
+            elif self._leaving and not self._closed:
                 self._sweep()
 
     def _ending(self, rank: int, error: Exception) -> Status:
@@ -156,9 +172,28 @@ class Nixl(BaseTransport):
         return Status(state, f"rank {rank}: {error!r}")
 
     def _shut(self) -> None:
-        _UNDRAINED.update(self._pending)
         if not self._pending:
-            self._quietly(self._unregister, set(self._registered))
+            self._let_go()
+            return
+        _UNDRAINED.add(self)
+        with contextlib.suppress(RuntimeError):  # no more threads: it stays until somebody polls
+            threading.Thread(target=self._drain, name="eplb-nixl-drain", daemon=False).start()
+
+    def _drain(self) -> None:
+        """Look at what is left, for nobody else may.
+
+        No daemon: one that is within NIXL when the interpreter ends takes the process down.
+        """
+        while self._pending and threading.main_thread().is_alive():
+            time.sleep(_LOOK_S)
+            for ticket in list(self._pending):
+                self.poll(ticket)
+
+    def _let_go(self) -> None:
+        """Nothing is written any more."""
+        self._quietly(self._unregister, set(self._registered))
+        _UNDRAINED.discard(self)
+        self._agent = None
 
     def _quietly(self, function: Any, *args: Any) -> None:
         """Tidy up what the engine may have let go of itself, such as a peer that died."""
@@ -173,25 +208,20 @@ class Nixl(BaseTransport):
 class _Transfer(Ticket):
     """A read of one handle for each pair of kinds of memory."""
 
-    __slots__ = ("agent", "handles", "name", "problem")
+    __slots__ = ("handles", "name", "problem")
 
-    def __init__(self, rank: int, spans: Spans, name: str, agent: Any) -> None:
+    def __init__(self, rank: int, spans: Spans, name: str) -> None:
         super().__init__(rank, spans)
         self.name = name
-        self.agent = agent
         self.handles: list[Any] = []
         """Those that are not over."""
         self.problem: Status | None = None
 
-    def begin(self, handle: Any) -> None:
-        if self.agent.transfer(handle) == "DONE":
-            self.handles.remove(handle)
-
-    def look(self, ending: Any) -> None:
+    def look(self, agent: Any, ending: Any) -> None:
         """Ask for each handle; the read is over when all are."""
         for handle in list(self.handles):
             try:
-                state = self.agent.check_xfer_state(handle)
+                state = agent.check_xfer_state(handle)
                 if state == "PROC":
                     continue
                 if state != "DONE":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +17,10 @@ import torch
 
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadBatch, ReadState, Region, Transport
-from eplb_core.loading.transports import Mooncake, Nixl
+from eplb_core.loading.transports import Mooncake, Nixl, nixl
+from tests.loading.engine_process import until
 
+ROOT = Path(__file__).parents[3]
 MEMORY = torch.zeros(16, dtype=torch.uint8)
 OWN = [Region(MEMORY.data_ptr(), 8, "cpu"), Region(MEMORY.data_ptr() + 8, 8, "cpu")]
 
@@ -175,6 +179,7 @@ class Agent:
         self.name, self.backends = name, ["UCX"]
         self.state = "PROC"
         self.registered = 0
+        self.looks, self.takes, self.inside, self.crowded = 0, 0.0, 0, False
         self._call("start")
 
     def _call(self, name: str) -> None:
@@ -214,11 +219,20 @@ class Agent:
         return self.state
 
     def check_xfer_state(self, handle: object) -> str:
+        self.inside += 1
+        self.crowded |= self.inside > 1
+        if self.takes:
+            threading.Event().wait(self.takes)
+        self.looks, self.inside = self.looks + 1, self.inside - 1
         return self.state
 
 
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> type[Agent]:
+    return install_agent(monkeypatch)
+
+
+def install_agent(monkeypatch: pytest.MonkeyPatch) -> type[Agent]:
     kind = type("Agent", (Agent,), {"fails": {}})
     modules(monkeypatch, "nixl", "_api", nixl_agent=kind, nixl_agent_config=dict, nixlBind=Bindings)
     return kind
@@ -285,13 +299,64 @@ def test_an_agent_that_left_is_forgotten_when_the_last_read_from_it_is_over(
     assert transport._agent.registered == 1
 
 
-def test_memory_stays_known_to_nixl_while_a_read_of_a_closed_transport_may_write(agent: type[Agent]) -> None:
+@pytest.mark.parametrize("state", ["DONE", "ERR"])
+def test_nixl_is_let_go_when_the_last_read_of_a_closed_transport_is_over(
+    agent: type[Agent], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether anybody polls or not, and not before: until then its memory stays known to NIXL."""
+    monkeypatch.setattr(nixl, "_LOOK_S", 0.0)
     transport = nixl_pair()
-    ticket = read(transport)
+    tickets, used = [read(transport), read(transport)], transport._agent
     transport.close()
-    assert transport._agent.registered == 2
-    transport._agent.state = "DONE"
-    assert transport.poll(ticket).state.is_end
+    until(lambda: used.looks > 10)
+    assert (used.registered, transport._agent, transport in nixl._UNDRAINED) == (2, used, True)
+    used.state = state
+    until(lambda: transport._agent is None)
+    assert (used.registered, transport in nixl._UNDRAINED) == (0, False)
+    ends = {transport.poll(ticket).state for ticket in tickets}
+    assert ends == {ReadState.DONE if state == "DONE" else ReadState.LOST_PEER}
+
+
+def test_nixl_is_asked_by_one_thread_at_a_time(agent: type[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "_LOOK_S", 0.0)
+    transport = nixl_pair()
+    ticket, used = read(transport), transport._agent
+    used.takes = 0.001
+    transport.close()
+    until(lambda: transport.poll(ticket).state is ReadState.ABANDONED and used.looks > 50)
+    assert not used.crowded
+    used.state = "DONE"
+    assert transport.poll(ticket).state is ReadState.DONE
+
+
+def test_nixl_stays_until_somebody_polls_where_no_thread_can_start(
+    agent: type[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    transport = nixl_pair()
+    ticket, used = read(transport), transport._agent
+    monkeypatch.setattr(threading.Thread, "start", start)
+    transport.close()
+    assert (used.registered, transport in nixl._UNDRAINED) == (2, True)
+    used.state = "DONE"
+    assert transport.poll(ticket).state is ReadState.DONE
+    assert (used.registered, transport in nixl._UNDRAINED) == (0, False)
+
+
+@pytest.mark.slow
+def test_a_process_ends_though_a_read_of_a_closed_transport_may_still_write() -> None:
+    code = (
+        "import pytest, tests.loading.transports.test_engines_answers as here\n"
+        "here.install_agent(pytest.MonkeyPatch())\n"
+        "transport = here.nixl_pair()\n"
+        "ticket = here.read(transport)\n"
+        "transport.close()\n"
+        "print(transport.poll(ticket).state.name)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.returncode) == ("ABANDONED\n", 0), ended.stderr
 
 
 def test_peers_of_nixl_come_and_go_and_reads_end_as_it_says(agent: type[Agent]) -> None:
@@ -311,5 +376,6 @@ def test_peers_of_nixl_come_and_go_and_reads_end_as_it_says(agent: type[Agent]) 
     assert transport.poll(ticket).reason == "rank 1: RuntimeError('NIXL says ERR')"
     agent.fails["read"] = nixlRemoteDisconnectError()
     assert transport.poll(read(transport)).state is ReadState.LOST_PEER
+    used = transport._agent
     transport.close()
-    assert transport._agent.registered == 0
+    assert (used.registered, transport._agent) == (0, None)

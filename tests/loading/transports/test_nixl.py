@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import cast
+
 import numpy as np
 import pytest
 
@@ -11,6 +14,7 @@ from eplb_core.loading.transports import nixl
 from eplb_core.loading.transports._batches import Spans
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
 from eplb_core.testing._peers import batch, contents, pattern, wait, world
+from tests.loading.engine_process import until
 from tests.loading.transports import kits
 
 kits.require(nixl._import)
@@ -54,11 +58,11 @@ class Agent:
 def test_a_transfer_that_nixl_calls_an_error_is_not_done() -> None:
     """Its Python layer may answer "ERR" where it does not raise."""
     nothing = np.empty(0, dtype=np.int64)
-    ticket = nixl._Transfer(1, Spans(*[nothing] * 5), "agent", Agent("PROC", "ERR"))
+    agent, ticket = Agent("PROC", "ERR"), nixl._Transfer(1, Spans(*[nothing] * 5), "agent")
     ticket.handles = [object()]
     looks = []
     for _ in range(2):
-        ticket.look(lambda rank, error: Status(ReadState.FAILED, f"rank {rank}: {error}"))
+        ticket.look(agent, lambda rank, error: Status(ReadState.FAILED, f"rank {rank}: {error}"))
         looks.append(ticket.status)
     assert looks == [Status(ReadState.PENDING), Status(ReadState.FAILED, "rank 1: NIXL says ERR")]
 
@@ -94,11 +98,29 @@ def test_a_peer_whose_connection_ended_is_reached_again_by_its_blob() -> None:
 
 
 @pytest.mark.slow
-def test_reads_of_a_closed_transport_are_kept_until_they_are_over() -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_agent_goes_when_the_last_read_of_its_closed_transport_is_over(dies: bool) -> None:
+    """Its thread would keep a core busy. Nobody polls; the peer dies, or runs again, and all bytes land before."""
     with world(TCP) as w:
-        _, ticket = transports._stalled(w)
+        own, ticket = transports._stalled(w)
+        agent = weakref.ref(cast(nixl.Nixl, w.transport)._agent.agent)
         w.transport.close()
-        assert ticket in nixl._UNDRAINED
-        transports._process(w, 1).resume()
-        assert wait(w.transport, ticket, TCP.deadline).state.is_end
-        assert ticket not in nixl._UNDRAINED
+        assert not contents(own[0])[100:].any()
+        assert agent() is not None
+        assert w.transport in nixl._UNDRAINED
+        if dies:
+            transports._process(w, 1).kill()
+        else:
+            transports._process(w, 1).resume()
+        until(lambda: agent() is None)
+        assert (contents(own[0]) == pattern(1, TCP.big)).all() != dies
+        assert w.transport not in nixl._UNDRAINED
+        assert w.transport.poll(ticket).state is (ReadState.LOST_PEER if dies else ReadState.DONE)
+
+
+@pytest.mark.slow
+def test_an_agent_goes_when_a_transport_without_reads_is_closed() -> None:
+    with world(TCP) as w:
+        agent = weakref.ref(cast(nixl.Nixl, w.transport)._agent.agent)
+        w.transport.close()
+        assert agent() is None
