@@ -145,8 +145,8 @@ def startup(record: dict[str, Any]) -> str:
     """What importing and the first call cost."""
     compiled, cached = record["place"]["compiled"], record["place"]["cached"]
     return _filled(
-        f"`import eplb_core` (`python -m benchmarks.startup`) takes {1e3 * record['import']['import_s']:.0f} ms and brings "
-        "neither torch nor the compiler. The "
+        f"`import eplb_core` (`python -m benchmarks.startup`) takes {1e3 * record['import']['import_s']:.0f} ms and "
+        "brings neither torch nor the compiler. The "
         f"first `place` after an installation compiles for {compiled['first_s']:.0f} s. In later processes it loads "
         f"what was compiled: {cached['modules_s']:.1f} s of imports, {cached['first_s']:.2f} s for the first call, "
         f"{cached['second_s'] * 1e3:.1f} ms for the next. `eplb_core.warm_up()` does the first call's work ahead of "
