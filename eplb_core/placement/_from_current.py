@@ -43,8 +43,9 @@ def start_from(
     by_rank[:, problem.capacity == 0] = -1
     if problem.pin == 0:
         drop_surplus(load, problem.capacity, present)
+    settle(was, present, problem.capacity, problem.num_experts)
     fits = ((by_rank >= 0).sum(axis=2) <= problem.capacity).all(axis=1)
-    whole, home = _find_homes(present, problem)
+    whole, home = find_homes(present, problem)
     stays = fits & whole & (count_replicas(present, problem.num_experts) > 0).all(axis=1)
 
     # A row that cannot stay takes the solution; an expert lost is no reason for that where groups do not bind.
@@ -124,7 +125,7 @@ def _search_from(
         senders,
     )
     found = near.copy()
-    settle(was, near, ranks, problem.num_experts)
+    settle(was, near, problem.capacity, problem.num_experts)
     if terms.limited:
         follow(found, near, ranks, senders)
 
@@ -141,7 +142,7 @@ def _cheapest_link(link: FloatArray) -> float:
     return float(np.min(link, where=~np.eye(len(link), dtype=np.bool_), initial=np.inf)) if len(link) > 1 else 0.0
 
 
-def _find_homes(p2l: IntArray, problem: Problem) -> tuple[BoolArray, IntArray]:
+def find_homes(p2l: IntArray, problem: Problem) -> tuple[BoolArray, IntArray]:
     """Which rows keep the locality `[L]`, and the node of each expert's group in them `[L, E]`.
 
     All replicas of each group must be in one node, or one of each expert of it in the same node, of which the first is

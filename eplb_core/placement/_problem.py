@@ -146,7 +146,7 @@ def check_slots(num_slots: int | ArrayLike, layers: int, experts: int) -> IntArr
 
 
 def check_weights(window_weights: ArrayLike | None, count: int) -> FloatArray:
-    """Weights `[T]`."""
+    """Weights `[T]`, times a power of two: the largest is near 1."""
     if window_weights is None:
         return np.ones(count)
     weights = np.array(to_reals(window_weights, "window_weights"))
@@ -158,7 +158,7 @@ def check_weights(window_weights: ArrayLike | None, count: int) -> FloatArray:
         raise ValueError(f"`window_weights` (={weights[window]}) must be finite and not negative at window {window}")
     if count == 1 and weights[0] > 0.0:
         weights[0] = 1.0  # the weight of the only window says nothing, and the bound is in the window's unit
-    return weights
+    return np.ldexp(weights, 1 - np.frexp(weights.max())[1])
 
 
 def check_links(
@@ -224,10 +224,6 @@ def check_current(current: ExpertLayout, problem: Problem, layers: int) -> None:
 
 def add_windows(windows: FloatArray, weights: FloatArray) -> FloatArray:
     """Load of all windows `[L, E]`, added in order of time."""
-    most = float(windows.max(initial=0.0))
-    # Not even a rank that held every expert may overflow.
-    if not most * windows.shape[2] * max(1.0, len(windows) * float(weights.max())) < np.inf:
-        raise ValueError(f"`expert_load` (up to {most:g}) is too large to be added up in float64; scale it down")
     load: FloatArray = windows[0] * weights[0]
     for window in range(1, len(windows)):
         load += windows[window] * weights[window]

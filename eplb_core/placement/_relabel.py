@@ -98,15 +98,15 @@ def keep_in_place(
 
 
 @kernel
-def settle(old: IntArray, p2l: IntArray, num_ranks: int, num_experts: int) -> None:
+def settle(old: IntArray, p2l: IntArray, capacity: IntArray, num_experts: int) -> None:
     """Put what its rank held in `old` back into the slot where it was; no expert changes ranks. Both `[L, P]`."""
     layers, slots = old.shape
-    stride = slots // num_ranks
+    stride = slots // capacity.size
     holds = np.zeros(num_experts, dtype=np.int64)
     for layer in range(layers):
         row = p2l[layer].copy()
-        for r in range(num_ranks):
-            _settle(old, row, layer, r, stride, stride, holds, p2l)
+        for r in range(capacity.size):
+            _settle(old, row, layer, r, stride, capacity[r], holds, p2l)
 
 
 @kernel

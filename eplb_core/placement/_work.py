@@ -12,7 +12,7 @@ from eplb_core._numba import inline_kernel, kernel
 
 # Passes over the replicated experts by which shares come near the best at the start.
 FIRST_SWEEPS = 12
-# Shares that change by less, in units of an even rank's time, have settled.
+# Times that change by less, in units of an even rank's, have settled.
 _STILL = 1e-4
 # What a slot that cannot be exchanged costs.
 NEVER = 1e30
@@ -241,7 +241,7 @@ def solve_shares(sweeps: int, weight: FloatArray, pace: FloatArray, row: IntArra
 
 @kernel
 def _pour(e: int, pace: FloatArray, row: IntArray, work: Work) -> float:
-    """Pour an expert's load over its holders in each window; returns the largest change of a share.
+    """Pour an expert's load over its holders in each window; returns the largest change of a time.
 
     A rank that holds it twice takes its part in the first of the slots.
     """
@@ -276,7 +276,7 @@ def _pour(e: int, pace: FloatArray, row: IntArray, work: Work) -> float:
         for i in range(n):
             r = home[i]
             part = max(level - time[t, r], 0.0) / pace[r]
-            change = max(change, abs(part - share[t, spot[i]]))
+            change = max(change, abs(part - share[t, spot[i]]) * pace[r])
             share[t, spot[i]] = part
             time[t, r] += part * pace[r]
     return change

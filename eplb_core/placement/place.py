@@ -21,7 +21,7 @@ from eplb_core._arrays import (
 )
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known
-from eplb_core.placement._from_current import score, start_from
+from eplb_core.placement._from_current import find_homes, score, start_from
 from eplb_core.placement._kernels import Scratch, new_scratch
 from eplb_core.placement._links import NO_LIMIT, new_links
 from eplb_core.placement._problem import (
@@ -48,6 +48,8 @@ _PRICE, _PRICE_IN_BUDGET = 0.001, 0.0001
 # What each layer may offer for a budget of all: the answers at these prices, and within these budgets of its own.
 _PRICES = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)
 _BUDGETS = (1, 2, 4)
+# Loads within 2^-600 and 2^600 leave room for sums, for weights, and for the speeds that ranks can have.
+_FAR = 600
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,7 +173,7 @@ def place(
         windows = windows[None]
     if windows.shape[0] == 0 or windows.shape[2] == 0:
         raise ValueError(f"`expert_load` (shape {list(windows.shape)}) must have one window and one expert or more")
-    windows = _lifted(windows)
+    windows = _in_range(windows)
     effort = check_real(effort, "effort", above=0.0, at_most=10_000.0)
     layers = windows.shape[1]
     slots = check_slots(num_slots, layers, windows.shape[2])
@@ -224,14 +226,17 @@ def place(
     )
 
 
-def _lifted(windows: FloatArray) -> FloatArray:
-    """Layers whose load is so small that fractions of it lose digits, times a power of two: that changes no answer."""
-    top = windows.max(axis=(0, 2))
-    faint = (top > 0.0) & (top < 2.0**-900)
-    if not faint.any():
-        return windows
-    shift = np.where(faint, -np.frexp(top)[1], 0)
-    return read_only(np.ldexp(windows, shift[None, :, None]))
+def _in_range(windows: FloatArray) -> FloatArray:
+    """Layers, then single windows, of a load far from 1, times a power of two: that changes no answer.
+
+    Sums and times of others would overflow, or fractions lose digits.
+    """
+    top = windows.max(axis=2, keepdims=True)
+    exponent = np.frexp(top.max(axis=0))[1]
+    shift = np.where(np.abs(exponent) > _FAR, np.clip(exponent, 0, _FAR) - exponent, 0)
+    # Beside the layer's other windows these are nothing, but count as much in the mean.
+    shift = shift + np.maximum(-_FAR - shift - np.frexp(top)[1], 0)
+    return read_only(np.ldexp(windows, shift)) if shift.any() else windows
 
 
 def _offers(terms: Terms) -> list[Terms]:
@@ -257,7 +262,7 @@ def _solve_rows(
     """Place layers that have equally many slots from nothing; where nothing is in place (`free`), for each window."""
     has_load = load.max(axis=1, initial=0.0) > 0.0
     # What is searched further starts from one place, so that more effort goes on where less has ended.
-    further = problem.pin == 0 and (len(windows) > 1 or problem.weighted)
+    further = len(windows) > 1 or problem.weighted
     solution = _solve(problem, load, ~has_load, 1.0 if further else effort)
     if free and further:
         _balance_windows(problem, windows, weights, solution, ~has_load, effort)
@@ -323,6 +328,7 @@ def _balance_windows(
 ) -> None:
     """Go on from a placement of the sum until each window is balanced; nothing is in place, so all is free."""
     ranks, none = problem.topology.num_ranks, np.zeros((0, 0), dtype=np.int64)
+    _, home = find_homes(solution.p2l, problem)
     steps = max(1, int(_FREE_STEPS * effort))
     # Steps for even shares see more ways than those for solved ones, which go on from where they have ended. Effort is
     # for the last of them, so that more of it goes on where less has ended.
@@ -335,8 +341,8 @@ def _balance_windows(
             problem.capacity,
             1.0 / problem.topology.rank_speed,
             new_links(np.zeros((ranks, ranks)), problem.topology.rank_to_node, none, none),
-            none,
-            False,
+            home,
+            problem.pin == 2,
             0.0,
             np.full(windows.shape[1], NO_LIMIT),
             most,

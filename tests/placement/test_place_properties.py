@@ -177,6 +177,15 @@ def test_more_effort_is_never_worse(problem: Problem) -> None:
 
 @settings(max_examples=EXAMPLES)
 @given(problems(), st.integers(0, 10**6))
+def test_more_effort_is_never_worse_over_windows(problem: Problem, seed: int) -> None:
+    load = np.random.default_rng(seed).lognormal(3, 2, (3, *problem.load.shape))
+    reached = [problem.solve(load=load, effort=effort).balancedness for effort in (0.25, 1.0, 4.0)]
+    for less, more in pairwise(reached):
+        assert (more >= less - 1e-9).all()
+
+
+@settings(max_examples=EXAMPLES)
+@given(problems(), st.integers(0, 10**6))
 def test_relabelled_experts_relabel_the_answer(problem: Problem, seed: int) -> None:
     rng = np.random.default_rng(seed)
     problem = problem._replace(locality="none", load=rng.lognormal(5, 1, problem.load.shape))  # no ties

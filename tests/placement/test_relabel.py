@@ -156,7 +156,7 @@ def test_layers_that_are_skipped_stay_as_they_are() -> None:
 
 def test_slots_are_kept_without_exchanging_ranks() -> None:
     old, new = np.array([[0, 3, 1, 2, 1, -1]]), np.array([[2, 0, 1, 1, 3, -1]])
-    settle(old, new, 2, 4)
+    settle(old, new, np.full(2, 3), 4)
     assert new.tolist() == [[0, 2, 1, 3, 1, -1]]
 
 
