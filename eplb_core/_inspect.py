@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from eplb_core import formats
-from eplb_core._arrays import FloatArray
+from eplb_core._arrays import FloatArray, add_up
 from eplb_core._inputs import note, note_faults, read_trace, topology_of
 from eplb_core._terminal import to_json
 from eplb_core._text import lines
@@ -67,7 +67,7 @@ def pairs_on_a_rank(layout: ExpertLayout) -> list[tuple[int, int, int]]:
 
 
 def _trace_facts(trace: Trace) -> dict[str, Any]:
-    summed = trace.load.sum(axis=0).astype(np.float64)
+    summed = add_up(trace.load).astype(np.float64)
     loaded = summed[summed.sum(axis=1) > 0]
     skew = loaded.max(axis=1) / loaded.mean(axis=1)
     spread = np.array([np.log(row[row > 0]).std() for row in loaded])

@@ -83,6 +83,7 @@ def fold_slots(slot_counts: ArrayLike, physical_to_logical_map: ArrayLike, num_e
 
     Raises:
         ValueError: Shapes differ, a count is negative, an id is out of range, or an empty slot has tokens.
+        OverflowError: An expert's count passes 2**63.
 
     Example:
         >>> fold_slots([[5, 1, 2, 4]], [[0, 1, 2, 0]], num_experts=3)
@@ -96,11 +97,16 @@ def fold_slots(slot_counts: ArrayLike, physical_to_logical_map: ArrayLike, num_e
     if (counts * (p2l < 0)).any():
         layer, slot = (int(i) for i in np.argwhere((counts * (p2l < 0)).reshape(-1, *p2l.shape).any(axis=0))[0])
         raise ValueError(f"`slot_counts` has tokens at layer {layer}, slot {slot}, which is empty in the map")
-    load = np.zeros((*counts.shape[:-1], num_experts + 1), dtype=np.int64)
+    # Where sums may pass int64 they are made of Python's integers, which do not wrap.
+    kind = object if int(counts.max(initial=0)) * p2l.shape[1] > _TOP else np.int64
+    load = np.zeros((*counts.shape[:-1], num_experts + 1), dtype=kind)
     layers = np.arange(len(p2l))
     for slot in range(p2l.shape[1]):  # one slot at a time: within a slot no expert repeats, so nothing is lost
         load[..., layers, p2l[:, slot]] += counts[..., slot]
-    return np.ascontiguousarray(load[..., :-1])
+    if kind is object and (load > _TOP).any():
+        layer, expert = (int(i) for i in np.argwhere(load > _TOP)[0][-2:])
+        raise OverflowError(f"the count of layer {layer}, expert {expert} passes 2**63; end windows sooner")
+    return np.ascontiguousarray(load[..., :-1], dtype=np.int64)
 
 
 def check_counts(value: ArrayLike, name: str) -> IntArray:
@@ -191,15 +197,18 @@ def check_trace(load: ArrayLike, *, top_k: int | None = None) -> tuple[TraceFaul
         Faults, worst first; empty if none. Never raises for what the numbers are.
 
     Raises:
-        ValueError: Wrong number of dimensions.
+        ValueError: Wrong number of dimensions, or no expert.
 
     Example:
         >>> [fault.kind for fault in check_trace([[9, 9, 0, 0, 0, 0, 0, 0], [1, 0, 3, 4, 1, 1, 2, 5]], top_k=2)]
         ['first_experts']
     """
     array = to_numpy(load, "load")
-    if array.ndim not in (2, 3) or array.dtype.kind not in "iufb":
-        raise ValueError(f"`load` (shape {list(array.shape)}, dtype {array.dtype}) must be numbers [L, E] or [T, L, E]")
+    if array.ndim not in (2, 3) or array.dtype.kind not in "iufb" or array.shape[-1] == 0:
+        raise ValueError(
+            f"`load` (shape {list(array.shape)}, dtype {array.dtype}) must be numbers [L, E] or [T, L, E], with one "
+            "expert or more"
+        )
     windows = (array[None] if array.ndim == 2 else array).astype(np.float64)
     finite = np.isfinite(windows)
     found = [

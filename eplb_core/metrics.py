@@ -45,8 +45,12 @@ def rank_load(layout: ExpertLayout, expert_load: ArrayLike, *, shares: ArrayLike
         fraction = even_shares(layout)
     else:
         fraction = to_reals(shares, "shares")
-        if fraction.shape[-2:] != (layers, slots) or fraction.ndim > load.ndim:
-            raise ValueError(f"`shares` (shape {list(fraction.shape)}) must be [{layers}, {slots}], a fraction a slot")
+        windows = ((), load.shape[:-2], (1,)[: load.ndim - 2])
+        if fraction.shape[-2:] != (layers, slots) or fraction.shape[:-2] not in windows:
+            raise ValueError(
+                f"`shares` (shape {list(fraction.shape)}) must be [{layers}, {slots}], a fraction a slot, or that for "
+                "each window of `expert_load`"
+            )
         fraction = np.where(p2l >= 0, fraction, 0.0)
         if not (np.abs(fraction) <= 1e9).all():
             raise ValueError("`shares` must be finite, a fraction a slot")
@@ -81,9 +85,9 @@ def balancedness(rank_load: ArrayLike) -> FloatArray:
 
 
 def mean_over_top(mean: FloatArray, top: FloatArray) -> FloatArray:
-    """`mean / top`, NaN where `top` is 0: without load."""
+    """`mean / top`, which rounding may leave a hair above 1; NaN where `top` is 0: without load."""
     each: FloatArray = np.divide(mean, top, out=np.full(top.shape, np.nan), where=top > 0)
-    return each
+    return np.minimum(each, 1.0, out=each)
 
 
 def mean_of_known(each: FloatArray) -> float:
@@ -104,7 +108,7 @@ def total_balancedness(rank_load: ArrayLike) -> float:
     """
     load = check_rank_load(rank_load)
     top = float(load.max(axis=-1).sum())
-    return float(load.mean(axis=-1).sum()) / top if top > 0 else float("nan")
+    return min(1.0, float(load.mean(axis=-1).sum()) / top) if top > 0 else float("nan")
 
 
 def check_rank_load(value: ArrayLike) -> FloatArray:
@@ -116,6 +120,9 @@ def check_rank_load(value: ArrayLike) -> FloatArray:
     if bad.any():
         place = np.argwhere(bad)[0]
         raise ValueError(f"`rank_load` (={load[tuple(place)]}) must be finite and not negative at {place.tolist()}")
+    most = float(load.max(initial=0.0))
+    if not most * load.size < np.inf:
+        raise ValueError(f"`rank_load` (up to {most:g}) is too large to be added up in float64; scale it down")
     return load
 
 

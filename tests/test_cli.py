@@ -207,6 +207,12 @@ def test_inspect_says_what_a_trace_holds(trace: str, capsys: pytest.CaptureFixtu
         assert part in out
 
 
+def test_inspect_adds_windows_up_beyond_int64(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_trace(Trace(np.full((2, 1, 4), 2**62)), tmp_path / "large.npz")
+    assert main(["inspect", str(tmp_path / "large.npz"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["load_of_a_layer"] == 2.0**65
+
+
 def test_inspect_finds_a_recorders_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = np.ones((2, 3, 32), dtype=np.int64)
     load[:, 1, 8:] = 0

@@ -136,6 +136,12 @@ def test_counts_that_would_wrap_int64_raise_and_change_nothing() -> None:
     assert ring.windows().tolist() == [[[0, 2**62]]]
 
 
+def test_slots_whose_sum_would_wrap_int64_raise_and_others_do_not() -> None:
+    assert fold_slots([[2**62, 2**62, 5]], [[0, 1, 0]], 2).tolist() == [[2**62 + 5, 2**62]]
+    with pytest.raises(OverflowError, match="layer 0, expert 1 passes"):
+        fold_slots([[[1, 2**62, 2**62]]], [[0, 1, 1]], 2)
+
+
 def test_windows_of_ranks_are_not_taken_for_experts() -> None:
     """G12: the shape says what is summed; another raises."""
     ring = LoadWindows(2, 4, windows=1)
@@ -202,3 +208,5 @@ def test_a_sound_trace_has_no_fault_and_strange_shapes_raise() -> None:
     assert kinds([[1, 2, 3, 4]]) == []
     with pytest.raises(ValueError, match=r"shape \[4\]"):
         check_trace([1, 2, 3, 4])
+    with pytest.raises(ValueError, match=r"shape \[1, 0\].*with one expert or more"):
+        check_trace(np.zeros((1, 0)))

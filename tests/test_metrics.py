@@ -80,6 +80,16 @@ def test_loads_that_do_not_fit_the_layout_raise_with_both_shapes() -> None:
     for shares in ([[1.0]], [[[1.0, 1.0]]]):
         with pytest.raises(ValueError, match=r"`shares` \(shape .*\) must be \[1, 2\], a fraction a slot"):
             rank_load(layout, [[1, 2]], shares=shares)
+    with pytest.raises(ValueError, match=r"`shares` \(shape \[2, 1, 2\]\) must be .* or that for each window"):
+        rank_load(layout, np.ones((3, 1, 2)), shares=np.ones((2, 1, 2)))
+
+
+def test_balancedness_is_at_most_1_however_the_mean_rounds() -> None:
+    assert sum([0.1] * 3) / 3 > 0.1
+    assert balancedness([[0.1] * 3]).tolist() == [1.0]
+    assert total_balancedness([[0.1] * 3]) == 1.0
+    with pytest.raises(ValueError, match=r"`rank_load` \(up to 1e\+308\) is too large to be added up"):
+        balancedness([[1e308, 1e308]])
 
 
 def test_balancedness_is_over_ranks_and_not_over_layers() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from eplb_core._arrays import (
     ArrayLike,
@@ -65,11 +63,10 @@ def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = No
     check_kind(layout, "layout", ExpertLayout)
     ranks, layers, experts = layout.topology.num_ranks, layout.num_layers, layout.num_experts
     table = np.empty((ranks, layers, experts), dtype=np.int64)
-    by_source = expert_load is not None and to_numpy(expert_load, "expert_load").ndim == 3
     if expert_load is None:
         load = np.ones((1, layers, experts))
-    elif by_source:
-        load = _check_source_load(to_numpy(expert_load, "expert_load"), (ranks, layers, experts))
+    elif to_numpy(expert_load, "expert_load").ndim == 3:
+        load = _check_source_load(to_reals(expert_load, "expert_load"), (ranks, layers, experts))
     else:
         load = check_load(expert_load, "expert_load", (2,))[None]
         if load.shape[1:] != (layers, experts):
@@ -106,11 +103,10 @@ def rank_filler(layout: ExpertLayout, rank: int) -> Callable[[int, IntArray], In
     return fill_rank
 
 
-def _check_source_load(load: npt.NDArray[Any], shape: tuple[int, int, int]) -> FloatArray:
-    """What each rank sends, `[R, L, E]`, as float64."""
-    if load.shape != shape:
-        raise ValueError(f"`expert_load` (shape {list(load.shape)}) must be {list(shape)}, what each rank sends")
-    sent = np.ascontiguousarray(load, dtype=np.float64)
+def _check_source_load(sent: FloatArray, shape: tuple[int, int, int]) -> FloatArray:
+    """What each rank sends, `[R, L, E]`."""
+    if sent.shape != shape:
+        raise ValueError(f"`expert_load` (shape {list(sent.shape)}) must be {list(shape)}, what each rank sends")
     bad = ~((sent >= 0.0) & (sent < np.inf))
     if bad.any():
         rank, layer, expert = (int(i) for i in np.argwhere(bad)[0])

@@ -255,8 +255,10 @@ def _result_paths(results: PathLike | None, load: Any, settings: Sequence[Mappin
 def _text(value: Any) -> str:
     if isinstance(value, Topology):
         return f"{value.rank_to_node.tolist()} {value.rank_speed.tolist()}"
-    if isinstance(value, np.ndarray):
+    if hasattr(value, "tolist"):  # the repr of long arrays and tensors leaves numbers out
         return f"{value.shape} {value.tolist()}"
+    if isinstance(value, (list, tuple)):
+        return str([_text(each) for each in value])
     if isinstance(value, Mapping):
         return str(sorted((name, _text(each)) for name, each in value.items()))
     return repr(value)

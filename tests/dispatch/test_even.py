@@ -204,6 +204,9 @@ def test_bad_arguments_of_even_tables_are_named() -> None:
         even_dispatch_table(PAIR, expert_load=np.ones((1, 5)))
     with pytest.raises(ValueError, match=r"`expert_load` \(shape \[3, 1, 4\]\) must be \[2, 1, 4\]"):
         even_dispatch_table(PAIR, expert_load=np.ones((3, 1, 4)))
+    for wrong in (np.full((2, 1, 4), 1j), np.full((2, 1, 4), "much")):
+        with pytest.raises(TypeError, match=r"`expert_load` \(dtype .*\) must be integers or floats"):
+            even_dispatch_table(PAIR, expert_load=wrong)
     bad = np.ones((2, 1, 4))
     bad[1, 0, 2] = np.nan
     with pytest.raises(ValueError, match=r"source rank 1, layer 0, expert 2"):

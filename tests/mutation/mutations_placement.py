@@ -84,9 +84,35 @@ MUTATIONS = [
     # place: loads so small that fractions of them lose digits
     (
         PLACE,
-        "(top < 2.0**-900)",
-        "(top < 0.0)",
-        f"{TEST_PLACE}::test_a_layer_of_faint_load_is_placed_as_one_of_ordinary_load",
+        "np.where(np.abs(exponent) > _FAR, np.clip(exponent, 0, _FAR) - exponent, 0)",
+        "0 * exponent",
+        f"{TEST_PLACE}::test_units_of_load_and_speed_change_nothing",
+    ),
+    (
+        PLACE,
+        "np.maximum(-_FAR - shift - np.frexp(top)[1], 0)",
+        "0",
+        f"{TEST_PLACE}::test_a_window_of_faint_load_counts_as_much_as_the_others",
+    ),
+    (
+        PROBLEM,
+        "    return np.ldexp(weights, 1 - np.frexp(weights.max())[1])\n",
+        "    return weights\n",
+        f"{TEST_PLACE}::test_weights_of_any_size_only_count_relative_to_each_other",
+    ),
+    # place: effort goes into the search over windows, which more of it only continues
+    (
+        PLACE,
+        "    further = len(windows) > 1 or problem.weighted\n",
+        "    further = problem.pin == 0 and (len(windows) > 1 or problem.weighted)\n",
+        f"{TEST_PROPERTIES}::test_more_effort_is_never_worse_over_windows",
+    ),
+    # place: a layer that fills fewer slots leaves the last ones empty, also in a row that is in place
+    (
+        FROM,
+        "    settle(was, present, problem.capacity, problem.num_experts)\n",
+        "",
+        f"{TEST_PLACE}::test_a_layer_that_fills_fewer_slots_gives_up_the_last_of_each_rank",
     ),
     # making room: whatever is smallest, also where it is a second one
     (

@@ -75,6 +75,12 @@ MUTATIONS = [
     ),
     # shares: a rank above the level gives what it never had
     (WORK, "part = max(level - time[t, r], 0.0) / pace[r]", "part = (level - time[t, r]) / pace[r]", SHARES),
+    (
+        WORK,
+        "abs(part - share[t, spot[i]]) * pace[r])",
+        "abs(part - share[t, spot[i]]))",
+        "tests/placement/test_place.py::test_units_of_load_and_speed_change_nothing",
+    ),
     # lost experts do not count against the budget
     (
         FROM,

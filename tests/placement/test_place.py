@@ -396,7 +396,8 @@ def test_units_of_load_and_speed_change_nothing(
 def test_weights_of_any_size_only_count_relative_to_each_other(unit: float) -> None:
     load = np.random.default_rng(3).integers(1, 50, (3, 3, 16)) * 1e300
     one, other = (
-        place(load, Topology(4), num_slots=24, window_weights=weights) for weights in ([1, 2, 1], [unit, 2 * unit, unit])
+        place(load, Topology(4), num_slots=24, window_weights=weights)
+        for weights in ([1, 2, 1], [unit, 2 * unit, unit])
     )
     assert one.layout == other.layout
     assert one.balancedness.tobytes() == other.balancedness.tobytes()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from eplb_core import CostModel, ExpertLayout, StepCost, Topology, Trace, compare_policies, simulate, sweep
 from eplb_core._arrays import FloatArray, IntArray
@@ -207,6 +208,10 @@ def test_processes_give_the_same_rows() -> None:
 
 def test_settings_are_told_apart_by_what_they_hold() -> None:
     values: list[Any] = [np.arange(2), np.arange(3), {"a": np.ones(1)}, {"a": np.zeros(1)}, "x", TWO, Topology(2, 2), 3]
+    for middle in (0, 1):  # where texts of long arrays leave numbers out
+        cost = np.ones((40, 40), dtype=np.int64)
+        cost[20, 20] = middle
+        values += [{"transfer_cost": torch.from_numpy(cost)}, [cost, 2]]
     assert len({_text(value) for value in values}) == len(values)
 
 
