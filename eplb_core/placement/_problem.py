@@ -158,7 +158,8 @@ def check_weights(window_weights: ArrayLike | None, count: int) -> FloatArray:
         raise ValueError(f"`window_weights` (={weights[window]}) must be finite and not negative at window {window}")
     if count == 1 and weights[0] > 0.0:
         weights[0] = 1.0  # the weight of the only window says nothing, and the bound is in the window's unit
-    return np.ldexp(weights, 1 - np.frexp(weights.max())[1])
+    np.ldexp(weights, 1 - np.frexp(weights.max())[1], out=weights)
+    return weights
 
 
 def check_links(

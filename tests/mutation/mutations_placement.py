@@ -96,8 +96,8 @@ MUTATIONS = [
     ),
     (
         PROBLEM,
-        "    return np.ldexp(weights, 1 - np.frexp(weights.max())[1])\n",
-        "    return weights\n",
+        "    np.ldexp(weights, 1 - np.frexp(weights.max())[1], out=weights)\n",
+        "",
         f"{TEST_PLACE}::test_weights_of_any_size_only_count_relative_to_each_other",
     ),
     # place: effort goes into the search over windows, which more of it only continues
