@@ -141,8 +141,9 @@ def place(
             in each window, by shares that are solved for it (`DispatchTables` in the mode "quota"); replicas that link
             full ranks with light ones then count for more than even halves. Where shares are those of earlier windows
             (mode "weighted"), "even" gives the better layouts. Not with "group" and "first_copy".
-        effort: More time for a better answer, never a worse one: multiplies the work that the search may do, and
-            divides the distance from the bound at which it stops. 1 stops at 0.001. At most 10,000.
+        effort: More time for a better answer, without `current` never a worse one (with it, a better placement may need
+            more transfers than it is worth): multiplies the work that the search may do, and divides the distance from
+            the bound at which it stops. 1 stops at 0.001. At most 10,000.
 
     Returns:
         The layout, its predicted balancedness and the bound of each layer, and the transfers from `current`. A layer
