@@ -65,10 +65,11 @@ def start_from(
     fewest = np.zeros(len(was), dtype=np.int64)
     maybe = ~anew & (new > balance)
     least_transfers(was, p2l, ~maybe, ranks, problem.num_experts, fewest)
-    least_cost = fewest * _cheapest_link(terms.links.cost)
+    least_cost = fewest * terms.links.cheapest
     maybe &= (fewest <= terms.budget) & (new - terms.price * least_cost > balance - terms.price * cost)
     if (anew | maybe).any():
-        _keep_in_place(was, p2l, ~(anew | maybe), problem, terms)
+        speed, across = problem.topology.rank_speed, problem.pin == 0
+        keep_in_place(was, p2l, ~(anew | maybe), problem.capacity, speed, terms.links, across, problem.num_experts)
         rows = np.flatnonzero(anew | maybe)
         new_cost, new_received = _transfers(was[rows], p2l[rows], terms)
         booked = np.full((len(rows), near.shape[1]), -1)
@@ -133,13 +134,8 @@ def _search_from(
 def _transfers(was: IntArray, p2l: IntArray, terms: Terms) -> tuple[FloatArray, IntArray]:
     """Cost and number of each layer's transfers."""
     cost, received = np.zeros(len(was)), np.zeros(len(was), dtype=np.int64)
-    cost_of_transfers(was, p2l, terms.links.cost, cost, received)
+    cost_of_transfers(was, p2l, terms.links, cost, received)
     return cost, received
-
-
-def _cheapest_link(link: FloatArray) -> float:
-    """Least cost of a transfer between two ranks."""
-    return float(np.min(link, where=~np.eye(len(link), dtype=np.bool_), initial=np.inf)) if len(link) > 1 else 0.0
 
 
 def find_homes(p2l: IntArray, problem: Problem) -> tuple[BoolArray, IntArray]:
@@ -160,14 +156,6 @@ def find_homes(p2l: IntArray, problem: Problem) -> tuple[BoolArray, IntArray]:
     keeps: BoolArray = np.all(number == 1 if problem.pin == 2 else number > 0, axis=1)
     home = np.repeat(np.argmax(in_node, axis=1), experts // problem.num_groups, axis=1)
     return keeps, np.ascontiguousarray(home, dtype=np.int64)
-
-
-def _keep_in_place(was: IntArray, p2l: IntArray, skip: BoolArray, problem: Problem, terms: Terms) -> None:
-    topology, transfers = problem.topology, np.zeros(len(was), dtype=np.int64)
-    speed, node, across = topology.rank_speed, topology.rank_to_node, problem.pin == 0
-    keep_in_place(
-        was, p2l, skip, problem.capacity, speed, node, terms.links.cost, across, problem.num_experts, transfers
-    )
 
 
 def score(problem: Problem, windows: FloatArray, weights: FloatArray, p2l: IntArray) -> FloatArray:

@@ -24,6 +24,10 @@ class Links(NamedTuple):
 
     cost: FloatArray
     """Of a transfer from rank to rank `[R, R]`."""
+    cheapest: float
+    """Least cost of a transfer between two ranks; 0 where there is one rank."""
+    dearest: float
+    """The most; also what an expert without a holder costs, which comes from elsewhere."""
     node: IntArray
     """Node of each rank `[R]`."""
     rank_limit: IntArray
@@ -38,7 +42,9 @@ class Links(NamedTuple):
 
 def new_links(cost: FloatArray, node: IntArray, rank_limit: IntArray, node_limit: IntArray) -> Links:
     """With all room left."""
-    return Links(cost, np.array(node), rank_limit, node_limit, rank_limit.copy(), node_limit.copy())
+    between = cost[~np.eye(len(cost), dtype=np.bool_)]
+    cheapest, dearest = (float(between.min()), float(between.max())) if between.size else (0.0, 0.0)
+    return Links(cost, cheapest, dearest, np.array(node), rank_limit, node_limit, rank_limit.copy(), node_limit.copy())
 
 
 @kernel

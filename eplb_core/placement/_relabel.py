@@ -6,6 +6,7 @@ import numpy as np
 
 from eplb_core._arrays import BoolArray, FloatArray, IntArray
 from eplb_core._numba import kernel
+from eplb_core.placement._links import Links
 
 # Above this many interchangeable ranks the exact assignment, O(n^3), gives way to a greedy one.
 _MOST_EXACT = 256
@@ -20,11 +21,9 @@ def keep_in_place(
     skip: BoolArray,
     capacity: IntArray,
     rank_speed: FloatArray,
-    rank_to_node: IntArray,
-    link_cost: FloatArray,
+    links: Links,
     across_nodes: bool,
     num_experts: int,
-    transfers: IntArray,
 ) -> None:
     """Rename the ranks of `new` so that transfers cost least, and leave what stays on its rank in its slot.
 
@@ -38,12 +37,10 @@ def keep_in_place(
         skip: Layers to leave alone `[L]`.
         capacity: Live slots of each rank `[R]`.
         rank_speed: `[R]`.
-        rank_to_node: `[R]`.
-        link_cost: Cost of a transfer from rank to rank `[R, R]`; each comes from the cheapest holder. Where all are
-            equal, and beyond the exact size, transfers are counted.
+        links: Their costs; each transfer comes from the cheapest holder. Where all are equal, and beyond the exact
+            size, transfers are counted.
         across_nodes: Contents may change nodes.
         num_experts: E.
-        transfers: Written `[L]` for the layers that are not skipped.
     """
     layers = old.shape[0]
     ranks = capacity.size
@@ -55,17 +52,11 @@ def keep_in_place(
     kept = np.zeros((ranks, ranks), dtype=np.int64)
     group = np.zeros(ranks, dtype=np.int64)
     taker = np.zeros(ranks, dtype=np.int64)
-    cheapest, dearest = np.inf, 0.0
-    for r in range(ranks):
-        for q in range(ranks):
-            if q != r:
-                cheapest, dearest = min(cheapest, link_cost[r, q]), max(dearest, link_cost[r, q])
-    unequal = cheapest < dearest and ranks <= _MOST_EXACT
+    unequal = links.cheapest < links.dearest and ranks <= _MOST_EXACT
     fetch = np.zeros((num_experts if unequal else 0, ranks), dtype=np.int64)
     for layer in range(layers):
         if skip[layer]:
             continue
-        done = 0
         for first in range(ranks):
             # Ranks that may take each other's contents, in groups named by their first rank.
             group[first] = first
@@ -74,13 +65,13 @@ def keep_in_place(
                     group[r] == r
                     and capacity[r] == capacity[first]
                     and rank_speed[r] == rank_speed[first]
-                    and (across_nodes or rank_to_node[r] == rank_to_node[first])
+                    and (across_nodes or links.node[r] == links.node[first])
                 ):
                     group[first] = r
                     break
         _list_homes(old[layer], stride, experts_first, home)
         if unequal:
-            _price_fetches(experts_first, home, link_cost, dearest, fetch)
+            _price_fetches(experts_first, home, links, fetch)
         for r in range(ranks):
             if unequal:
                 _price_contents(new[layer], r, stride, fetch, kept[r])
@@ -93,8 +84,7 @@ def keep_in_place(
             for s in range(stride):
                 row[taker[r] * stride + s] = new[layer, r * stride + s]
         for r in range(ranks):
-            done += _settle(old, row, layer, r, stride, capacity[r], holds, new)
-        transfers[layer] = done
+            _settle(old, row, layer, r, stride, capacity[r], holds, new)
 
 
 @kernel
@@ -169,14 +159,14 @@ def _count_kept(new: IntArray, r: int, stride: int, first: IntArray, home: IntAr
 
 
 @kernel
-def _price_fetches(first: IntArray, home: IntArray, link_cost: FloatArray, dearest: float, fetch: IntArray) -> None:
+def _price_fetches(first: IntArray, home: IntArray, links: Links, fetch: IntArray) -> None:
     """Cost for each rank to receive each expert from its cheapest holder, in parts of the dearest link's: `[E, R]`."""
     for e in range(fetch.shape[0]):
         for r in range(fetch.shape[1]):
-            least = dearest
+            least = links.dearest
             for i in range(first[e], first[e + 1]):
-                least = 0.0 if home[i] == r else min(least, link_cost[home[i], r])
-            fetch[e, r] = int(least / dearest * _PARTS + 0.5)
+                least = 0.0 if home[i] == r else min(least, links.cost[home[i], r])
+            fetch[e, r] = int(least / links.dearest * _PARTS + 0.5)
 
 
 @kernel
@@ -267,8 +257,8 @@ def _assign_greedily(members: IntArray, kept: IntArray, taker: IntArray) -> None
 @kernel
 def _settle(
     old: IntArray, row: IntArray, layer: int, r: int, stride: int, slots: int, holds: IntArray, new: IntArray
-) -> int:
-    """Write the contents `row` of rank r into its slots: what the rank holds stays where it is; returns transfers.
+) -> None:
+    """Write the contents `row` of rank r into its slots: what the rank holds stays where it is.
 
     Local slots beyond `slots` stay empty. Repeats of an expert within the rank are placed one by one.
     """
@@ -283,7 +273,6 @@ def _settle(
         new[layer, start + s] = e if keeps else -1
         if keeps:
             holds[e] -= 1
-    received = 0
     s = 0
     for i in range(stride):
         e = row[start + i]
@@ -293,9 +282,3 @@ def _settle(
             s += 1
         new[layer, start + s] = e
         holds[e] -= 1
-        known = False
-        for k in range(stride):
-            known = known or old[layer, start + k] == e
-            known = known or (k < s and new[layer, start + k] == e)
-        received += not known
-    return received

@@ -7,6 +7,7 @@ import numpy as np
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import kernel
 from eplb_core.placement._kernels import ITEM_SHARE, WEIGHT, Scratch, count_replicas, sort_by_load, sort_by_share
+from eplb_core.placement._links import Links
 
 # A limit is lowered by more than rounding can have raised it, so that what is said to be proven is.
 _SURE = 1.0 - 2.0**-40
@@ -64,25 +65,18 @@ def score_layers(
 
 
 @kernel
-def cost_of_transfers(
-    old: IntArray, new: IntArray, link_cost: FloatArray, cost: FloatArray, received: IntArray
-) -> None:
+def cost_of_transfers(old: IntArray, new: IntArray, links: Links, cost: FloatArray, received: IntArray) -> None:
     """What each layer must bring over links to go from `old` to `new`: cost by the cheapest holders, and experts.
 
     Args:
         old: `[L, P]`.
         new: `[L, P]`.
-        link_cost: Cost of a transfer from rank to rank `[R, R]`.
-        cost: Written `[L]`; an expert without a holder in `old` comes from elsewhere, at the cost of the dearest link.
+        links: Their costs.
+        cost: Written `[L]`.
         received: Written `[L]`: distinct experts that a rank holds in `new` and not in `old`.
     """
     layers, slots = old.shape
-    stride = slots // link_cost.shape[0]
-    dearest = 0.0
-    for r in range(link_cost.shape[0]):
-        for q in range(link_cost.shape[0]):
-            if q != r:
-                dearest = max(dearest, link_cost[q, r])
+    stride = slots // links.node.size
     for layer in range(layers):
         cost[layer] = 0.0
         received[layer] = 0
@@ -100,8 +94,8 @@ def cost_of_transfers(
                 cheapest = np.inf
                 for q in range(slots):
                     if old[layer, q] == e:
-                        cheapest = min(cheapest, link_cost[q // stride, r])
-                cost[layer] += cheapest if cheapest < np.inf else dearest
+                        cheapest = min(cheapest, links.cost[q // stride, r])
+                cost[layer] += cheapest if cheapest < np.inf else links.dearest
 
 
 @kernel

@@ -99,7 +99,7 @@ def improve_layers(
         row, sender = p2l[layer], senders[layer]
         if home.size > 0:
             _copy(home[layer], work.home)
-        dearest = _price_fetches(old[layer], links, whole, work)
+        _price_fetches(old[layer], links, whole, work)
         begin(weight, pace, weighted, row, work)
         book_row(sender, links)
         now = usual = kept_now = 0.0
@@ -116,7 +116,7 @@ def improve_layers(
                 # With M the largest time, sum(time^8) is near M^8: 1 / M falls by (1 / M) / 8 per relative rise of it.
                 unit = balance / (8.0 * add_up(work.power))
                 # Steps back refund at most this.
-                refund = 2.0 * price * dearest if now > 0.0 else 0.0
+                refund = 2.0 * price * links.dearest if now > 0.0 else 0.0
                 left = budget[layer] - moved
                 gifts = list_gifts(weight, capacity, pace, weighted, row, work, links)
                 found = (1e-9, -1, 0, 0, 0.0, 0)
@@ -241,23 +241,14 @@ def _scale(
 
 
 @kernel
-def _price_fetches(old: IntArray, links: Links, whole: bool, work: Work) -> float:
-    """Cost for each rank to hold each expert `[E, R]`: 0 where it does, else that of the cheapest holder's link.
-
-    An expert without a holder comes from elsewhere, at the cost of the dearest link to any rank, which is returned.
-    """
+def _price_fetches(old: IntArray, links: Links, whole: bool, work: Work) -> None:
+    """Cost for each rank to hold each expert `[E, R]`: 0 where it does, else that of the cheapest holder's link."""
     cost, fetch = links.cost, work.fetch
     ranks = cost.shape[0]
     stride = old.size // ranks
-    dearest, cheapest = 0.0, np.inf
-    for r in range(ranks):
-        for q in range(ranks):
-            if q != r:
-                dearest = max(dearest, cost[r, q])
-                cheapest = min(cheapest, cost[r, q])
-    fetch[:] = dearest
+    fetch[:] = links.dearest
     work.held[:] = 0
-    for p in range(old.size if cheapest < dearest else 0):
+    for p in range(old.size if links.cheapest < links.dearest else 0):
         e, source = old[p], p // stride
         if e >= 0:
             for r in range(ranks):
@@ -271,7 +262,6 @@ def _price_fetches(old: IntArray, links: Links, whole: bool, work: Work) -> floa
             for r in range(ranks):
                 if work.home[e] >= 0 and links.node[r] != work.home[e]:
                     fetch[e, r] = NEVER
-    return dearest
 
 
 @kernel

@@ -268,7 +268,7 @@ MUTATIONS = [
     # renaming: across nodes where groups bind them; speeds that differ
     (
         RELABEL,
-        "and (across_nodes or rank_to_node[r] == rank_to_node[first])",
+        "and (across_nodes or links.node[r] == links.node[first])",
         "",
         f"{TEST_RELABEL}::test_nodes_keep_their_contents_where_groups_bind_them",
     ),
@@ -282,17 +282,9 @@ MUTATIONS = [
     # renaming: links that cost unequally count alike
     (
         RELABEL,
-        "    unequal = cheapest < dearest and ranks <= _MOST_EXACT\n",
+        "    unequal = links.cheapest < links.dearest and ranks <= _MOST_EXACT\n",
         "    unequal = False\n",
         f"{TEST_RELABEL}::test_no_exchange_of_ranks_would_cost_less",
-    ),
-    # renaming: an expert that fills two slots of a rank is received twice
-    (
-        RELABEL,
-        "            known = known or (k < s and new[layer, start + k] == e)\n",
-        "",
-        f"{TEST_RELABEL}::test_repeats_are_placed_one_by_one_and_received_once",
-        "rule 2",
     ),
     # renaming: a slot beyond the rank's capacity is kept
     (

@@ -26,7 +26,7 @@ MUTATIONS = [
     # links: what the rank holds costs something
     (SEARCH, "            fetch[old[p], p // stride] = 0.0\n", "            pass\n", STEP),
     # links: the first holder's, not the cheapest one's
-    (SEARCH, "for p in range(old.size if cheapest < dearest else 0):", "for p in range(0):", STEP),
+    (SEARCH, "for p in range(old.size if links.cheapest < links.dearest else 0):", "for p in range(0):", STEP),
     # exchange: onto a rank that has the expert
     (
         EXCHANGE,
