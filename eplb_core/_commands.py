@@ -97,8 +97,8 @@ def _balance(layout: ExpertLayout, load: IntArray | FloatArray) -> dict[str, flo
     mean, top = ranks.sum(axis=2) / speed.sum(), (ranks / speed).max(axis=2)
     each = mean_over_top(mean, top)
     layers = np.array([mean_of_known(each[:, layer]) for layer in range(layout.num_layers)])
-    total = float(mean.sum()) / float(top.sum()) if top.sum() > 0 else float("nan")
-    return {"mean": mean_of_known(each), "worst": _least(layers), "total": total}
+    total = mean_over_top(mean.sum(), top.sum())
+    return {"mean": mean_of_known(each), "worst": _least(layers), "total": float(total)}
 
 
 def _least(each: FloatArray) -> float:

@@ -107,8 +107,7 @@ def total_balancedness(rank_load: ArrayLike) -> float:
     With one device per rank and layers in turn, this is the fraction of time that the average rank works.
     """
     load = check_rank_load(rank_load)
-    top = float(load.max(axis=-1).sum())
-    return min(1.0, float(load.mean(axis=-1).sum()) / top) if top > 0 else float("nan")
+    return float(mean_over_top(load.mean(axis=-1).sum(), load.max(axis=-1).sum()))
 
 
 def check_rank_load(value: ArrayLike) -> FloatArray:

@@ -226,7 +226,6 @@ class _Run:
         every, seen, scored = spans
         mean, top = np.concatenate(self.means), np.concatenate(self.tops)
         each = mean_over_top(mean, top)
-        waited = float(top[scored:].sum())
         links = np.array(self.links, dtype=np.int64).reshape(len(self.links), mean.shape[1], len(LINKS))
         layers, experts = mean.shape[1], self.live.num_experts
         spare = -(-self.num_slots // self.topology.num_ranks) - -(-experts // self.topology.num_ranks)
@@ -258,5 +257,5 @@ class _Run:
             first_layout=self.first,
             layout=self.live,
             mean_balancedness=mean_of_known(each[scored:]),
-            total_balancedness=float(mean[scored:].sum()) / waited if waited > 0 else float("nan"),
+            total_balancedness=float(mean_over_top(mean[scored:].sum(), top[scored:].sum())),
         )

@@ -13,6 +13,7 @@ MUTATIONS = [
     ),
     ("eplb_core/load.py", "if (more > _TOP - self._open).any():", "if False:", "tests/test_load.py"),
     ("eplb_core/load.py", "if (counts * (p2l < 0)).any():", "if False:", "tests/test_load.py"),
+    ("eplb_core/load.py", "p2l.shape[1] > _TOP else np.int64", "0 > _TOP else np.int64", "tests/test_load.py"),
     ("eplb_core/load.py", "(last == width) & ", "", "tests/test_load.py"),
     # traces
     (
@@ -36,6 +37,7 @@ MUTATIONS = [
     ("eplb_core/cli.py", "super().error(plain(message, MAX_TEXT))", "super().error(message)", "tests/test_cli.py"),
     ("eplb_core/_inputs.py", "{plain(each, MAX_TEXT)}", "{each}", "tests/test_cli.py"),
     ("eplb_core/_inspect.py", "lines(_facts_text(facts))", "_facts_text(facts)", "tests/test_cli.py"),
+    ("eplb_core/_inspect.py", "add_up(trace.load)", "trace.load.sum(axis=0)", "tests/test_cli.py"),
     # what is handed over is of its kind, and of a size that can be
     ("eplb_core/_files.py", "isinstance(given, (str, os.PathLike))", "True", "tests/test_files.py"),
     ("eplb_core/_arrays.py", "if array.size > MAX_NUMBERS:", "if False:", "tests/test_arrays.py"),

@@ -200,4 +200,23 @@ MUTATIONS = [
         "import numpy\n\n_HOME_OF = {",
         "tests/test_api.py::test_importing_brings_neither_torch_nor_the_compiler",
     ),
+    # metrics: rounding, overflow, and shares of other windows
+    (
+        METRICS,
+        "    return np.minimum(each, 1.0, out=each)\n",
+        "    return each\n",
+        f"{TEST_METRICS}::test_balancedness_is_at_most_1_however_the_mean_rounds",
+    ),
+    (
+        METRICS,
+        "    if not most * load.size < np.inf:\n",
+        "    if False:\n",
+        f"{TEST_METRICS}::test_balancedness_is_at_most_1_however_the_mean_rounds",
+    ),
+    (
+        METRICS,
+        " or fraction.shape[:-2] not in windows:",
+        ":",
+        f"{TEST_METRICS}::test_loads_that_do_not_fit_the_layout_raise_with_both_shapes",
+    ),
 ]

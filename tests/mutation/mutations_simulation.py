@@ -206,4 +206,17 @@ MUTATIONS = [
         "if bound > _LOW_BOUND:",
         "tests/test_cli.py::test_plan_says_in_words_what_it_found",
     ),
+    # sweep: what is kept is told apart by the text of an array, which leaves numbers out
+    (
+        COMPARE,
+        '    if hasattr(value, "tolist"):',
+        "    if isinstance(value, np.ndarray):",
+        f"{TEST_COMPARE}::test_settings_are_told_apart_by_what_they_hold",
+    ),
+    (
+        COMPARE,
+        "    if isinstance(value, (list, tuple)):\n",
+        "    if False:\n",
+        f"{TEST_COMPARE}::test_settings_are_told_apart_by_what_they_hold",
+    ),
 ]
