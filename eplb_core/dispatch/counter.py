@@ -114,6 +114,7 @@ class LoadCounter:
 
         Raises:
             ValueError: Shapes do not fit.
+            TypeError: `counts` are no integers.
         """
         check_kind(layout, "layout", ExpertLayout)
         check_kind(counts, "counts", torch.Tensor)
@@ -125,6 +126,8 @@ class LoadCounter:
         rows = np.arange(self.num_layers) if layers is None else layer_rows(layers, self.num_layers)
         if tuple(counts.shape) != (len(rows), layout.num_slots):
             raise ValueError(f"`counts` (shape {list(counts.shape)}) must be [{len(rows)}, {layout.num_slots}]")
+        if counts.is_floating_point() or counts.is_complex():
+            raise TypeError(f"`counts` (dtype {counts.dtype}) must be integers")
         if layout is not self._layout:
             self._layout, self._map = layout, torch.tensor(layout.physical_to_logical_map, device=self.device)
         layer = torch.from_numpy(rows).to(self.device)

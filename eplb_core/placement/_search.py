@@ -19,6 +19,7 @@ from eplb_core._arrays import BoolArray, FloatArray, IntArray
 from eplb_core._numba import kernel
 from eplb_core.placement._exchange import best_exchange
 from eplb_core.placement._gift import best_gift, list_gifts
+from eplb_core.placement._kernels import holds
 from eplb_core.placement._links import NO_LIMIT, Links, Step, book_row, book_step
 from eplb_core.placement._work import (
     NEVER,
@@ -274,13 +275,13 @@ def _take_back(start: int, old: IntArray, row: IntArray, work: Work, links: Link
     stride = row.size // work.held.shape[1]
     for p in range(start, row.size):
         r, e, f = p // stride, row[p], old[p]
-        if e < 0 or f < 0 or e == f or work.held[e, r] > 0 or _is_on(f, r, stride, row):
+        if e < 0 or f < 0 or e == f or work.held[e, r] > 0 or holds(row, r, stride, f):
             continue
         back = -1
         others = False
         for a in range(row.size):
             others = others or (row[a] == e and a != p)
-            if row[a] == f and old[a] == e and not _is_on(e, a // stride, stride, row):
+            if row[a] == f and old[a] == e and not holds(row, a // stride, stride, e):
                 back = a
         if back < 0 and not others:
             continue
@@ -303,14 +304,6 @@ def _is_home(e: int, row: IntArray, work: Work, links: Links) -> bool:
     found = bool(work.home[e] < 0)
     for p in range(row.size):
         found = found or (row[p] == e and links.node[p // stride] == work.home[e])
-    return found
-
-
-@kernel
-def _is_on(e: int, r: int, stride: int, row: IntArray) -> bool:
-    found = False
-    for p in range(r * stride, r * stride + stride):
-        found = found or row[p] == e
     return found
 
 

@@ -338,4 +338,5 @@ MUTATIONS: list[tuple[str, ...]] = [
         "tests/test_api.py::test_imports_go_one_way",
         "rule 3",
     ),
+    (COUNTER, "if counts.is_floating_point() or counts.is_complex():", "if False:", T_COUNTER),
 ]
