@@ -303,13 +303,14 @@ class ExpertLayout:
     def check_same_frame(self, other: ExpertLayout) -> None:
         """Raise ValueError unless `other` has the same L, P, E and topology, so that rows may be compared."""
         check_kind(other, "other", ExpertLayout)
-        for word, mine, theirs in (
-            ("layers", self.num_layers, other.num_layers),
-            ("slots", self.num_slots, other.num_slots),
-            ("experts", self.num_experts, other.num_experts),
+        alike = self.topology.num_ranks == other.topology.num_ranks
+        pad = "give each rank as many slots, -1 for empty ones" if alike else "bring one to the other's by `resized`"
+        for word, mine, theirs, mend in (
+            ("layers", self.num_layers, other.num_layers, "they are of two models"),
+            ("slots", self.num_slots, other.num_slots, pad),
+            ("experts", self.num_experts, other.num_experts, "they are of two models"),
         ):
             if mine != theirs:
-                mend = "bring one to the other's by `resized`" if word == "slots" else "they are of two models"
                 raise ValueError(f"layouts differ in {word}: {mine} and {theirs}; {mend}")
         if self.topology != other.topology:
             both = f"{self.topology} and {other.topology}"

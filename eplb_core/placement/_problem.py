@@ -213,13 +213,14 @@ def _check_cost(transfer_cost: ArrayLike | None, ranks: int) -> FloatArray:
 
 def check_current(current: ExpertLayout, problem: Problem, layers: int) -> None:
     check_kind(current, "current", ExpertLayout)
-    want = (layers, problem.num_experts, problem.topology.num_ranks * problem.stride, problem.topology.num_ranks)
-    have = (current.num_layers, current.num_experts, current.num_slots, current.topology.num_ranks)
-    for word, mine, theirs in zip(("layers", "experts", "slots", "ranks"), want, have, strict=True):
+    ranks = problem.topology.num_ranks
+    for word, mine, theirs, mend in (
+        ("layers", layers, current.num_layers, "it is of another model: leave it out"),
+        ("experts", problem.num_experts, current.num_experts, "it is of another model: leave it out"),
+        ("ranks", ranks, current.topology.num_ranks, "bring it to the new ranks by `resized`, or leave it out"),
+        ("slots", ranks * problem.stride, current.num_slots, "pad each rank with -1, or leave it out"),
+    ):
         if mine != theirs:
-            mend = "bring the layout to the new ranks and slots by `resized`, or leave `current` out"
-            if word in ("layers", "experts"):
-                mend = "it is of another model: leave it out"
             raise ValueError(f"`current` has {theirs} {word}, the placement {mine}; {mend}")
 
 

@@ -130,8 +130,8 @@ MUTATIONS = [
     # metrics
     (
         METRICS,
-        "mean_over_top(load.mean(axis=-1)",
-        "mean_over_top(load.mean(axis=0)",
+        "mean_over_top(load.mean(axis=-1), ",
+        "mean_over_top(load.mean(axis=0), ",
         f"{TEST_METRICS}::test_balancedness_is_over_ranks_and_not_over_layers",
     ),
     (

@@ -445,11 +445,20 @@ LAYOUT = ExpertLayout.trivial(1, 8, num_slots=12, topology=Topology(4))
             r"`num_groups` \(=1\) groups of 8 experts do not fit: the nodes' slots \[6, 6\] take \[0, 0\] whole groups",
         ),
         ({"current": [[0]]}, TypeError, r"`current` \(=list\) must be an ExpertLayout"),
-        ({"current": LAYOUT, "num_slots": 16}, ValueError, r"12 slots, the placement 16; bring the .* by `resized`"),
+        (
+            {"current": LAYOUT, "num_slots": 16},
+            ValueError,
+            r"`current` has 12 slots, the placement 16; pad each rank with -1, or leave",
+        ),
         (
             {"current": LAYOUT, "expert_load": np.ones((2, 8))},
             ValueError,
             r"`current` has 1 layers, the placement 2; it is of another model: leave it out",
+        ),
+        (
+            {"current": LAYOUT, "topology": Topology(6)},
+            ValueError,
+            r"`current` has 4 ranks, the placement 6; bring it to the new ranks by `resized`, or leave",
         ),
     ],
 )
