@@ -113,7 +113,8 @@ def place(
             CUDA tensor costs one copy). Finite, not negative. Windows are balanced one by one, not for their sum.
         topology: Ranks, nodes and speeds.
         num_slots: Slots to fill, at least E, or ints `[L]`, one for each layer (see `plan_slots`). S is the largest of
-            ceil(num_slots / R); where a layer fills fewer, or R does not divide, ranks end with empty slots.
+            ceil(num_slots / R); where a layer fills fewer, or R does not divide, ranks end with empty slots. What
+            `current` holds in those and stays on its rank is copied to another slot of it.
         current: Layout to start from, `R * S` slots on as many ranks. The search goes on from it a transfer at a time,
             as long as that pays; a layer that would gain less than `min_gain` keeps its row; what stays on a rank
             stays in its slot.
