@@ -43,6 +43,7 @@ with event.install_recorder("numba:compile") as compiled:
         live = eplb.place(load, topology, num_slots=22, effort=2, active_ranks=[True, True, False, True]).layout
         eplb.place(load, topology, num_slots=22, current=live, max_transfers=3, transfer_price=0.01)
         eplb.place(load, topology, num_slots=22, current=live, transfer_cost=cost)
+        eplb.place(load, topology, num_slots=22, current=live, transfer_cost=rng.random((4, 4)).T)
         eplb.place(load, topology, num_slots=22, current=live, dispatch="weighted", transfer_price=0)
         ones, no = np.ones((4, 4), int), [[-1, 1], [1, -1]]
         eplb.place(load, topology, num_slots=22, current=live, max_total_transfers=5, max_rank_transfers=ones)

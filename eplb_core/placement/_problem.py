@@ -201,7 +201,7 @@ def _check_cost(transfer_cost: ArrayLike | None, ranks: int) -> FloatArray:
     """Costs `[R, R]`."""
     if transfer_cost is None:
         return np.ones((ranks, ranks))
-    cost = np.array(to_reals(transfer_cost, "transfer_cost"))
+    cost = np.array(to_reals(transfer_cost, "transfer_cost"), order="C")  # kernels are compiled for one order
     if cost.shape != (ranks, ranks):
         raise ValueError(f"`transfer_cost` (shape {list(cost.shape)}) must be [{ranks}, {ranks}], from rank to rank")
     good = (cost >= 0) & (cost <= 1e9)

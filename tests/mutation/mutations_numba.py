@@ -54,4 +54,11 @@ MUTATIONS = [
         "args",
         f"{TESTS}::test_a_kernel_is_compiled_once_whatever_constants_it_is_called_with",
     ),
+    # an array in another order compiles the kernels that take it once more
+    (
+        "eplb_core/placement/_problem.py",
+        'np.array(to_reals(transfer_cost, "transfer_cost"), order="C")',
+        'np.array(to_reals(transfer_cost, "transfer_cost"))',
+        "tests/test_warm_up.py::test_after_warming_up_no_call_compiles",
+    ),
 ]
