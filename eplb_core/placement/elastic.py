@@ -150,9 +150,10 @@ def _mask(ranks: ArrayLike, num_ranks: int) -> BoolArray:
 def _check_room(leaving: BoolArray, capacity: IntArray, experts: int) -> None:
     live = int(capacity[~leaving].sum())
     if live < experts:
+        enough = int(np.searchsorted(np.cumsum(np.sort(capacity)), experts)) + 1  # whichever they are
         raise InfeasiblePlacementError(
             f"`ranks` ({int(leaving.sum())} of {len(leaving)}) leave {int((~leaving).sum())} ranks with {live} slots, "
-            f"fewer than the {experts} experts; keep {-(-experts // int(capacity.max()))} ranks or more, or add slots",
+            f"fewer than the {experts} experts; keep {enough} ranks or more, or add slots",
             num_live_slots=live,
             num_experts=experts,
         )
