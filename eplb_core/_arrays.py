@@ -57,9 +57,7 @@ def to_ids(value: object, name: str) -> IntArray:
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)  # an empty list has no dtype of its own
     if not np.issubdtype(array.dtype, np.signedinteger):
-        raise TypeError(
-            f"`{name}` (dtype {array.dtype}) must be signed integers, since -1 marks an empty slot; cast it"
-        )
+        raise TypeError(f"`{name}` (dtype {array.dtype}) must be signed integers; cast it")
     return np.array(array, dtype=np.int64, order="C", copy=True)
 
 

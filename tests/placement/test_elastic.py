@@ -150,7 +150,7 @@ def test_too_few_slots_are_said_with_their_numbers() -> None:
     ready = retire_ranks(live, [3, 9, 20])
     assert plain_lost(ready, {3, 9, 20}) == []
     uneven = ExpertLayout.trivial(1, 4, num_slots=5, topology=Topology(3))
-    with pytest.raises(InfeasiblePlacementError, match="leave 2 ranks with 3 slots.*; keep 3 ranks or more"):
+    with pytest.raises(InfeasiblePlacementError, match=r"leave 2 ranks with 3 slots.*; keep 3 ranks or more"):
         retire_ranks(uneven, [0], num_slots=5)
 
 
