@@ -24,8 +24,12 @@ from eplb_core.loading.pull_plan import READ, RESTORE, Int8Array
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.transport import ReadBatch, ReadState, Transport
 
-_RAISED = (Exception, asyncio.CancelledError)
+RAISED = (Exception, asyncio.CancelledError)
 """What a transport may raise that is no interrupt; where asyncio cancels a task it is no Exception."""
+
+
+def _words_of(error: BaseException) -> str:
+    return str(error) if isinstance(error, EplbError) else f"{type(error).__name__}: {error}"
 
 
 class Backup(Protocol):
@@ -104,8 +108,8 @@ class Puller:
         finish_writes(stores[0].device)
         try:
             blob = transport.export(self._regions)
-        except EplbError as error:
-            failure = f"rank {rank}: {error}"
+        except RAISED as error:  # the other ranks wait for a word
+            failure = f"rank {rank}: {_words_of(error)}"
         self._blob = blob
         own = encode(Hello(rank, facts, staging.capacity, places, blob), failure)
         ranks = layout.topology.num_ranks
@@ -124,8 +128,8 @@ class Puller:
         try:
             for hello in hellos:
                 transport.connect(hello.rank, hello.blob)
-        except EplbError as error:
-            failure = f"rank {rank}: {error}"
+        except RAISED as error:
+            failure = f"rank {rank}: {_words_of(error)}"
         raise_if_any([other.decode() for other in agreement.gather(failure.encode())])
 
     def check_registered(self) -> None:
@@ -166,7 +170,7 @@ class Puller:
         try:
             self.num_quarantined()
             return self._begin(step)
-        except _RAISED:  # what lasts is met again, and told, in its turn
+        except RAISED:  # what lasts is met again, and told, in its turn
             return None
 
     def _begin(self, step: Step) -> Pull | None:
@@ -218,14 +222,13 @@ class Puller:
         self._lost_peers.discard(peer)
 
     def is_done(self, pull: Pull) -> bool:
-        """Whether all bytes are there; a read that failed raises `Trouble` and gives the others up."""
+        """Whether all bytes are there; a read that failed raises `Trouble`, and the others go on."""
         done = True
         for ticket, peer, _ in pull.tickets:
             state, reason = self.transport.poll(ticket)
             if state is ReadState.PENDING:
                 done = False
             elif state is not ReadState.DONE:
-                self.give_up(pull)
                 cause = "read"
                 if state is ReadState.LOST_PEER:
                     cause = "peer"
@@ -240,7 +243,7 @@ class Puller:
         try:
             if not pull.has_ended and all(self.transport.poll(ticket).state.is_end for ticket, _, _ in pull.tickets):
                 self._note_end(pull)
-        except _RAISED:  # a transport's own: `is_done` raises it again
+        except RAISED:  # a transport's own: `is_done` raises it again
             pull.has_ended = True
         return pull.has_ended
 
@@ -248,17 +251,20 @@ class Puller:
         """Wait until all bytes are there; False, with the reads given up, if `is_over` meanwhile.
 
         Raises:
-            Trouble: A read failed, or it took longer than `seconds`; the reads are given up.
+            Trouble: A read failed, or it took longer than `seconds`; whatever is raised, the reads are given up.
         """
         until = time.monotonic() + seconds
-        while not self.is_done(pull):
-            late = time.monotonic() > until
-            if late or is_over():
-                self.give_up(pull)
-                if late:
+        try:
+            while not self.is_done(pull):
+                if time.monotonic() > until:
                     raise Trouble("deadline", f"the reads of layer {layer} took longer than {seconds:g} s")
-                return False
-            time.sleep(POLL_S)
+                if is_over():
+                    self.give_up(pull)
+                    return False
+                time.sleep(POLL_S)
+        except BaseException:
+            self.give_up(pull)
+            raise
         return True
 
     def _note_end(self, pull: Pull) -> None:
@@ -273,7 +279,7 @@ class Puller:
             self._taken[rows] = True
             self._quarantined.append((ticket, rows))
         for ticket, _, _ in tickets:
-            with contextlib.suppress(*_RAISED):  # it stays in quarantine until the transport says otherwise
+            with contextlib.suppress(*RAISED):  # it stays in quarantine until the transport says otherwise
                 self.transport.abandon(ticket)
 
     def release(self, pull: Pull) -> None:
@@ -296,7 +302,7 @@ class Puller:
     def _may_write(self, ticket: Any) -> bool:
         try:
             return not self.transport.poll(ticket).state.is_end
-        except _RAISED:  # nothing is known of it
+        except RAISED:  # nothing is known of it
             return True
 
     def drain(self, until: float) -> bool:
@@ -377,8 +383,14 @@ _WRITTEN: list[Puller] = []
 
 
 def keep_while_written(puller: Puller) -> None:
-    """Hold on to staging that reads given up on may still write, after the call that made it has ended."""
-    _WRITTEN[:] = [other for other in (*_WRITTEN, puller) if other.num_quarantined()]
+    """Hold on to staging that reads given up on may still write, after the call that made it has ended.
+
+    Asks this puller's transport alone: another one may be in use on another thread.
+    """
+    _WRITTEN.append(puller)
+    for other in [kept for kept in _WRITTEN if kept.transport is puller.transport]:
+        if not other.num_quarantined():
+            _WRITTEN.remove(other)
 
 
 POLL_S = 0.0005

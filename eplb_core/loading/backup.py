@@ -9,6 +9,7 @@ import mmap
 import os
 import secrets
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +75,7 @@ class HostBackup:
                 for name in file.keys():  # noqa: SIM118  no mapping
                     self._add(name, path, file.get_slice(name).get_dtype())
             if pin:
-                self._pinned.update(_pinned_tensors(path))
+                self._pinned.update(_pinned_tensors(path, self))
 
     def _add(self, name: str, path: Path, dtype: str) -> None:
         layer, expert, _ = (int(part) for part in name.split("."))
@@ -290,8 +291,9 @@ def _read(puller: Puller, layout: ExpertLayout, layer: int, source: IntArray, de
         pull = puller.begin(step, deadline)
         puller.wait(pull, layer, deadline)
     except Trouble as why:
-        keep_while_written(puller)
         raise MigrationError(f"no backup: {why.reason}", layout=layout, reason=why.cause, rank=puller.rank) from why
+    finally:  # also after an interrupt: a read that was given up on may still write
+        keep_while_written(puller)
     puller.release(pull)
     return pull.place_of[: len(source)]
 
@@ -338,8 +340,8 @@ def _safetensors() -> Any:
     return safetensors
 
 
-def _pinned_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The file's tensors where they lie, pinned for the GPU for the life of the process."""
+def _pinned_tensors(path: Path, owner: object) -> dict[str, torch.Tensor]:
+    """The file's tensors where they lie, pinned for the GPU for the life of `owner`."""
     with path.open("r+b") as file:
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
     head = int.from_bytes(bytes(memory[:8].tolist()), "little")
@@ -351,11 +353,20 @@ def _pinned_tensors(path: Path) -> dict[str, torch.Tensor]:
         _cuda.runtime().call("cudaHostRegister", place, size, 0)
     except (ImportError, _cuda.CudaError) as error:
         raise OSError(f"{path} cannot be pinned: {error}; a backup to pin must be in memory: /dev/shm") from error
+    weakref.finalize(owner, _unpin, memory).atexit = False
     return {
         name: memory[8 + head :][slice(*place["data_offsets"])]
         for name, place in places.items()
         if name != "__metadata__"
     }
+
+
+def _unpin(memory: torch.Tensor) -> None:  # pragma: no cover  needs a GPU
+    """Before it is unmapped, or what is mapped at its address next counts as pinned, with the pages of before."""
+    from eplb_core.loading.transports import _cuda
+
+    with contextlib.suppress(_cuda.CudaError), _cuda.runtime().on(torch.cuda.current_device()):
+        _cuda.runtime().call("cudaHostUnregister", ctypes.c_void_p(memory.data_ptr()))
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> int:

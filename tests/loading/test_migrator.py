@@ -24,7 +24,7 @@ from eplb_core.loading._pull import Trouble
 from eplb_core.loading.transport import ReadBatch
 from eplb_core.loading.transports import DeferredCopy, Faulty, LocalCopy
 from tests.loading.fleets import LONG, SLOT, Answer, FailsAt, Fleet, Keeper, Shelf, fleet
-from tests.loading.worlds import layout_pairs, stores_of
+from tests.loading.worlds import CROWDED, layout_pairs, stores_of
 
 ROOT = Path(__file__).parents[2]
 TWO = Topology(2)
@@ -288,6 +288,25 @@ def test_a_target_that_the_tables_cannot_hold_is_refused_before_anything_moves()
         ranks.start(old, shares=np.full((1, 6), 0.5))
         ranks.until_idle()
         ends(ranks, "plan", EITHER, old, "cannot keep shares")
+
+
+def test_a_row_on_the_way_that_the_tables_cannot_hold_is_refused_before_anything_moves() -> None:
+    old, new = CROWDED
+    with fleet(old, staging=SLOT) as ranks:
+        for tables in ranks.tables.values():
+            tables.max_replicas = 3
+        ranks.start(new)
+        ranks.until_idle()
+        assert (ranks.first.status.cause, ranks.first.status.installed, ranks.first.layout) == ("plan", 0, old)
+        who = ranks.first.status.rank
+        assert who is not None
+        assert "hold 3 on the way of layer 0; give more `staging`" in ranks.migrators[who].status.reason
+    with fleet(old) as ranks:  # a whole layer at a time
+        for tables in ranks.tables.values():
+            tables.max_replicas = 3
+        ranks.start(new)
+        ranks.until_idle()
+        assert ranks.first.layout == new
 
 
 @pytest.mark.parametrize(

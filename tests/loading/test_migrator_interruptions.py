@@ -167,6 +167,13 @@ def test_stop_says_that_a_read_may_still_write_to_staging() -> None:
         assert ranks.stop() == [True, True]
 
 
+def test_a_bad_deadline_stops_nothing() -> None:
+    with fleet(OLD) as ranks:
+        refused = ranks.each(lambda rank: ranks.migrators[rank].stop(-1))
+        assert [str(error) for error in refused] == ["`deadline` (=-1.0) must be at least 0"] * len(ranks.ranks)
+        assert ranks.first.idle
+
+
 def test_stop_says_that_a_function_still_runs() -> None:
     gate = threading.Event()
 

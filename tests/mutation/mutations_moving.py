@@ -463,6 +463,78 @@ MUTATIONS = [
         "        except BaseException as error:\n",
         f"{TEST_MIGRATOR}::test_a_transport_that_raises_keeps_no_staging",
     ),
+    # the other ranks wait for one whose transport raised
+    (
+        PULL,
+        "        except RAISED as error:  # the other ranks wait for a word\n",
+        "        except EplbError as error:\n",
+        f"{TEST_MOVER}::test_whatever_a_transport_raises_every_rank_hears_of_it",
+    ),
+    (
+        MOVER,
+        "        if isinstance(error, RAISED):",
+        "        if isinstance(error, Exception):",
+        f"{TEST_MOVER}::test_whatever_a_transport_raises_every_rank_hears_of_it",
+    ),
+    # reads go on when one of them raised
+    (
+        PULL,
+        "        except BaseException:\n            self.give_up(pull)\n            raise\n        return True\n",
+        "        except BaseException:\n            raise\n        return True\n",
+        "tests/loading/test_backup.py::test_staging_outlives_a_save_whose_transport_raised_while_a_read_may_still_write",
+        "rule 7",
+    ),
+    (
+        BACKUP,
+        "        keep_while_written(puller)\n",
+        "        pass\n",
+        "tests/loading/test_backup.py::test_staging_outlives_a_save_whose_transport_raised_while_a_read_may_still_write",
+        "rule 7",
+    ),
+    # staging of another thread's ranks is let go of
+    (
+        PULL,
+        "    _WRITTEN.append(puller)\n",
+        "    _WRITTEN[:] = [other for other in (*_WRITTEN, puller) if other.num_quarantined()]\n",
+        f"{TEST_MOVER}::test_staging_that_may_still_be_written_is_kept_for_ranks_on_several_threads",
+        "rule 7",
+    ),
+    # allocations are exported as one
+    (
+        JOINING,
+        "            begins |= np.diff(storages, prepend=storages[:1]) != 0\n",
+        "",
+        f"{TEST_MOVER}::test_allocations_that_follow_each_other_in_memory_are_exported_one_by_one",
+    ),
+    # a bad argument pauses the ranks
+    (
+        MIGRATOR,
+        '        seconds = check_real(deadline, "deadline", at_least=0.0, at_most=1e9)\n        if not (self._stopped',
+        "        seconds = deadline\n        if not (self._stopped",
+        f"{TEST_STOPS}::test_a_bad_deadline_stops_nothing",
+    ),
+    # weights move that the tables cannot follow
+    (
+        MOVER,
+        "    why = lacks_room(tables, new.replica_count[rows])\n",
+        '    why = ""\n',
+        f"{TEST_MOVER}::test_tables_that_cannot_hold_the_target_are_refused_before_anything_moves",
+        "rule 4",
+    ),
+    (
+        MOVER,
+        "        why = lacks_room_on_the_way(tables, step)\n",
+        '        why = ""\n',
+        f"{TEST_MOVER}::test_tables_that_cannot_hold_a_row_on_the_way_end_the_move_before_that_layer",
+        "rule 4",
+    ),
+    (
+        RUN,
+        "        why = lacks_room_on_the_way(self._tables, step)\n",
+        '        why = ""\n',
+        f"{TEST_MIGRATOR}::test_a_row_on_the_way_that_the_tables_cannot_hold_is_refused_before_anything_moves",
+        "rule 4",
+    ),
     # staging goes with the call whose agreement failed
     (
         MOVER,
