@@ -117,6 +117,24 @@ def test_reads_that_do_not_end_are_given_up_on(tmp_path: Path) -> None:
     assert any(isinstance(error, MigrationError) and error.reason == "deadline" for error in results)
 
 
+@pytest.mark.parametrize("far", [False, True])
+def test_ranks_that_live_save_every_expert_without_those_that_are_gone(tmp_path: Path, far: bool) -> None:
+    layout = ExpertLayout([[0, 1, 2, 3, 2, 3, 1, 0]], 4, topology=Topology(rank_to_node=[0, 0, 1, 1]))
+    world = World(layout, ranks=[0, 1, 3])  # rank 2 was the first of its node, and holds experts still
+    backups = save(world, lambda rank: tmp_path / str(rank // 2 if far else 0), far=far)
+    for backup in backups:
+        assert all((0, expert) in backup for expert in range(4))
+        backup.fetch(0, 2, rows := [torch.zeros(size, dtype=torch.uint8) for size in SIZES.values()])
+        assert all(torch.equal(row, label(0, 2, name)) for name, row in zip(SIZES, rows, strict=True))
+    for error in save(World(layout, ranks=[0, 2]), lambda rank: tmp_path / "x", far=far):
+        assert isinstance(error, HostBackup)
+    for error in save(World(layout, ranks=[2, 3]), lambda rank: tmp_path / "y", far=far):
+        assert isinstance(error, HostBackup)
+    for error in save(World(layout, ranks=[1, 2]), lambda rank: tmp_path / "z", far=far):
+        assert str(error) == "no rank of the agreement holds expert 0 of layer 0; save before ranks go"
+        assert isinstance(error, MigrationError)
+
+
 class Odd(DeferredCopy):
     """Raises what is no TransportError when it is asked of one rank's reads; the others' bytes are still to come."""
 

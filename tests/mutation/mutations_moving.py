@@ -491,6 +491,19 @@ MUTATIONS = [
         "tests/loading/test_backup.py::test_staging_outlives_a_save_whose_transport_raised_while_a_read_may_still_write",
         "rule 7",
     ),
+    # experts of ranks that are gone are in no backup
+    (
+        BACKUP,
+        "row = np.where(is_there, layout.physical_to_logical_map[layer], -1)",
+        "row = layout.physical_to_logical_map[layer]",
+        "tests/loading/test_backup.py::test_ranks_that_live_save_every_expert_without_those_that_are_gone",
+    ),
+    (
+        BACKUP,
+        "mates = [other for other in members if nodes[other] == nodes[rank]]",
+        "mates = np.flatnonzero(nodes == nodes[rank]).tolist()",
+        "tests/loading/test_backup.py::test_ranks_that_live_save_every_expert_without_those_that_are_gone",
+    ),
     # staging of another thread's ranks is let go of
     (
         PULL,
