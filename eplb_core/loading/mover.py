@@ -197,13 +197,10 @@ def _stage(
     return pull, None
 
 
-def restore(puller: Puller, backup: Backup | None, step: Step, pull: Pull) -> int:
-    """Fill the staging rows of slots that no rank can give, from the backup; how many."""
-    slots = (step.kind == RESTORE).nonzero()[0].tolist()
-    if not slots:
-        return 0
+def restore(puller: Puller, backup: Backup | None, step: Step, pull: Pull) -> None:
+    """Fill the staging rows of slots that no rank can give, from the backup."""
     row = step.after.physical_to_logical_map[step.layer]
-    for slot in slots:
+    for slot in (step.kind == RESTORE).nonzero()[0].tolist():
         expert = int(row[puller.rank * len(step.kind) + slot])
         try:
             if backup is None:
@@ -213,7 +210,6 @@ def restore(puller: Puller, backup: Backup | None, step: Step, pull: Pull) -> in
             raise Trouble(
                 "backup", f"no live rank holds expert {expert} of layer {step.layer}, and its backup: {error}"
             ) from error
-    return len(slots)
 
 
 def _tell(agreement: Agreement, trouble: Trouble | None, rank: int, live: ExpertLayout) -> list[tuple[int, str, str]]:
