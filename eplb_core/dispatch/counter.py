@@ -57,6 +57,7 @@ class LoadCounter:
         [[[12, 1, 4, 6]]]
     """
 
+    @torch.inference_mode(False)  # what is made in it takes no write from outside
     def __init__(
         self, num_layers: int, num_experts: int, *, windows: int = 1, device: torch.device | str = "cpu"
     ) -> None:

@@ -154,6 +154,7 @@ class DispatchTables:
         self._allocate(load)
         self.install(layout, shares=shares)
 
+    @torch.inference_mode(False)  # what is made in it takes no write from outside
     def _allocate(self, load: LoadCounter | None) -> None:
         layers, experts = len(self._p2l), self._shape.num_experts
         ranks, size, device = self._shape.num_ranks, self._shape.size, self.device

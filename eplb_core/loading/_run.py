@@ -183,6 +183,7 @@ class RunWorker:
         with run.changed:
             run.publish(_words.TARGET, run.bits)
 
+    @torch.inference_mode()  # staging may have been made in it, and takes no write from outside then
     def move(self, run: Run) -> None:
         """Stage step after step, each when the one before is installed; what it reads may have come before."""
         early: Pull | None = None

@@ -83,7 +83,8 @@ class GroupAgreement:
         self.size: int = cpu_group.size()
         self._group = cpu_group
         self._timeout = timedelta(seconds=self.deadline)
-        self._words = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        with torch.inference_mode(False):  # what is made in it takes no write from outside
+            self._words = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
         options: Any = dist.distributed_c10d
         self._options = options.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MIN

@@ -697,6 +697,17 @@ def test_slots_from_the_backup_wait_in_staging_that_no_early_read_gets() -> None
         ends(ranks, "", None, new, "")
 
 
+def test_staging_that_was_made_in_inference_mode_takes_what_the_worker_writes() -> None:
+    with torch.inference_mode():
+        staging = torch.empty(2 * SLOT, dtype=torch.uint8)
+    old = ExpertLayout([[0, 1, -1, -1, 2, 3, -1, -1]], 4, topology=TWO)
+    new = ExpertLayout([[0, 1, 2, 3, -1, -1, -1, -1]], 4, topology=TWO)
+    with fleet(old, ranks=[0], backup=Shelf(), staging=staging) as ranks:
+        ranks.start(new)
+        ranks.until_idle()
+        ends(ranks, "", None, new, "")
+
+
 def test_a_target_of_another_number_of_slots_is_refused_and_the_old_layout_stays() -> None:
     """B8: a plan for 12 slots, a commit after a resize to 15."""
     old = ExpertLayout.trivial(2, 10, num_slots=12, topology=Topology(4))

@@ -463,6 +463,13 @@ MUTATIONS = [
         "        except BaseException as error:\n",
         f"{TEST_MIGRATOR}::test_a_transport_that_raises_keeps_no_staging",
     ),
+    # engines that build in inference mode cannot move
+    (
+        RUN,
+        "    @torch.inference_mode()  # staging may have been made in it, and takes no write from outside then\n",
+        "",
+        f"{TEST_MIGRATOR}::test_staging_that_was_made_in_inference_mode_takes_what_the_worker_writes",
+    ),
     # the other ranks wait for one whose transport raised
     (
         PULL,
