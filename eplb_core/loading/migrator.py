@@ -204,8 +204,7 @@ class Migrator(Passes):
         self._stopped = True
         ended = [worker.close(until - time.monotonic()) for worker in (self._planner, self._mover)]
         clean = ended[1] and self._work.puller.drain(until)
-        if not clean:
-            _WRITTEN.append(self)
+        (_WRITTEN.discard if clean else _WRITTEN.add)(self)
         return all(ended) and clean
 
     def rejoin(self, agreement: Agreement) -> ExpertLayout:
@@ -250,5 +249,5 @@ class Migrator(Passes):
         return self._layout
 
 
-_WRITTEN: list[Migrator] = []
+_WRITTEN: set[Migrator] = set()
 """Stopped ones whose staging may still be written to."""

@@ -15,7 +15,7 @@ from eplb_core.errors import AgreementError, MigrationError, TransportError
 from eplb_core.loading import _words
 from eplb_core.loading._pull import Trouble
 from eplb_core.loading.agreement import LocalAgreement
-from eplb_core.loading.migrator import Migrator
+from eplb_core.loading.migrator import _WRITTEN, Migrator
 from eplb_core.loading.transport import ReadState, Status
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
 from tests.loading.fleets import LONG, SLOT, Answer, Fleet, Keeper, Shelf, fleet
@@ -163,8 +163,10 @@ def test_stop_says_that_a_read_may_still_write_to_staging() -> None:
         ranks.passes(lambda: slow.waiting == 1)
         for _ in range(2):
             assert ranks.each(lambda rank: ranks.migrators[rank].stop(0.1)) == [True, False]
+        assert ranks.migrators[1] in _WRITTEN
         slow.complete()
         assert ranks.stop() == [True, True]
+        assert not _WRITTEN.intersection(ranks.migrators.values())  # nor are its weights kept any longer
 
 
 def test_a_bad_deadline_stops_nothing() -> None:
