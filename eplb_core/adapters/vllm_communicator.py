@@ -192,7 +192,7 @@ def create(
         return answers
 
     def barrier(fine: bool) -> bool:
-        flag = torch.tensor([fine], dtype=torch.int32)
+        flag = torch.tensor([fine], dtype=torch.int32, device="cpu")
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=cpu_group)
         return bool(flag[0])
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_core import DispatchTables, ExpertLayout, Topology, fingerprints, replica_shares, verify_weights
+from eplb_core import (
+    DispatchTables,
+    ExpertLayout,
+    GroupAgreement,
+    LoadCounter,
+    Migrator,
+    Topology,
+    fingerprints,
+    replica_shares,
+    verify_weights,
+)
 from eplb_core._arrays import IntArray
 from eplb_core.errors import MigrationError
 from eplb_core.loading import _words
 from eplb_core.loading._pull import Trouble
+from eplb_core.loading._warm import warm_moves
 from eplb_core.loading.transport import ReadBatch
 from eplb_core.loading.transports import DeferredCopy, Faulty, LocalCopy
 from tests.loading.fleets import LONG, SLOT, Answer, FailsAt, Fleet, Keeper, Shelf, fleet
@@ -706,6 +718,27 @@ def test_staging_that_was_made_in_inference_mode_takes_what_the_worker_writes() 
         ranks.start(new)
         ranks.until_idle()
         ends(ranks, "", None, new, "")
+
+
+def test_what_stays_on_the_host_does_so_whatever_device_the_engine_made_its_default(tmp_path: Path) -> None:
+    dist: Any = torch.distributed
+    old, new = (ExpertLayout([row], 4, topology=Topology(1)) for row in ([0, 1, 2, 3], [3, 2, 1, 0]))
+    stores, store = stores_of(old, 0), dist.FileStore(str(tmp_path / "store"), 1)
+    group = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=30))
+    warm_moves.cache_clear()
+    with torch.device("meta"):
+        load = LoadCounter(1, 4)
+        tables = DispatchTables(old, rank=0, mode="weighted", load=load)
+        migrator = Migrator(
+            stores, old, rank=0, transport=LocalCopy(), agreement=GroupAgreement(group), tables=tables, staging=SLOT
+        )
+        migrator.start(new)
+        while not migrator.idle:
+            migrator.poll()
+            threading.Event().wait(0.001)
+        assert migrator.stop(LONG)
+        assert load.snapshot().numpy().sum() == 0
+    assert (migrator.status.cause, migrator.layout, tables.layout) == ("", new, new)
 
 
 def test_a_target_of_another_number_of_slots_is_refused_and_the_old_layout_stays() -> None:

@@ -463,6 +463,13 @@ MUTATIONS = [
         "        except BaseException as error:\n",
         f"{TEST_MIGRATOR}::test_a_transport_that_raises_keeps_no_staging",
     ),
+    # words are where the engine's weights are
+    (
+        "eplb_core/loading/agreement.py",
+        'torch.zeros(1, dtype=torch.int64, device="cpu")',
+        "torch.zeros(1, dtype=torch.int64)",
+        f"{TEST_MIGRATOR}::test_what_stays_on_the_host_does_so_whatever_device_the_engine_made_its_default",
+    ),
     # engines that build in inference mode cannot move
     (
         RUN,
