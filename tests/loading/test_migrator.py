@@ -730,10 +730,16 @@ def test_what_stays_on_the_host_does_so_whatever_device_the_engine_made_its_defa
         load = LoadCounter(1, 4)
         tables = DispatchTables(old, rank=0, mode="weighted", load=load)
         migrator = Migrator(
-            stores, old, rank=0, transport=LocalCopy(), agreement=GroupAgreement(group), tables=tables, staging=SLOT
+            stores,
+            old,
+            rank=0,
+            transport=LocalCopy(),
+            agreement=GroupAgreement(group, 5.0),
+            tables=tables,
+            staging=SLOT,
         )
         migrator.start(new)
-        while not migrator.idle:
+        while migrator.status.phase in ("planning", "moving"):
             migrator.poll()
             threading.Event().wait(0.001)
         assert migrator.stop(LONG)
