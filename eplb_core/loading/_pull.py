@@ -100,6 +100,9 @@ class Puller:
     ) -> None:
         self.stores, self.rank, self.transport, self.staging = stores, rank, transport, staging
         self._quarantined: list[tuple[Any, IntArray]] = []
+        for other in list(_WRITTEN):
+            if other.transport is transport:  # others may be in use on other threads
+                other.num_quarantined()
         self._slot_bytes = [store.slot_bytes for store in stores]
         self._taken = np.zeros(staging.capacity, dtype=np.bool_)
         self._regions, places = regions_of(stores, staging)
@@ -276,11 +279,13 @@ class Puller:
         tickets = pull.tickets
         self.release(pull)
         for ticket, _, rows in tickets:
+            _WRITTEN.add(self)
             self._taken[rows] = True
             self._quarantined.append((ticket, rows))
         for ticket, _, _ in tickets:
             with contextlib.suppress(*RAISED):  # it stays in quarantine until the transport says otherwise
                 self.transport.abandon(ticket)
+        self.num_quarantined()
 
     def release(self, pull: Pull) -> None:
         """The staged bytes are not needed any more."""
@@ -297,6 +302,8 @@ class Puller:
         for _, rows in still:  # several reads may have shared a row
             self._taken[rows] = True
         self._quarantined = still
+        if not still:
+            _WRITTEN.discard(self)
         return len({row for _, rows in still for row in rows.tolist()})
 
     def _may_write(self, ticket: Any) -> bool:
@@ -379,19 +386,8 @@ def finish_writes(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-_WRITTEN: list[Puller] = []
-
-
-def keep_while_written(puller: Puller) -> None:
-    """Hold on to staging that reads given up on may still write, after the call that made it has ended.
-
-    Asks this puller's transport alone: another one may be in use on another thread.
-    """
-    _WRITTEN.append(puller)
-    for other in [kept for kept in _WRITTEN if kept.transport is puller.transport]:
-        if not other.num_quarantined():
-            _WRITTEN.remove(other)
-
+_WRITTEN: set[Puller] = set()
+"""Those whose staging reads given up on may still write, whoever else has let go of it."""
 
 POLL_S = 0.0005
 """How long a worker sleeps between two looks at its reads."""

@@ -23,7 +23,7 @@ from eplb_core._arrays import IntArray, check_int, check_kind, read_only, to_lis
 from eplb_core.errors import EplbError, MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._joining import check_frame
-from eplb_core.loading._pull import Puller, Trouble, keep_while_written
+from eplb_core.loading._pull import Puller, Trouble
 from eplb_core.loading._steps import Step
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install import Staging
@@ -308,8 +308,6 @@ def _read(puller: Puller, layout: ExpertLayout, layer: int, source: IntArray, de
         puller.wait(pull, layer, deadline)
     except Trouble as why:
         raise MigrationError(f"no backup: {why.reason}", layout=layout, reason=why.cause, rank=puller.rank) from why
-    finally:  # also after an interrupt: a read that was given up on may still write
-        keep_while_written(puller)
     puller.release(pull)
     return pull.place_of[: len(source)]
 

@@ -204,7 +204,6 @@ class Migrator(Passes):
         self._stopped = True
         ended = [worker.close(until - time.monotonic()) for worker in (self._planner, self._mover)]
         clean = ended[1] and self._work.puller.drain(until)
-        (_WRITTEN.discard if clean else _WRITTEN.add)(self)
         return all(ended) and clean
 
     def rejoin(self, agreement: Agreement) -> ExpertLayout:
@@ -247,7 +246,3 @@ class Migrator(Passes):
         if raised is not None:  # of `on_install` or of the tables, as `poll` raises it
             raise raised
         return self._layout
-
-
-_WRITTEN: set[Migrator] = set()
-"""Stopped ones whose staging may still be written to."""

@@ -12,7 +12,7 @@ from eplb_core._arrays import ArrayLike, IntArray, check_kind, check_real
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.loading._joining import check_frame, check_tables, lacks_room, lacks_room_on_the_way
-from eplb_core.loading._pull import RAISED, Backup, Pull, Puller, Trouble, keep_while_written
+from eplb_core.loading._pull import RAISED, Backup, Pull, Puller, Trouble
 from eplb_core.loading._staged import check_staged, to_reference
 from eplb_core.loading._steps import Step, plan_steps
 from eplb_core.loading.agreement import Agreement
@@ -106,10 +106,7 @@ def move_experts(
     steps = plan_steps(
         old, new, rank=rank, capacity=puller.capacity, layers=layers, avoid_ranks=puller.avoid_ranks, senders=told
     )
-    try:
-        return _carry_out(steps, old, puller, installer, recorder, agreement, tables, backup, prints, seconds)
-    finally:  # also after an interrupt: reads that were given up on outlive the call
-        keep_while_written(puller)
+    return _carry_out(steps, old, puller, installer, recorder, agreement, tables, backup, prints, seconds)
 
 
 def _carry_out(

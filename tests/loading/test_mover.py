@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from asyncio import CancelledError
 from collections.abc import Callable
@@ -17,13 +16,13 @@ from hypothesis import strategies as st
 from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology
 from eplb_core.errors import AgreementError, MigrationError, TransportError
 from eplb_core.loading._joining import regions_of
-from eplb_core.loading._pull import _WRITTEN, keep_while_written
+from eplb_core.loading._pull import _WRITTEN
 from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.install import Staging
 from eplb_core.loading.mover import move_experts
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
 from tests.loading.fleets import SLOT, Answer, FailsAt, Keeper, Shelf
-from tests.loading.worlds import CROWDED, World, layout_pairs, on_threads, stores_of
+from tests.loading.worlds import CROWDED, World, layout_pairs, stores_of
 
 
 def move(world: World, new: ExpertLayout, **options: Any) -> list[Any]:
@@ -421,33 +420,32 @@ def test_staging_outlives_a_move_whose_agreement_failed_while_a_read_may_still_w
     world.check(old)
 
 
-def test_staging_that_may_still_be_written_is_kept_for_ranks_on_several_threads() -> None:
-    """Each asks its own transport alone, which another thread may be using."""
-    pullers = [Quarantined() for _ in range(4)]
-    on_threads([lambda puller=puller: keep_while_written(puller) for puller in pullers])  # type: ignore[misc]
-    assert {id(puller) for puller in pullers} <= {id(puller) for puller in _WRITTEN}
-    assert [puller.threads for puller in pullers] == [{puller.made_on} for puller in pullers]
-    for puller in pullers:
-        puller.rows = 0
-        keep_while_written(puller)  # type: ignore[arg-type]
-    assert not any(isinstance(puller, Quarantined) for puller in _WRITTEN)
+class Asked(DeferredCopy):
+    """Counts how often it is asked how far a read is."""
+
+    asked = 0
+
+    def poll(self, ticket: Any) -> Any:
+        self.asked += 1
+        return super().poll(ticket)
 
 
-class Quarantined:
-    """As a puller of which a read may still write; another thread gets its turn while it is asked."""
-
-    def __init__(self) -> None:
-        self.rows, self.transport = 1, object()
-        self.threads: set[int] = set()
-
-    @property
-    def made_on(self) -> int:
-        return min(self.threads)
-
-    def num_quarantined(self) -> int:
-        self.threads.add(threading.get_ident())
-        threading.Event().wait(0.02)
-        return self.rows
+def test_staging_is_kept_until_the_last_read_that_was_given_up_on_has_ended() -> None:
+    """Whoever lets go of it, and as long as it takes; then the next user of the transport tidies up."""
+    old, new = SWAP
+    world = World(old, Asked)
+    before = set(_WRITTEN)
+    assert [error.reason for error in move(world, new, deadline=0.05)] == ["deadline"] * 2
+    kept = _WRITTEN - before
+    assert {id(puller.transport) for puller in kept} == {id(transport) for transport in world.transports.values()}
+    asked = [transport.asked for transport in world.transports.values()]  # type: ignore[attr-defined]
+    move(World(old), new)  # other threads may be using those
+    assert asked == [transport.asked for transport in world.transports.values()]  # type: ignore[attr-defined]
+    assert kept <= _WRITTEN
+    for transport in world.transports.values():
+        transport.complete()  # type: ignore[attr-defined]
+    move(world, new, deadline=0.05)
+    assert not kept & _WRITTEN
 
 
 def test_allocations_that_follow_each_other_in_memory_are_exported_one_by_one() -> None:

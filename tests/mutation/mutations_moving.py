@@ -498,13 +498,6 @@ MUTATIONS = [
         "tests/loading/test_backup.py::test_staging_outlives_a_save_whose_transport_raised_while_a_read_may_still_write",
         "rule 7",
     ),
-    (
-        BACKUP,
-        "        keep_while_written(puller)\n",
-        "        pass\n",
-        "tests/loading/test_backup.py::test_staging_outlives_a_save_whose_transport_raised_while_a_read_may_still_write",
-        "rule 7",
-    ),
     # experts of ranks that are gone are in no backup
     (
         BACKUP,
@@ -518,13 +511,19 @@ MUTATIONS = [
         "mates = np.flatnonzero(nodes == nodes[rank]).tolist()",
         "tests/loading/test_backup.py::test_ranks_that_live_save_every_expert_without_those_that_are_gone",
     ),
-    # staging of another thread's ranks is let go of
+    # staging is kept for ever
     (
         PULL,
-        "    _WRITTEN.append(puller)\n",
-        "    _WRITTEN[:] = [other for other in (*_WRITTEN, puller) if other.num_quarantined()]\n",
-        f"{TEST_MOVER}::test_staging_that_may_still_be_written_is_kept_for_ranks_on_several_threads",
-        "rule 7",
+        "            _WRITTEN.discard(self)\n",
+        "            pass\n",
+        f"{TEST_MOVER}::test_staging_is_kept_until_the_last_read_that_was_given_up_on_has_ended",
+    ),
+    # a transport is asked by a thread that does not use it
+    (
+        PULL,
+        "            if other.transport is transport:",
+        "            if True:",
+        f"{TEST_MOVER}::test_staging_is_kept_until_the_last_read_that_was_given_up_on_has_ended",
     ),
     # allocations are exported as one
     (
@@ -562,11 +561,11 @@ MUTATIONS = [
         f"{TEST_MIGRATOR}::test_a_row_on_the_way_that_the_tables_cannot_hold_is_refused_before_anything_moves",
         "rule 4",
     ),
-    # staging goes with the call whose agreement failed
+    # staging goes with the last one who knows of it
     (
-        MOVER,
-        "        keep_while_written(puller)\n",
-        "        pass\n",
+        PULL,
+        "            _WRITTEN.add(self)\n",
+        "            pass\n",
         f"{TEST_MOVER}::test_staging_outlives_a_move_whose_agreement_failed_while_a_read_may_still_write",
         "rule 7",
     ),
