@@ -80,7 +80,7 @@ def _warm_tables() -> None:
     for mode in ("static", "even", "quota", "weighted"):
         tables = DispatchTables(layout, mode=mode)
     for dtype in (torch.int32, torch.int64):
-        tables.map(0, torch.zeros((1, 1), dtype=dtype))
+        tables.map(0, torch.zeros((1, 1), dtype=dtype, device="cpu"))
     DispatchTables(layout, mode="weighted", shares=[[0.5, 1.0, 1.0, 1.0, 0.5, 0.0]] * 2)
 
 
@@ -101,5 +101,5 @@ def _warm_loading() -> None:
     from eplb_core.loading.fingerprint import fingerprints
     from eplb_core.loading.store import ExpertStore
 
-    fingerprints([ExpertStore({"weight": torch.zeros(1, 4)})])
+    fingerprints([ExpertStore({"weight": torch.zeros(1, 4, device="cpu")})])
     warm_moves()

@@ -125,9 +125,7 @@ def _one_engine(setup: Setup, size: int, oracle: Oracle, random: np.random.Gener
         report.tokens_compared += record.compared
         report.wrong_tokens += record.wrong
         report.layers_installed += record.installed
-        for (
-            worker
-        ) in cluster.who.workers:  # nobody answers any more: some may be in a pass, some between a layer's steps
+        for worker in cluster.who.workers:  # not waited for: some may be in a pass, some between a layer's steps
             cluster.workers[worker].ask("pass", passes + 1, Scheduler(traffic, setup.num_rows).feed(worker))
         time.sleep(float(random.random()) * 0.02)
         for worker in cluster.who.workers:

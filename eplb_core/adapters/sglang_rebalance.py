@@ -172,7 +172,7 @@ def _counts(logical_count: torch.Tensor, *, fold: bool) -> Callable[[], torch.Te
     counts = fold_passes(logical_count) if fold and logical_count.dim() == 3 else logical_count
     if counts.device.type != "cuda":
         return lambda: counts
-    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)  # pragma: no cover  needs a GPU
+    host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)  # pragma: no cover  needs a GPU
     host.copy_(counts, non_blocking=True)  # pragma: no cover
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # pragma: no cover
     event.record()  # pragma: no cover

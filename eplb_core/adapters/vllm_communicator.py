@@ -79,6 +79,8 @@ class TransportCommunicator:
         self._layer = -1
         self._row_of: list[dict[int, int]] = []
         self._asked: dict[int, list[tuple[int, int, int, int, int]]] = {}
+        self._given_up: list[tuple[int, Any]] = []
+        """Peers and reads of a layer that failed: the buffer is not safe before they have ended."""
 
     def set_stream(self, stream: Any) -> None:
         """The stream on which what was read is used."""
@@ -91,6 +93,7 @@ class TransportCommunicator:
             torch.cuda.current_stream().synchronize()
             if self._stream is not None:
                 self._stream.synchronize()
+        self._given_up = [each for each in self._given_up if not self._transport.poll(each[1]).state.is_end]
         rows: IntArray = to_ids(old_indices, "old_indices").reshape(-1, self._slots)
         self._layer = layer_idx
         self._row_of = [{expert: row for row, expert in enumerate(rank) if expert >= 0} for rank in rows.tolist()]
@@ -124,15 +127,24 @@ class TransportCommunicator:
 
     def _read(self) -> None:
         asked, self._asked = self._asked, {}
-        tickets = []
+        if self._given_up:
+            peer = self._given_up[0][0]
+            raise TransportError(f"a read from rank {peer} that was given up on may still write here", rank=peer)
+        tickets: list[tuple[int, Any]] = []
         most = self._transport.caps.max_batch
-        for peer in sorted(asked):
-            for start in range(0, len(asked[peer]), most):
-                columns = np.array(asked[peer][start : start + most], dtype=np.int64).T
-                tickets.append((peer, self._transport.read(peer, ReadBatch(*map(np.ascontiguousarray, columns)))))
-        end = time.monotonic() + self._deadline
-        for peer, ticket in tickets:
-            self._wait(peer, ticket, end)
+        try:
+            for peer in sorted(asked):
+                for start in range(0, len(asked[peer]), most):
+                    columns = np.array(asked[peer][start : start + most], dtype=np.int64).T
+                    tickets.append((peer, self._transport.read(peer, ReadBatch(*map(np.ascontiguousarray, columns)))))
+            end = time.monotonic() + self._deadline
+            for peer, ticket in tickets:
+                self._wait(peer, ticket, end)
+        except BaseException:
+            self._given_up = tickets
+            for _, ticket in tickets:
+                self._transport.abandon(ticket)
+            raise
 
     def _wait(self, peer: int, ticket: Any, end: float) -> None:
         while True:
@@ -144,7 +156,6 @@ class TransportCommunicator:
                     f"a read from rank {peer} ended as {status.state.name}: {status.reason}", rank=peer
                 )
             if time.monotonic() > end:
-                self._transport.abandon(ticket)
                 raise TransportError(f"a read from rank {peer} took more than {self._deadline:g} s", rank=peer)
             time.sleep(0.0002)
 
@@ -181,7 +192,7 @@ def create(
         return answers
 
     def barrier(fine: bool) -> bool:
-        flag = torch.tensor([fine], dtype=torch.int32)
+        flag = torch.tensor([fine], dtype=torch.int32, device="cpu")
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=cpu_group)
         return bool(flag[0])
 

@@ -57,6 +57,7 @@ class LoadCounter:
         [[[12, 1, 4, 6]]]
     """
 
+    @torch.inference_mode(False)  # what is made in it takes no write from outside
     def __init__(
         self, num_layers: int, num_experts: int, *, windows: int = 1, device: torch.device | str = "cpu"
     ) -> None:
@@ -211,8 +212,8 @@ class _Buffers:
         shape = (counter.windows, counter.num_layers, counter.num_experts)
         pinned = counter.device.type == "cuda"
         self.device = torch.empty(shape, dtype=torch.int64, device=counter.device)
-        self.host = torch.empty(shape, dtype=torch.int64, pin_memory=pinned)
-        self.host_state = torch.empty(4, dtype=torch.int32, pin_memory=pinned)
+        self.host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self.host_state = torch.empty(4, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
 

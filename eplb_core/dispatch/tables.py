@@ -154,17 +154,18 @@ class DispatchTables:
         self._allocate(load)
         self.install(layout, shares=shares)
 
+    @torch.inference_mode(False)  # what is made in it takes no write from outside
     def _allocate(self, load: LoadCounter | None) -> None:
         layers, experts = len(self._p2l), self._shape.num_experts
         ranks, size, device = self._shape.num_ranks, self._shape.size, self.device
         pinned = device.type == "cuda"
-        self._mirror = torch.full((layers, size), -1, dtype=torch.int32, pin_memory=pinned)
+        self._mirror = torch.full((layers, size), -1, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._host = list(self._mirror.numpy())
         self._packed = self._mirror.to(device)  # on the CPU they are one
         # Views, made once: what is made in `install` costs more than what it does there.
         self._copies = list(zip(self._packed, self._mirror, map(_event, range(layers)), strict=True)) if pinned else []
         settings = [_settings(self._seed, layer, self.rank) for layer in range(layers)]
-        self._settings = torch.tensor(settings, dtype=torch.int64).reshape(layers, 3).to(torch.int32).to(device)
+        self._settings = torch.tensor(settings, dtype=torch.int32, device=device).reshape(layers, 3)
         self._draws = torch.zeros((layers, 2), dtype=torch.int32, device=device)
         self._errors = torch.zeros(2, dtype=torch.int32, device=device)
         nothing = torch.zeros((layers, 0, experts), dtype=torch.int32, device=device)

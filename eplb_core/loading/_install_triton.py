@@ -64,7 +64,9 @@ class DeviceCopies:
         self._tiles = np.empty((2, tiles), dtype=np.int64)
         self._on_device = device.type == "cuda"
         self._device = device
-        self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=self._on_device) for _ in range(_BUFFERS)]
+        self._host = [
+            torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=self._on_device) for _ in range(_BUFFERS)
+        ]
         self._tables = [torch.zeros(size, dtype=torch.int64, device=device) for _ in range(_BUFFERS)]
         self._next = 0
         self._stream: Any = None

@@ -13,6 +13,7 @@ from eplb_core._arrays import IntArray, check_int, check_kind, to_list
 from eplb_core._text import plain
 from eplb_core.errors import MigrationError
 from eplb_core.layout import ExpertLayout
+from eplb_core.loading._steps import Step
 from eplb_core.loading.install import Staging
 from eplb_core.loading.store import ExpertStore, check_stores
 from eplb_core.loading.transport import Region
@@ -36,7 +37,8 @@ class Hello(NamedTuple):
 def regions_of(stores: Sequence[ExpertStore], staging: Staging) -> tuple[list[Region], IntArray]:
     """Staging as region 0, then the tensors of all layers; and where in them each row is, int64 `[L, S, tensors, 2]`.
 
-    Rows that follow each other in memory are one region.
+    Rows that follow each other in one storage are one region: of allocations that follow each other, each is exported
+    by itself.
 
     Raises:
         ValueError: Rows share memory: what is written to one would change the other.
@@ -47,10 +49,12 @@ def regions_of(stores: Sequence[ExpertStore], staging: Staging) -> tuple[list[Re
     first = stores[0]
     places = np.empty((len(stores), first.num_slots, len(first.names), 2), dtype=np.int64)
     for layer, store in enumerate(stores):
-        for tensor, size in enumerate(store.row_bytes.tolist()):
+        for tensor, (name, size) in enumerate(zip(store.names, store.row_bytes.tolist(), strict=True)):
             starts = store.addresses[:, tensor]
             order = np.argsort(starts, kind="stable")
+            storages = [store.row(name, slot).untyped_storage().data_ptr() for slot in order.tolist()]
             begins = np.diff(starts[order], prepend=starts[order[0]] - size - 1) != size
+            begins |= np.diff(storages, prepend=storages[:1]) != 0
             region = np.cumsum(begins) - 1
             base = starts[order][begins]
             places[layer, order, tensor, 0] = len(regions) + region
@@ -188,3 +192,16 @@ def check_tables(tables: Any, layout: ExpertLayout) -> None:
             f"`tables` dispatch by the layout {held.digest[:12]} and the weights are in {layout.digest[:12]}; install "
             "that first"
         )
+
+
+def lacks_room(tables: Any, replica_count: IntArray) -> str:
+    """Why tables cannot hold so many replicas of each expert, or nothing: no install may fail half way."""
+    limit, most = getattr(tables, "max_replicas", None), int(replica_count.max(initial=0))
+    return f"an expert has {most} replicas and `tables` hold {limit}" if limit is not None and most > limit else ""
+
+
+def lacks_room_on_the_way(tables: Any, step: Step) -> str:
+    """The same of the row that a step leads to: where staging is small it is neither the old nor the new one."""
+    row = step.after.physical_to_logical_map[step.layer]
+    why = "" if step.last else lacks_room(tables, np.bincount(row[row >= 0]))
+    return f"{why} on the way of layer {step.layer}; give more `staging`" if why else ""

@@ -15,7 +15,7 @@ from eplb_core._text import quoted
 from eplb_core.errors import EplbError
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.loading.store import ExpertStore, check_stores
-from eplb_core.loading.templates import TEMPLATES, CheckpointTemplate, ExpertName
+from eplb_core.loading.templates import CheckpointTemplate, ExpertName
 
 DTYPES = {
     "F64": torch.float64,
@@ -75,16 +75,12 @@ class LoadPlan:
         self,
         stores: Sequence[ExpertStore],
         resolver: SlotResolver,
-        template: str | CheckpointTemplate,
+        template: CheckpointTemplate,
         rename: Mapping[str, str],
         derived: frozenset[str],
         ignore: tuple[str, ...],
         shared_stores: Sequence[ExpertStore] | None,
     ) -> None:
-        if not isinstance(template, CheckpointTemplate):
-            raise ValueError(
-                f"`template` (={quoted(template, 80)}) must be a CheckpointTemplate or one of {', '.join(TEMPLATES)}"
-            )
         check_kind(resolver, "resolver", SlotResolver)
         if len(stores) not in (resolver.layout.num_layers, len(resolver.layers)) or not stores:
             raise ValueError(

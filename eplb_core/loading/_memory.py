@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eplb_core._text import plain
+from eplb_core.loading._modules import NamedTensor
 from eplb_core.loading._wire import Message
 
 ALIGNMENT = 256
@@ -25,15 +26,6 @@ MAX_DEVICE_SEGMENTS = 128
 """Descriptors that a message may carry are few."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """An engine may write into the memory, and may not change its size under the others."""
-
-
-class NamedTensor(NamedTuple):
-    """A tensor to share, and what it is in its module."""
-
-    name: str
-    kind: str
-    """`parameter`, `buffer`, `temporary_buffer` (not in the state dict), `attribute`, or `tensor` of a dict."""
-    tensor: torch.Tensor
 
 
 class SharedMemory:

@@ -7,10 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eplb_core.loading._memory import NamedTensor
-
 _OWN = frozenset(vars(torch.nn.Module()))
 """What every module has by itself."""
+
+
+class NamedTensor(NamedTuple):
+    """A tensor, and what it is in its module."""
+
+    name: str
+    kind: str
+    """`parameter`, `buffer`, `temporary_buffer` (not in the state dict), `attribute`, or `tensor` of a dict."""
+    tensor: torch.Tensor
 
 
 class Place(NamedTuple):

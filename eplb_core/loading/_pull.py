@@ -24,8 +24,12 @@ from eplb_core.loading.pull_plan import READ, RESTORE, Int8Array
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.transport import ReadBatch, ReadState, Transport
 
-_RAISED = (Exception, asyncio.CancelledError)
+RAISED = (Exception, asyncio.CancelledError)
 """What a transport may raise that is no interrupt; where asyncio cancels a task it is no Exception."""
+
+
+def _words_of(error: BaseException) -> str:
+    return str(error) if isinstance(error, EplbError) else f"{type(error).__name__}: {error}"
 
 
 class Backup(Protocol):
@@ -96,6 +100,9 @@ class Puller:
     ) -> None:
         self.stores, self.rank, self.transport, self.staging = stores, rank, transport, staging
         self._quarantined: list[tuple[Any, IntArray]] = []
+        for other in list(_WRITTEN):
+            if other.transport is transport:  # others may be in use on other threads
+                other.num_quarantined()
         self._slot_bytes = [store.slot_bytes for store in stores]
         self._taken = np.zeros(staging.capacity, dtype=np.bool_)
         self._regions, places = regions_of(stores, staging)
@@ -104,8 +111,8 @@ class Puller:
         finish_writes(stores[0].device)
         try:
             blob = transport.export(self._regions)
-        except EplbError as error:
-            failure = f"rank {rank}: {error}"
+        except RAISED as error:  # the other ranks wait for a word
+            failure = f"rank {rank}: {_words_of(error)}"
         self._blob = blob
         own = encode(Hello(rank, facts, staging.capacity, places, blob), failure)
         ranks = layout.topology.num_ranks
@@ -124,8 +131,8 @@ class Puller:
         try:
             for hello in hellos:
                 transport.connect(hello.rank, hello.blob)
-        except EplbError as error:
-            failure = f"rank {rank}: {error}"
+        except RAISED as error:
+            failure = f"rank {rank}: {_words_of(error)}"
         raise_if_any([other.decode() for other in agreement.gather(failure.encode())])
 
     def check_registered(self) -> None:
@@ -166,7 +173,7 @@ class Puller:
         try:
             self.num_quarantined()
             return self._begin(step)
-        except _RAISED:  # what lasts is met again, and told, in its turn
+        except RAISED:  # what lasts is met again, and told, in its turn
             return None
 
     def _begin(self, step: Step) -> Pull | None:
@@ -218,14 +225,13 @@ class Puller:
         self._lost_peers.discard(peer)
 
     def is_done(self, pull: Pull) -> bool:
-        """Whether all bytes are there; a read that failed raises `Trouble` and gives the others up."""
+        """Whether all bytes are there; a read that failed raises `Trouble`, and the others go on."""
         done = True
         for ticket, peer, _ in pull.tickets:
             state, reason = self.transport.poll(ticket)
             if state is ReadState.PENDING:
                 done = False
             elif state is not ReadState.DONE:
-                self.give_up(pull)
                 cause = "read"
                 if state is ReadState.LOST_PEER:
                     cause = "peer"
@@ -240,7 +246,7 @@ class Puller:
         try:
             if not pull.has_ended and all(self.transport.poll(ticket).state.is_end for ticket, _, _ in pull.tickets):
                 self._note_end(pull)
-        except _RAISED:  # a transport's own: `is_done` raises it again
+        except RAISED:  # a transport's own: `is_done` raises it again
             pull.has_ended = True
         return pull.has_ended
 
@@ -248,17 +254,20 @@ class Puller:
         """Wait until all bytes are there; False, with the reads given up, if `is_over` meanwhile.
 
         Raises:
-            Trouble: A read failed, or it took longer than `seconds`; the reads are given up.
+            Trouble: A read failed, or it took longer than `seconds`; whatever is raised, the reads are given up.
         """
         until = time.monotonic() + seconds
-        while not self.is_done(pull):
-            late = time.monotonic() > until
-            if late or is_over():
-                self.give_up(pull)
-                if late:
+        try:
+            while not self.is_done(pull):
+                if time.monotonic() > until:
                     raise Trouble("deadline", f"the reads of layer {layer} took longer than {seconds:g} s")
-                return False
-            time.sleep(POLL_S)
+                if is_over():
+                    self.give_up(pull)
+                    return False
+                time.sleep(POLL_S)
+        except BaseException:
+            self.give_up(pull)
+            raise
         return True
 
     def _note_end(self, pull: Pull) -> None:
@@ -270,11 +279,13 @@ class Puller:
         tickets = pull.tickets
         self.release(pull)
         for ticket, _, rows in tickets:
+            _WRITTEN.add(self)
             self._taken[rows] = True
             self._quarantined.append((ticket, rows))
         for ticket, _, _ in tickets:
-            with contextlib.suppress(*_RAISED):  # it stays in quarantine until the transport says otherwise
+            with contextlib.suppress(*RAISED):  # it stays in quarantine until the transport says otherwise
                 self.transport.abandon(ticket)
+        self.num_quarantined()
 
     def release(self, pull: Pull) -> None:
         """The staged bytes are not needed any more."""
@@ -291,12 +302,14 @@ class Puller:
         for _, rows in still:  # several reads may have shared a row
             self._taken[rows] = True
         self._quarantined = still
+        if not still:
+            _WRITTEN.discard(self)
         return len({row for _, rows in still for row in rows.tolist()})
 
     def _may_write(self, ticket: Any) -> bool:
         try:
             return not self.transport.poll(ticket).state.is_end
-        except _RAISED:  # nothing is known of it
+        except RAISED:  # nothing is known of it
             return True
 
     def drain(self, until: float) -> bool:
@@ -373,13 +386,8 @@ def finish_writes(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-_WRITTEN: list[Puller] = []
-
-
-def keep_while_written(puller: Puller) -> None:
-    """Hold on to staging that reads given up on may still write, after the call that made it has ended."""
-    _WRITTEN[:] = [other for other in (*_WRITTEN, puller) if other.num_quarantined()]
-
+_WRITTEN: set[Puller] = set()
+"""Those whose staging reads given up on may still write, whoever else has let go of it."""
 
 POLL_S = 0.0005
 """How long a worker sleeps between two looks at its reads."""

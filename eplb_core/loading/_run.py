@@ -14,6 +14,7 @@ import torch
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_kind
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading import _words
+from eplb_core.loading._joining import lacks_room, lacks_room_on_the_way
 from eplb_core.loading._pull import POLL_S, Backup, Pull, Puller, Trouble
 from eplb_core.loading._shares import check_shares
 from eplb_core.loading._staged import check_staged
@@ -133,7 +134,7 @@ class RunWorker:
                 avoid_ranks=self.puller.avoid_ranks,
                 senders=senders,
             ):
-                self._check_backup(step)
+                self._check_step(step)
                 steps.append(step)
                 breathe()
             bits = _words.target_bits(goal.digest)
@@ -151,14 +152,17 @@ class RunWorker:
         return True
 
     def _check_tables(self, goal: ExpertLayout, shares: ArrayLike | None) -> None:
-        """Whether the tables can take it: an install must not fail half way."""
-        limit = getattr(self._tables, "max_replicas", None)
-        if limit is not None and goal.num_layers and int(goal.replica_count.max()) > limit:
-            raise Trouble("plan", f"an expert has {int(goal.replica_count.max())} replicas and `tables` hold {limit}")
+        """Whether the tables can take it."""
+        why = lacks_room(self._tables, goal.replica_count)
+        if why:
+            raise Trouble("plan", why)
         if shares is not None and getattr(self._tables, "mode", "") in ("static", "even"):
             raise Trouble("plan", "`tables` pick one slot an expert and cannot keep shares; use mode 'weighted'")
 
-    def _check_backup(self, step: Step) -> None:
+    def _check_step(self, step: Step) -> None:
+        why = lacks_room_on_the_way(self._tables, step)
+        if why:
+            raise Trouble("plan", why)
         if self._backup is None and (step.kind == RESTORE).any():
             slot = int(np.argmax(step.kind == RESTORE)) + self.puller.rank * len(step.kind)
             expert = step.after.physical_to_logical_map[step.layer, slot]
@@ -179,6 +183,7 @@ class RunWorker:
         with run.changed:
             run.publish(_words.TARGET, run.bits)
 
+    @torch.inference_mode()  # staging may have been made in it, and takes no write from outside then
     def move(self, run: Run) -> None:
         """Stage step after step, each when the one before is installed; what it reads may have come before."""
         early: Pull | None = None

@@ -60,7 +60,7 @@ def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @cache
 def _keys(device: torch.device) -> torch.Tensor:
-    return _to_device(torch.from_numpy(KEYS.view(np.int64)), device)
+    return torch.from_numpy(KEYS.view(np.int64)).to(device)  # waits, once: other streams use them too
 
 
 # Numbers that differ from call to call must not lead to other binaries: nothing compiles while serving.

@@ -24,7 +24,7 @@ def warm_moves() -> None:
     topology = Topology(2)
     old = ExpertLayout([[0, 1, 2, 3]], 4, topology=topology)
     new = ExpertLayout([[2, 3, 0, 1]], 4, topology=topology)
-    store = ExpertStore({"weight": torch.zeros(2, 1)}, {"whole": torch.zeros(4, 1)})
+    store = ExpertStore({"weight": torch.zeros(2, 1, device="cpu")}, {"whole": torch.zeros(4, 1, device="cpu")})
     staging = Staging(None, [store])
     installer = Installer([store], staging)
     for capacity in (1, 2):  # in parts, which takes a kernel more, and in one go

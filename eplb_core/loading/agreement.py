@@ -83,7 +83,8 @@ class GroupAgreement:
         self.size: int = cpu_group.size()
         self._group = cpu_group
         self._timeout = timedelta(seconds=self.deadline)
-        self._words = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        with torch.inference_mode(False):  # what is made in it takes no write from outside
+            self._words = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(2)]
         options: Any = dist.distributed_c10d
         self._options = options.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MIN
@@ -135,9 +136,9 @@ class GroupAgreement:
 
         if self._failure is not None:
             raise self._failure
-        sizes = self._all_gather(torch.tensor([len(blob)], dtype=torch.int64))
+        sizes = self._all_gather(torch.tensor([len(blob)], dtype=torch.int64, device="cpu"))
         lengths = [int(size[0]) for size in sizes]
-        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
         if blob:
             padded[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         blobs = self._all_gather(padded)

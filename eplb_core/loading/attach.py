@@ -10,7 +10,7 @@ import torch
 
 from eplb_core.errors import EplbError, HostAbsent, HostBusy, HostRefused, RecordLostError
 from eplb_core.layout import ExpertLayout
-from eplb_core.loading._memory import Handle, MappedTensor, map_tensors
+from eplb_core.loading._memory import Handle, MappedTensor, map_tensors, total_bytes
 from eplb_core.loading._modules import Place, place_of, put, walk
 from eplb_core.loading._requests import UNKNOWN_REQUEST
 from eplb_core.loading.host import check_config, frame_of
@@ -101,7 +101,7 @@ def attach_weights(
             os.close(fd)
         raise
     handles = {name: each.handle for name, each in mapped.items()}
-    return Attachment(client, handles, fds, sum(nbytes for _, _, nbytes in reply["weights"]["spans"]))
+    return Attachment(client, handles, fds, total_bytes(reply["weights"]))
 
 
 def _check_reply(reply: dict[str, Any], client: LayoutClient) -> None:

@@ -9,6 +9,7 @@ import mmap
 import os
 import secrets
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from eplb_core._text import quoted
 from eplb_core.errors import EplbError, MigrationError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._joining import check_frame
-from eplb_core.loading._pull import Puller, Trouble, keep_while_written
+from eplb_core.loading._pull import Puller, Trouble
 from eplb_core.loading._steps import Step
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install import Staging
@@ -75,7 +76,7 @@ class HostBackup:
                 for name in file.keys():  # noqa: SIM118  no mapping
                     self._add(name, path, file.get_slice(name).get_dtype())
             if pin:
-                self._pinned.update(_pinned_tensors(path))
+                self._pinned.update(_pinned_tensors(path, self))
 
     def _add(self, name: str, path: Path, dtype: str) -> None:
         layer, expert, _ = (int(part) for part in name.split("."))
@@ -143,12 +144,13 @@ class HostBackup:
             stores: One a layer, of this rank, after post-processing.
             layout: What they hold.
             rank: This rank.
-            agreement: Of all ranks.
+            agreement: Of all ranks, or of those that live.
             transport: How to read other ranks' memory.
             deadline: Seconds for the reads of a few experts.
 
         Raises:
-            MigrationError: A read failed, or another rank could not write; then there is no backup.
+            MigrationError: A read failed, another rank could not write, or no rank of the agreement holds an expert;
+                then there is no backup.
             OSError: The files cannot be written.
 
         An earlier backup in the folder goes first: two may not fit.
@@ -156,12 +158,12 @@ class HostBackup:
         stores = check_frame(stores, layout, rank)
         path = Path(_files.check_path(folder, "folder"))
         hand = _Hand(path, rank, agreement)
-        mates = list(range(layout.topology.num_ranks))
-        if transport is not None:
-            nodes = layout.topology.rank_to_node
-            mates = np.flatnonzero(nodes == nodes[rank]).tolist()
         with hand.together("begin"):
             path.mkdir(parents=True, exist_ok=True)
+        members = mates = hand.members
+        if transport is not None:
+            nodes = layout.topology.rank_to_node
+            mates = [other for other in members if nodes[other] == nodes[rank]]
         first = hand.clear(mates)
         with hand.together("write its experts"):
             puller = None
@@ -170,7 +172,7 @@ class HostBackup:
                 puller = Puller(stores, layout, rank, transport, agreement, staging, {})
             for layer in range(layout.num_layers):
                 tensors: dict[str, torch.Tensor] = {}
-                share = _share(layout, layer, rank, per_node=puller is not None)
+                share = _share(layout, layer, rank, members, None if puller is None else mates)
                 for expert, rows in _experts(stores[layer], layout, layer, rank, share, puller, deadline):
                     tensors.update({f"{layer}.{expert}.{index}": row for index, row in enumerate(rows)})
                 if tensors:
@@ -212,11 +214,16 @@ class _Hand:
         words = {"rank": self._rank, "why": why, "life": self._life, "files": self._sizes}
         self._words = [json.loads(blob) for blob in self._agreement.gather(json.dumps(words).encode())]
 
+    @property
+    def members(self) -> list[int]:
+        """Ranks that take part, once they have spoken."""
+        return [int(words["rank"]) for words in self._words]
+
     def clear(self, mates: Sequence[int]) -> bool:
         """Remove what is in the folder, on the first of the ranks that share it; whether this is that one."""
         # One save's files have one name on all ranks and no other save's, so nothing that is written now is removed.
         self._life = self._words[0]["life"]
-        first: bool = self._rank == min(words["rank"] for words in self._words if words["rank"] in mates)
+        first = self._rank == min(mates)
         if first:
             (self._folder / MANIFEST).unlink(missing_ok=True)  # before any of its files
             for file in self._folder.glob("experts-*"):
@@ -238,15 +245,22 @@ class _Hand:
         _files.write_atomic(self._folder / MANIFEST, json.dumps({"format": FORMAT, "files": sizes}).encode())
 
 
-def _share(layout: ExpertLayout, layer: int, rank: int, *, per_node: bool) -> list[int]:
-    """Experts that this rank writes."""
-    if per_node:
-        nodes = layout.topology.rank_to_node
-        mates = np.flatnonzero(nodes == nodes[rank])
-        place = int(np.searchsorted(mates, rank))
-        return list(range(place, layout.num_experts, len(mates)))
-    row = layout.physical_to_logical_map[layer]
+def _share(
+    layout: ExpertLayout, layer: int, rank: int, members: Sequence[int], mates: Sequence[int] | None
+) -> list[int]:
+    """Experts that this rank writes: each where it is first, or all of them among `mates`."""
+    is_there = np.isin(np.arange(layout.num_slots) // layout.slots_per_rank, members)
+    row = np.where(is_there, layout.physical_to_logical_map[layer], -1)
     experts, first = np.unique(row, return_index=True)
+    lost = np.setdiff1d(np.arange(layout.num_experts), experts)
+    if len(lost):
+        raise MigrationError(
+            f"no rank of the agreement holds expert {lost[0]} of layer {layer}; save before ranks go",
+            layout=layout,
+            reason="backup",
+        )
+    if mates is not None:
+        return list(range(sorted(mates).index(rank), layout.num_experts, len(mates)))
     mine = (experts >= 0) & (first // layout.slots_per_rank == rank)
     return [int(expert) for expert in experts[mine]]
 
@@ -274,7 +288,10 @@ def _experts(
             far.append(expert)
     while far and puller is not None:
         some, far = far[: puller.staging.capacity], far[puller.staging.capacity :]
-        slots = [layout.slots(layer, expert) for expert in some]
+        slots = [
+            [s for s in layout.slots(layer, expert) if s // layout.slots_per_rank not in puller.avoid_ranks]
+            for expert in some
+        ]
         source = np.array([held[rank % len(held)] for held in slots])  # ranks start at different holders
         for expert, place in zip(some, _read(puller, layout, layer, source, deadline).tolist(), strict=True):
             yield expert, [row.cpu().clone() for row in puller.staging.row(place, store)]
@@ -291,7 +308,6 @@ def _read(puller: Puller, layout: ExpertLayout, layer: int, source: IntArray, de
         pull = puller.begin(step, deadline)
         puller.wait(pull, layer, deadline)
     except Trouble as why:
-        keep_while_written(puller)
         raise MigrationError(f"no backup: {why.reason}", layout=layout, reason=why.cause, rank=puller.rank) from why
     puller.release(pull)
     return pull.place_of[: len(source)]
@@ -340,8 +356,8 @@ def _safetensors() -> Any:
     return safetensors
 
 
-def _pinned_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The file's tensors where they lie, pinned for the GPU for the life of the process."""
+def _pinned_tensors(path: Path, owner: object) -> dict[str, torch.Tensor]:
+    """The file's tensors where they lie, pinned for the GPU for the life of `owner`."""
     with path.open("r+b") as file:
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
     head = int.from_bytes(bytes(memory[:8].tolist()), "little")
@@ -353,11 +369,20 @@ def _pinned_tensors(path: Path) -> dict[str, torch.Tensor]:
         _cuda.runtime().call("cudaHostRegister", place, size, 0)
     except (ImportError, _cuda.CudaError) as error:
         raise OSError(f"{path} cannot be pinned: {error}; a backup to pin must be in memory: /dev/shm") from error
+    weakref.finalize(owner, _unpin, memory).atexit = False
     return {
         name: memory[8 + head :][slice(*place["data_offsets"])]
         for name, place in places.items()
         if name != "__metadata__"
     }
+
+
+def _unpin(memory: torch.Tensor) -> None:  # pragma: no cover  needs a GPU
+    """Before it is unmapped, or what is mapped at its address next counts as pinned, with the pages of before."""
+    from eplb_core.loading.transports import _cuda
+
+    with contextlib.suppress(_cuda.CudaError), _cuda.runtime().on(torch.cuda.current_device()):
+        _cuda.runtime().call("cudaHostUnregister", ctypes.c_void_p(memory.data_ptr()))
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> int:

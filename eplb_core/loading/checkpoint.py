@@ -23,7 +23,7 @@ from eplb_core.loading._load_plan import CheckpointError as CheckpointError
 from eplb_core.loading._load_plan import Copy, Header, LoadPlan
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.loading.store import ExpertStore, check_names
-from eplb_core.loading.templates import TEMPLATES, CheckpointTemplate
+from eplb_core.loading.templates import CheckpointTemplate, find_template
 
 MAPPED_BYTES = 128 << 20
 """A shard is opened anew after so many bytes, since pages of an open file count as the process's memory."""
@@ -87,8 +87,8 @@ def load_checkpoint(
     plan = LoadPlan(
         to_list(stores, "stores"),
         resolver,
-        TEMPLATES[template] if isinstance(template, str) and template in TEMPLATES else template,
-        _names_of(rename),
+        find_template(template),
+        names_of(rename),
         frozenset(check_names(derived, "derived")),
         check_names(ignore, "ignore"),
         None if shared_stores is None else to_list(shared_stores, "shared_stores"),
@@ -100,7 +100,8 @@ def load_checkpoint(
     return _run(plan, headers)
 
 
-def _names_of(rename: Mapping[str, str] | None) -> dict[str, str]:
+def names_of(rename: Mapping[str, str] | None) -> dict[str, str]:
+    """A dict of names, or TypeError."""
     given: object = {} if rename is None else rename
     if not isinstance(given, Mapping):
         raise TypeError(f"`rename` (={quoted(rename, 80)}) must be a dict of names")

@@ -19,6 +19,7 @@ import torch
 
 from eplb_core.errors import EplbError, LayoutAgreementError
 from eplb_core.layout import ExpertLayout
+from eplb_core.loading._joining import lacks_room
 from eplb_core.loading._record_state import RecordState
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.layout_client import LayoutClient
@@ -92,7 +93,8 @@ class LayoutFollower:
         agreement: Of all ranks of this engine; nobody else uses it meanwhile.
         tables: Dispatch tables to keep in step, or None.
         on_switch: Called for each layer that has changed as `on_switch(layer, layout)`, on the thread of the passes.
-            What it raises comes out of `poll`; the engine has switched.
+            What it or the tables raise comes out of `poll`; the engine has switched. After the latter, install the
+            tables of `layout` anew before a pass.
 
     Raises:
         LayoutAgreementError: A rank's keeper does not let it follow; on every rank, with the same text. The engine may
@@ -219,7 +221,9 @@ class LayoutFollower:
             return ()
         rows = self._switch(state) if settled.action == "switch" else ()
         self._paused = False
-        self._agreement.post(self._word())  # before `on_switch`: if it raises, ranks are in step all the same
+        self._agreement.post(self._word())  # if what comes now raises, ranks are in step all the same
+        if self._tables is not None and rows:
+            self._tables.install(self._layout, layers=list(rows))
         if self._on_switch is not None:
             for row in rows:
                 self._on_switch(row, self._layout)
@@ -236,16 +240,11 @@ class LayoutFollower:
         """Route by what the record says, from the next pass on."""
         old, p2l = self._layout.physical_to_logical_map, state.layout.physical_to_logical_map
         layout = ExpertLayout(p2l, self._layout.num_experts, topology=self._layout.topology)
-        limit = getattr(self._tables, "max_replicas", None)
-        if limit is not None and int(layout.replica_count.max()) > limit:
-            self._failure = (
-                f"an expert has {int(layout.replica_count.max())} replicas and `tables` hold {limit}; give the tables "
-                "of all engines room for as many"
-            )
+        why = lacks_room(self._tables, layout.replica_count)
+        if why:
+            self._failure = f"{why}; give the tables of all engines room for as many"
             raise LayoutAgreementError(self._failure, ranks=())
         rows = tuple(np.flatnonzero((old != p2l).any(axis=1)).tolist())
-        if self._tables is not None and rows:
-            self._tables.install(layout, layers=list(rows))
         self._layout, self.version, self._client.adopted = layout, state.version, state.version
         return rows
 

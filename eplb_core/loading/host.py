@@ -20,8 +20,8 @@ import torch
 from eplb_core._arrays import check_int
 from eplb_core._text import plain
 from eplb_core.layout import ExpertLayout
-from eplb_core.loading._memory import NamedTensor, SharedMemory, total_bytes
-from eplb_core.loading._modules import module_tensors
+from eplb_core.loading._memory import SharedMemory, total_bytes
+from eplb_core.loading._modules import NamedTensor, module_tensors
 from eplb_core.loading._record_state import RecordState
 from eplb_core.loading._socket_path import SocketPlace
 from eplb_core.loading._wire import Message

@@ -192,6 +192,7 @@ class Migrator(Passes):
             False if a thread still runs (a target function that does not end) or a read that was given up on may still
             write to staging, which then stays allocated: leave the process without freeing it.
         """
+        seconds = check_real(deadline, "deadline", at_least=0.0, at_most=1e9)
         if not (self._stopped or self._paused or self._lost):
             try:
                 self.pause()
@@ -199,12 +200,10 @@ class Migrator(Passes):
                 log.warning("stopping without the other ranks: %s", error)
         if self._run is not None:
             self._end(self._run, "paused", "the engine stopped it", None)
-        until = time.monotonic() + check_real(deadline, "deadline", at_least=0.0, at_most=1e9)
+        until = time.monotonic() + seconds
         self._stopped = True
         ended = [worker.close(until - time.monotonic()) for worker in (self._planner, self._mover)]
         clean = ended[1] and self._work.puller.drain(until)
-        if not clean:
-            _WRITTEN.append(self)
         return all(ended) and clean
 
     def rejoin(self, agreement: Agreement) -> ExpertLayout:
@@ -247,7 +246,3 @@ class Migrator(Passes):
         if raised is not None:  # of `on_install` or of the tables, as `poll` raises it
             raise raised
         return self._layout
-
-
-_WRITTEN: list[Migrator] = []
-"""Stopped ones whose staging may still be written to."""

@@ -11,8 +11,8 @@ import torch
 from eplb_core._arrays import ArrayLike, IntArray, check_kind, check_real
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.layout import ExpertLayout, layer_rows
-from eplb_core.loading._joining import check_frame
-from eplb_core.loading._pull import Backup, Pull, Puller, Trouble, keep_while_written
+from eplb_core.loading._joining import check_frame, check_tables, lacks_room, lacks_room_on_the_way
+from eplb_core.loading._pull import RAISED, Backup, Pull, Puller, Trouble
 from eplb_core.loading._staged import check_staged, to_reference
 from eplb_core.loading._steps import Step, plan_steps
 from eplb_core.loading.agreement import Agreement
@@ -79,7 +79,7 @@ def move_experts(
         MigrationError: On every rank: a read failed or took too long, a peer was lost, a record refused, or ranks do
             not fit each other; or tables raised: install those of `layout` anew. `layout` is the one reached, `rank`
             who gave up, `reason` why in one word.
-        ValueError: Stores, layouts or rank do not fit each other.
+        ValueError: Stores, layouts, tables or rank do not fit each other.
 
     Cost:
         Two blocking gathers a step and the reads one after the other. Waits for the device.
@@ -92,20 +92,21 @@ def move_experts(
     check_kind(new, "new", ExpertLayout)
     stores = check_frame(stores, old, rank)
     old.check_same_frame(new)
+    check_tables(tables, old)
     prints, told = to_reference(reference, old, len(stores[0].names)), check_senders(senders, old)
     space = Staging(staging, stores)
     installer = Installer(stores, space)
     rows = list(range(old.num_layers)) if layers is None else layer_rows(layers, old.num_layers).tolist()
+    why = lacks_room(tables, new.replica_count[rows])
+    if why:
+        raise ValueError(f"{why}; make tables for more")
     facts = {"target": new.digest, "layers to move": rows, "record": record is not None}
     puller = Puller(stores, old, rank, transport, agreement, space, facts)
     recorder = Recorder(record)
     steps = plan_steps(
         old, new, rank=rank, capacity=puller.capacity, layers=layers, avoid_ranks=puller.avoid_ranks, senders=told
     )
-    try:
-        return _carry_out(steps, old, puller, installer, recorder, agreement, tables, backup, prints, seconds)
-    finally:  # also after an interrupt: reads that were given up on outlive the call
-        keep_while_written(puller)
+    return _carry_out(steps, old, puller, installer, recorder, agreement, tables, backup, prints, seconds)
 
 
 def _carry_out(
@@ -122,7 +123,7 @@ def _carry_out(
 ) -> ExpertLayout:
     device = puller.staging.memory.device
     for step in steps:
-        pull, trouble = _stage(puller, recorder, backup, prints, step, seconds)
+        pull, trouble = _stage(puller, recorder, tables, backup, prints, step, seconds)
         try:
             failures = _tell(agreement, trouble, puller.rank, live)
         except MigrationError:
@@ -166,6 +167,7 @@ def _change_tables(tables: Tables | None, step: Step) -> Trouble | None:
 def _stage(
     puller: Puller,
     recorder: Recorder,
+    tables: Tables | None,
     backup: Backup | None,
     prints: IntArray | None,
     step: Step,
@@ -173,6 +175,9 @@ def _stage(
 ) -> tuple[Pull | None, Trouble | None]:
     pull = None
     try:
+        why = lacks_room_on_the_way(tables, step)
+        if why:
+            raise Trouble("plan", why)
         pull = puller.begin(step, seconds)
         puller.wait(pull, step.layer, seconds)
         restore(puller, backup, step, pull)
@@ -183,30 +188,25 @@ def _stage(
             puller.give_up(pull)
         if isinstance(error, Trouble):
             return None, error
-        if isinstance(error, Exception):  # a transport's own, a record's: the other ranks wait for a word
+        if isinstance(error, RAISED):  # a transport's own, a record's: the other ranks wait for a word
             return None, Trouble("read", f"layer {step.layer}: {type(error).__name__}: {error}")
         raise
     return pull, None
 
 
-def restore(puller: Puller, backup: Backup | None, step: Step, pull: Pull) -> int:
-    """Fill the staging rows of slots that no rank can give, from the backup; how many."""
-    slots = (step.kind == RESTORE).nonzero()[0].tolist()
-    if not slots:
-        return 0
+def restore(puller: Puller, backup: Backup | None, step: Step, pull: Pull) -> None:
+    """Fill the staging rows of slots that no rank can give, from the backup."""
     row = step.after.physical_to_logical_map[step.layer]
-    for slot in slots:
+    for slot in (step.kind == RESTORE).nonzero()[0].tolist():
         expert = int(row[puller.rank * len(step.kind) + slot])
         try:
             if backup is None:
                 raise KeyError(f"there is no backup of layer {step.layer}, expert {expert}")
             backup.fetch(step.layer, expert, puller.staging.row(int(pull.place_of[slot]), puller.stores[step.layer]))
         except (KeyError, OSError, RuntimeError, ValueError) as error:
-            puller.give_up(pull)
             raise Trouble(
                 "backup", f"no live rank holds expert {expert} of layer {step.layer}, and its backup: {error}"
             ) from error
-    return len(slots)
 
 
 def _tell(agreement: Agreement, trouble: Trouble | None, rank: int, live: ExpertLayout) -> list[tuple[int, str, str]]:

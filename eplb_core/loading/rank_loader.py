@@ -11,10 +11,10 @@ import torch
 from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._load_plan import DTYPES, CheckpointError, Header
-from eplb_core.loading.checkpoint import load_checkpoint, read_headers
+from eplb_core.loading.checkpoint import load_checkpoint, names_of, read_headers
 from eplb_core.loading.resolver import SlotResolver
-from eplb_core.loading.store import ExpertStore
-from eplb_core.loading.templates import TEMPLATES, CheckpointTemplate
+from eplb_core.loading.store import ExpertStore, check_names
+from eplb_core.loading.templates import CheckpointTemplate, find_template
 
 Key = tuple[int, str]
 """Layer of the model, and tensor."""
@@ -62,10 +62,7 @@ def load_rank(
     Threads:
         Any; nobody else knows the tensors.
     """
-    found = TEMPLATES.get(template) if isinstance(template, str) else template
-    if found is None:
-        raise ValueError(f"`template` (={template!r}) must be a CheckpointTemplate or one of {', '.join(TEMPLATES)}")
-    names, patterns = rename or {}, tuple(ignore)
+    found, names, patterns = find_template(template), names_of(rename), check_names(ignore, "ignore")
     wanted = files if isinstance(files, (str, Path)) else [Path(file) for file in files]
     rows = _row_shapes(read_headers(wanted), found, names, patterns)
     layers = _layers(layer_ids, sorted({layer for layer, _ in rows}), layout)
@@ -115,7 +112,7 @@ def _row_shapes(
 
 
 def _layers(layer_ids: Sequence[int], found: list[int], layout: ExpertLayout) -> tuple[int, ...]:
-    if layer_ids:
+    if len(layer_ids):
         return tuple(int(layer) for layer in layer_ids)
     if len(found) != layout.num_layers:
         listed = f"{found[0]} to {found[-1]}" if found else "none"

@@ -12,6 +12,7 @@ import torch
 from eplb_core._arrays import IntArray, check_int, check_kind, read_only, to_list
 from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
+from eplb_core.loading._modules import walk
 
 
 class ExpertStore:
@@ -117,7 +118,7 @@ class ExpertStore:
         num_shared: int = 0,
         ignore: Iterable[str] = (),
     ) -> ExpertStore:
-        """Collect every slot-indexed tensor of a module: parameters, buffers and plain attributes, submodules too.
+        """Collect every slot-indexed tensor of a module: parameters, buffers, attributes, lists and dicts of tensors.
 
         Args:
             module: One layer's experts, after post-processing.
@@ -256,8 +257,9 @@ def find_slot_tensors(
 ) -> SlotTensors:
     """Say which tensors of a module are indexed by slot; arguments and errors as `ExpertStore.of_module`.
 
-    Looks at parameters, buffers and plain attributes of the module and its submodules, since engines keep scales in
-    any of them. Tensors of one element are taken for settings of the layer, and empty ones for place holders.
+    Looks at parameters, buffers and plain attributes of the module and its submodules, lists and dicts of tensors among
+    them, since engines keep scales in any of them. Tensors of one element are taken for settings of the layer, and
+    empty ones for place holders.
     """
     slots = check_int(slots_per_rank, "slots_per_rank", 1)
     shared = check_int(num_shared, "num_shared", 0)
@@ -268,7 +270,7 @@ def find_slot_tensors(
     found = SlotTensors({}, {})
     seen: set[tuple[int, torch.Size]] = set()
     unknown = []
-    for name, tensor in _named_tensors(module):
+    for name, _, tensor in walk(module):
         if tensor.numel() == 0 or tensor.dim() == 0 or (tensor.numel() == 1 and slots > 1):
             continue
         if any(fnmatchcase(name, pattern) for pattern in patterns) or (tensor.data_ptr(), tensor.shape) in seen:
@@ -322,14 +324,6 @@ def check_stores(stores: Sequence[ExpertStore]) -> None:
 
 def _more(names: Sequence[str]) -> str:
     return f" ({len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def _named_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    for path, part in module.named_modules():
-        attributes = {**part._parameters, **part._buffers, **vars(part)}
-        for name, value in attributes.items():
-            if isinstance(value, torch.Tensor):
-                yield f"{path}.{name}" if path else name, value
 
 
 def _rows_of(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -127,3 +127,13 @@ TEMPLATES = {
     )
 }
 """By family."""
+
+
+def find_template(template: object) -> CheckpointTemplate:
+    """A family's template by its name, or one of a caller's own; ValueError for anything else."""
+    found = TEMPLATES.get(template) if isinstance(template, str) else template
+    if not isinstance(found, CheckpointTemplate):
+        raise ValueError(
+            f"`template` (={quoted(template, 80)}) must be a CheckpointTemplate or one of {', '.join(TEMPLATES)}"
+        )
+    return found

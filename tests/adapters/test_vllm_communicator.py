@@ -151,6 +151,24 @@ def fails_on_rank_0(ranks: Sequence[Rank], made: Sequence[TransportCommunicator]
     return said
 
 
+def test_nothing_is_read_while_a_read_that_was_given_up_on_may_still_write_to_the_buffer() -> None:
+    """Those from other ranks than the one that failed are given up on too."""
+    ranks = [Rank(rank) for rank in range(RANKS)]
+    transports = [DeferredCopy() for _ in range(RANKS)]
+    made = connect(ranks, transports, deadline=0.0)
+    made[0].set_transfer_context(OLD, 0)
+    made[0].add_recv([tensor[1] for tensor in ranks[0].buffer], 2, 4)
+    assert fails_on_rank_0(ranks, made)[0] == "a read from rank 1 took more than 0 s"
+    assert transports[0].waiting == 2
+    reason = "a read from rank 1 that was given up on may still write here"
+    assert fails_on_rank_0(ranks, made)[0] == reason
+    assert transports[0].waiting == 2
+    assert transports[0].complete(1) == 1
+    assert fails_on_rank_0(ranks, made)[0] == reason.replace("1", "2")
+    assert transports[0].complete() == 1
+    assert fails_on_rank_0(ranks, made)[0] == "a read from rank 1 took more than 0 s"
+
+
 def test_a_peer_that_is_gone_is_named() -> None:
     ranks = [Rank(rank) for rank in range(RANKS)]
     transports = [LocalCopy() for _ in range(RANKS)]

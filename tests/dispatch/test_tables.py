@@ -169,6 +169,19 @@ def test_a_pair_on_one_rank_keeps_its_own_slot_numbers() -> None:
             assert mode == "fake" or slots.tolist() == [[3, 4]]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_made_in_inference_mode_serves_outside_of_it(mode: Mode) -> None:
+    layout = random_layout(seed=1)
+    with torch.inference_mode():
+        load = LoadCounter(layout.num_layers, layout.num_experts)
+        tables = DispatchTables(layout, rank=0, mode=mode, load=load)
+    topk_to_slots(torch.zeros(2, 1, dtype=torch.int32), tables.layer(0))
+    tables.install(layout)
+    load.roll()
+    load.recording(False)
+    assert int(load.snapshot().numpy().sum()) == 2
+
+
 def test_tables_are_no_checkpoint_state() -> None:
     """FAULTS B10: maps that were buffers were zeroed by dummy weights and overwritten by a broadcast."""
     module = torch.nn.Linear(2, 2)

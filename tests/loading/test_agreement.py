@@ -65,6 +65,14 @@ def test_blobs_of_any_length_come_by_rank_and_leave_the_word_where_it_is(make: M
     assert on_threads([member.take for member in members]) == [4] * 3
 
 
+def test_an_agreement_that_was_made_in_inference_mode_serves_outside_of_it(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        alone = GroupAgreement(dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=30)), 20.0)
+    alone.post(7)
+    assert (alone.take(), alone.gather(b"x")) == (7, [b"x"])
+
+
 def test_a_word_that_was_not_taken_is_not_written_over(make: Make) -> None:
     members = make(2)
     for member in members:

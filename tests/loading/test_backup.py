@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import resource
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ import torch
 
 from eplb_core import ExpertLayout, Topology
 from eplb_core.errors import FileFormatError, MigrationError
+from eplb_core.loading import backup as backup_module
 from eplb_core.loading.backup import MANIFEST, HostBackup, _save
+from eplb_core.loading.install import Staging
 from eplb_core.loading.mover import move_experts
 from eplb_core.loading.transports import DeferredCopy
 from tests.loading.worlds import SIZES, World, label, random_layout
@@ -111,6 +115,57 @@ def test_reads_that_do_not_end_are_given_up_on(tmp_path: Path) -> None:
     world = World(LAYOUT, DeferredCopy)
     results = save(world, lambda rank: tmp_path / str(rank), far=True, deadline=0.05)
     assert any(isinstance(error, MigrationError) and error.reason == "deadline" for error in results)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_ranks_that_live_save_every_expert_without_those_that_are_gone(tmp_path: Path, far: bool) -> None:
+    layout = ExpertLayout([[0, 1, 2, 3, 2, 3, 1, 0]], 4, topology=Topology(rank_to_node=[0, 0, 1, 1]))
+    world = World(layout, ranks=[0, 1, 3])  # rank 2 was the first of its node, and holds experts still
+    backups = save(world, lambda rank: tmp_path / str(rank // 2 if far else 0), far=far)
+    for backup in backups:
+        assert all((0, expert) in backup for expert in range(4))
+        backup.fetch(0, 2, rows := [torch.zeros(size, dtype=torch.uint8) for size in SIZES.values()])
+        assert all(torch.equal(row, label(0, 2, name)) for name, row in zip(SIZES, rows, strict=True))
+    for error in save(World(layout, ranks=[0, 2]), lambda rank: tmp_path / "x", far=far):
+        assert isinstance(error, HostBackup)
+    for error in save(World(layout, ranks=[2, 3]), lambda rank: tmp_path / "y", far=far):
+        assert isinstance(error, HostBackup)
+    for error in save(World(layout, ranks=[1, 2]), lambda rank: tmp_path / "z", far=far):
+        assert str(error) == "no rank of the agreement holds expert 0 of layer 0; save before ranks go"
+        assert isinstance(error, MigrationError)
+
+
+class Odd(DeferredCopy):
+    """Raises what is no TransportError when it is asked of one rank's reads; the others' bytes are still to come."""
+
+    def poll(self, ticket: Any) -> Any:
+        if ticket.rank == 1:
+            raise RuntimeError("no such handle")
+        return super().poll(ticket)
+
+
+def test_staging_outlives_a_save_whose_transport_raised_while_a_read_may_still_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 7."""
+    held: dict[int, Any] = {}
+
+    class Seen(Staging):
+        def __init__(self, memory: Any, stores: Any) -> None:
+            super().__init__(memory, stores)
+            held[stores[0].addresses[0, 0]] = weakref.ref(self)
+
+    monkeypatch.setattr(backup_module, "Staging", Seen)
+    world = World(ExpertLayout([[0, 1, 2, 3, 4, 5]], 6, topology=Topology(3)))
+    odd = world.transports[0] = Odd()
+    results = save(world, lambda rank: tmp_path, far=True)
+    assert isinstance(results[0], RuntimeError)
+    assert all("rank 0 could not write its experts: RuntimeError: no such" in str(error) for error in results[1:])
+    del results
+    gc.collect()
+    assert odd.waiting == 1
+    assert held[world.stores[0][0].addresses[0, 0]]() is not None
+    odd.complete()
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:

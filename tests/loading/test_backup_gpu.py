@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import mmap
 import tempfile
 from pathlib import Path
 
@@ -38,6 +40,23 @@ def test_a_pinned_backup_gives_an_expert_s_bytes_from_where_they_lie() -> None:
                 assert torch.equal(row, store.row(name, expert))
         with pytest.raises(KeyError, match="does not have expert 9"):
             backup.fetch(0, 9, [])
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_memory_is_pinned_no_longer_than_its_backup_lives() -> None:
+    """What is mapped at its address next would count as pinned, and the device would read the pages of before."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        saved(folder, "cuda")
+        for _ in range(3):  # at the same address each time
+            backup = HostBackup(folder, pin=True)
+            start = backup._pinned["0.0.0"].data_ptr()
+            del backup
+            gc.collect()
+        size = 8 << 20  # of the file, in round numbers: until the address is met again
+        fresh = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).fill_(9) for _ in range(8)]
+        assert not any(memory.is_pinned() for memory in fresh), hex(start)
+        assert all(bool((memory.to("cuda") == 9).all()) for memory in fresh)
 
 
 @pytest.mark.cuda

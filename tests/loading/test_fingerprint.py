@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -239,3 +240,20 @@ def test_gpu_and_cpu_agree_on_rows_of_many_chunks(nbytes: int) -> None:
     for sample in (None, 2, (3, 2), (9, 8)):
         on_cpu = fingerprints([ExpertStore({"w": rows})], sample=sample)
         assert torch.equal(fingerprints([ExpertStore({"w": rows.cuda()})], sample=sample).cpu(), on_cpu)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_prints_on_one_stream_do_not_depend_on_what_another_has_still_to_do() -> None:
+    """The first call of a process, behind other work on its stream, and a worker's beside it."""
+    from eplb_core.loading import _triton
+
+    stores = [ExpertStore({"w": random_bytes(4, 1 << 20).cuda()})]
+    right = fingerprints(stores).cpu()
+    _triton._keys.cache_clear()
+    busy: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # cycles: half a second
+        fingerprints(stores)
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        assert torch.equal(fingerprints(stores).cpu(), right)

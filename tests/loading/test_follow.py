@@ -90,6 +90,8 @@ class Standby:
         self.stopping, self.broken = threading.Event(), threading.Event()
         self.errors: list[str] = []
         self.on_pass: Callable[[int], object] = lambda rank: None
+        self.mends: type[Exception] | tuple[()] = ()
+        """What tables raise, after which the engine installs them anew."""
 
     def _follow(self, rank: int, layout: ExpertLayout, options: dict[str, Any]) -> LayoutFollower:
         agreement = self.agreements[rank]
@@ -104,6 +106,9 @@ class Standby:
             except LayoutAgreementError as error:
                 self.errors.append(str(error))
                 return
+            except self.mends:
+                rows = ()
+                self.tables[rank].install(follower.layout)
             if rows and rank == 0:
                 self.switched.append(rows)
             if self.broken.is_set():
@@ -356,6 +361,32 @@ def test_tables_without_room_for_the_new_replicas_stop_the_standby_with_the_reas
         standby.errors
         == ["an expert has 2 replicas and `tables` hold 1; give the tables of all engines room for as many"] * 2
     )
+    for each in standby.followers:
+        each.close()
+
+
+def test_tables_that_raise_leave_the_ranks_in_step(stack: ExitStack, paths: list[str]) -> None:
+    """The keepers have switched, and so has the engine; what is in the tables its loop is told of."""
+    clients = mover_clients(stack, paths)
+    standby = Standby(stack, paths, OLD)
+    install, told = standby.tables[0].install, []
+
+    def breaks(layout: ExpertLayout, *, layers: Any = None) -> None:
+        standby.tables[0].install = install  # type: ignore[method-assign]
+        told.append(layers)
+        raise RuntimeError("no such row")
+
+    standby.tables[0].install = breaks  # type: ignore[assignment, method-assign]
+    standby.mends = RuntimeError
+    with standby.running():
+        for layer in (0, 1):
+            begun = on_threads([partial(clients[rank].begin, [layer], layer) for rank in (0, 1)])
+            assert [reply.status for reply in begun] == ["ok", "ok"]  # type: ignore[union-attr]
+            rows = NEW.physical_to_logical_map[[layer]]
+            assert [clients[rank].commit([layer], rows).status for rank in (0, 1)] == ["ok", "ok"]
+        until(lambda: all(each.version == 2 and not each.paused for each in standby.followers), 60.0)
+    assert told == [[0]]
+    assert [each.layout for each in standby.followers] == [OLD.replace(NEW, [0, 1])] * 2
     for each in standby.followers:
         each.close()
 

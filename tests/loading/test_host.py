@@ -36,8 +36,8 @@ from eplb_core import (
     fingerprints,
     verify_weights,
 )
-from eplb_core.loading._memory import NamedTensor, SharedMemory, map_tensors
-from eplb_core.loading._modules import module_tensors
+from eplb_core.loading._memory import SharedMemory, map_tensors
+from eplb_core.loading._modules import NamedTensor, module_tensors
 from eplb_core.loading.host import weight_config
 from tests.loading.engine_process import Engine, container, until
 from tests.loading.test_agree import on_all_ranks

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +18,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_core import DispatchTables, ExpertLayout, Topology, fingerprints, replica_shares, verify_weights
+from eplb_core import (
+    DispatchTables,
+    ExpertLayout,
+    GroupAgreement,
+    LoadCounter,
+    Migrator,
+    Topology,
+    fingerprints,
+    replica_shares,
+    verify_weights,
+)
 from eplb_core._arrays import IntArray
 from eplb_core.errors import MigrationError
 from eplb_core.loading import _words
 from eplb_core.loading._pull import Trouble
+from eplb_core.loading._warm import warm_moves
 from eplb_core.loading.transport import ReadBatch
 from eplb_core.loading.transports import DeferredCopy, Faulty, LocalCopy
 from tests.loading.fleets import LONG, SLOT, Answer, FailsAt, Fleet, Keeper, Shelf, fleet
-from tests.loading.worlds import layout_pairs, stores_of
+from tests.loading.worlds import CROWDED, layout_pairs, stores_of
 
 ROOT = Path(__file__).parents[2]
 TWO = Topology(2)
@@ -298,6 +310,25 @@ def test_a_target_that_the_tables_cannot_hold_is_refused_before_anything_moves()
         ranks.start(old, shares=np.full((1, 6), 0.5))
         ranks.until_idle()
         ends(ranks, "plan", EITHER, old, "cannot keep shares")
+
+
+def test_a_row_on_the_way_that_the_tables_cannot_hold_is_refused_before_anything_moves() -> None:
+    old, new = CROWDED
+    with fleet(old, staging=SLOT) as ranks:
+        for tables in ranks.tables.values():
+            tables.max_replicas = 3
+        ranks.start(new)
+        ranks.until_idle()
+        assert (ranks.first.status.cause, ranks.first.status.installed, ranks.first.layout) == ("plan", 0, old)
+        who = ranks.first.status.rank
+        assert who is not None
+        assert "hold 3 on the way of layer 0; give more `staging`" in ranks.migrators[who].status.reason
+    with fleet(old) as ranks:  # a whole layer at a time
+        for tables in ranks.tables.values():
+            tables.max_replicas = 3
+        ranks.start(new)
+        ranks.until_idle()
+        assert ranks.first.layout == new
 
 
 @pytest.mark.parametrize(
@@ -686,6 +717,44 @@ def test_slots_from_the_backup_wait_in_staging_that_no_early_read_gets() -> None
         reads.complete()
         ranks.until_idle(meanwhile=reads.complete)
         ends(ranks, "", None, new, "")
+
+
+def test_staging_that_was_made_in_inference_mode_takes_what_the_worker_writes() -> None:
+    with torch.inference_mode():
+        staging = torch.empty(2 * SLOT, dtype=torch.uint8)
+    old = ExpertLayout([[0, 1, -1, -1, 2, 3, -1, -1]], 4, topology=TWO)
+    new = ExpertLayout([[0, 1, 2, 3, -1, -1, -1, -1]], 4, topology=TWO)
+    with fleet(old, ranks=[0], backup=Shelf(), staging=staging) as ranks:
+        ranks.start(new)
+        ranks.until_idle()
+        ends(ranks, "", None, new, "")
+
+
+def test_what_stays_on_the_host_does_so_whatever_device_the_engine_made_its_default(tmp_path: Path) -> None:
+    dist: Any = torch.distributed
+    old, new = (ExpertLayout([row], 4, topology=Topology(1)) for row in ([0, 1, 2, 3], [3, 2, 1, 0]))
+    stores, store = stores_of(old, 0), dist.FileStore(str(tmp_path / "store"), 1)
+    group = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=30))
+    warm_moves.cache_clear()
+    with torch.device("meta"):
+        load = LoadCounter(1, 4)
+        tables = DispatchTables(old, rank=0, mode="weighted", load=load)
+        migrator = Migrator(
+            stores,
+            old,
+            rank=0,
+            transport=LocalCopy(),
+            agreement=GroupAgreement(group, 5.0),
+            tables=tables,
+            staging=SLOT,
+        )
+        migrator.start(new)
+        while migrator.status.phase in ("planning", "moving"):
+            migrator.poll()
+            threading.Event().wait(0.001)
+        assert migrator.stop(LONG)
+        assert load.snapshot().numpy().sum() == 0
+    assert (migrator.status.cause, migrator.layout, tables.layout) == ("", new, new)
 
 
 def test_a_target_of_another_number_of_slots_is_refused_and_the_old_layout_stays() -> None:

@@ -12,6 +12,8 @@ import torch
 
 from eplb_core import CudaIpc, DispatchTables, ExpertLayout, ExpertStore, Migrator, Topology, move_experts
 from eplb_core.loading import _words
+from eplb_core.loading._joining import regions_of
+from eplb_core.loading.install import Staging
 from tests.loading.worlds import World, on_threads, random_layout
 
 pytestmark = [
@@ -192,3 +194,13 @@ def test_reads_between_devices_end_while_a_kernel_holds_every_place_of_the_reade
     torch.cuda.synchronize()
     assert [wrong(fleet.stores[rank], new, rank) for rank in fleet.ranks] == [[]] * RANKS
     assert on_threads([lambda mig=mig: mig.stop(20.0) for mig in migrators]) == [True] * RANKS  # type: ignore[misc]
+
+
+def test_slots_that_are_allocations_side_by_side_are_exported_one_by_one() -> None:
+    """The driver puts them so; a handle is of one alone."""
+    apart = [torch.zeros(32 << 20, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    stores = [ExpertStore({"w13": apart})]
+    regions, _ = regions_of(stores, Staging(None, stores))
+    transport = CudaIpc()
+    assert transport.export(regions)
+    transport.close()

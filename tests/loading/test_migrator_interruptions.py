@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from eplb_core import ExpertLayout, SlotResolver, Topology
 from eplb_core.errors import AgreementError, MigrationError, TransportError
 from eplb_core.loading import _words
-from eplb_core.loading._pull import Trouble
+from eplb_core.loading._pull import _WRITTEN, Trouble
 from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.migrator import Migrator
 from eplb_core.loading.transport import ReadState, Status
@@ -163,8 +165,31 @@ def test_stop_says_that_a_read_may_still_write_to_staging() -> None:
         ranks.passes(lambda: slow.waiting == 1)
         for _ in range(2):
             assert ranks.each(lambda rank: ranks.migrators[rank].stop(0.1)) == [True, False]
+        assert ranks.migrators[1]._work.puller in _WRITTEN
         slow.complete()
         assert ranks.stop() == [True, True]
+        assert ranks.migrators[1]._work.puller not in _WRITTEN  # nor are its weights kept any longer
+
+
+def test_staging_outlives_a_migrator_that_nobody_stops_while_a_read_may_still_write() -> None:
+    """Rule 7: an engine that gives up on an error goes on in its process."""
+    slow = DeferredCopy()
+    ranks = Fleet(OLD, transports={1: slow})
+    ranks.start(NEW)
+    ranks.passes(lambda: slow.waiting == 1)
+    assert ranks.each(lambda rank: ranks.migrators[rank].pause()) == [OLD, OLD]
+    staging = weakref.ref(ranks.migrators[1]._work.puller.staging)
+    ranks.migrators.clear()
+    gc.collect()
+    assert staging() is not None
+    slow.complete()
+
+
+def test_a_bad_deadline_stops_nothing() -> None:
+    with fleet(OLD) as ranks:
+        refused = ranks.each(lambda rank: ranks.migrators[rank].stop(-1))
+        assert [str(error) for error in refused] == ["`deadline` (=-1.0) must be at least 0"] * len(ranks.ranks)
+        assert ranks.first.idle
 
 
 def test_stop_says_that_a_function_still_runs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from asyncio import CancelledError
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,11 +15,14 @@ from hypothesis import strategies as st
 
 from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology
 from eplb_core.errors import AgreementError, MigrationError, TransportError
+from eplb_core.loading._joining import regions_of
+from eplb_core.loading._pull import _WRITTEN
 from eplb_core.loading.agreement import LocalAgreement
+from eplb_core.loading.install import Staging
 from eplb_core.loading.mover import move_experts
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
 from tests.loading.fleets import SLOT, Answer, FailsAt, Keeper, Shelf
-from tests.loading.worlds import World, layout_pairs, stores_of
+from tests.loading.worlds import CROWDED, World, layout_pairs, stores_of
 
 
 def move(world: World, new: ExpertLayout, **options: Any) -> list[Any]:
@@ -234,6 +238,31 @@ def test_experts_of_a_dead_rank_come_from_the_backup() -> None:
     world.check(old)
 
 
+def test_tables_that_cannot_hold_the_target_are_refused_before_anything_moves() -> None:
+    old = ExpertLayout([[0, 1, 2, 0, 1, 2]] * 2, 3, topology=Topology(2))
+    many = ExpertLayout([[0, 1, 2, 0, 0, 0]] * 2, 3, topology=Topology(2))
+    world = World(old)
+    tables = {rank: DispatchTables(old, rank=rank, mode="even", max_replicas=3) for rank in world.ranks}
+    results = move(world, many, tables=tables.__getitem__)
+    assert {str(error) for error in results} == {"an expert has 4 replicas and `tables` hold 3; make tables for more"}
+    world.check(old)
+    other = {rank: DispatchTables(many, rank=rank, mode="even") for rank in world.ranks}
+    assert all("`tables` dispatch by the layout" in str(error) for error in move(world, many, tables=other.__getitem__))
+    world.check(old)
+
+
+def test_tables_that_cannot_hold_a_row_on_the_way_end_the_move_before_that_layer() -> None:
+    old, new = CROWDED
+    world = World(old)
+    tables = {rank: DispatchTables(old, rank=rank, mode="even", max_replicas=3) for rank in world.ranks}
+    results = move(world, new, tables=tables.__getitem__, staging=SLOT)
+    assert all("hold 3 on the way of layer 0; give more `staging`" in str(error) for error in results)
+    reached = results[0].layout
+    world.check(reached)
+    assert [tables[rank].layout for rank in world.ranks] == [reached] * 3
+    assert move(World(old), new, tables=None, staging=SLOT) == [new] * 3
+
+
 class Breaks(LocalCopy):
     def poll(self, ticket: Any) -> Any:
         raise OSError("the card was unplugged")
@@ -265,6 +294,43 @@ def test_a_peer_that_cannot_be_reached_is_named_on_all_ranks_before_a_byte_moves
     for error in move(world, new):
         assert isinstance(error, MigrationError)
         assert "rank 0: rank 1 must be in this process; use SharedMemory" in str(error)
+    world.check(old)
+
+
+class Fails(LocalCopy):
+    """Raises what is no TransportError, in one of its calls."""
+
+    def __init__(self, call: str, error: BaseException) -> None:
+        super().__init__()
+        self.call, self.error = call, error
+
+    def export(self, regions: Any) -> bytes:
+        self.fail_in("export")
+        return super().export(regions)
+
+    def connect(self, rank: int, blob: bytes) -> None:
+        self.fail_in("connect")
+        super().connect(rank, blob)
+
+    def poll(self, ticket: Any) -> Any:
+        self.fail_in("poll")
+        return super().poll(ticket)
+
+    def fail_in(self, call: str) -> None:
+        if call == self.call:
+            raise self.error
+
+
+@pytest.mark.parametrize("call", ["export", "connect", "poll"])
+@pytest.mark.parametrize("error", [RuntimeError("no driver"), CancelledError("no driver")])
+def test_whatever_a_transport_raises_every_rank_hears_of_it(call: str, error: BaseException) -> None:
+    old, new = SWAP
+    world = World(old)
+    world.transports[1] = Fails(call, error)
+    results = move(world, new)
+    assert [type(result) for result in results] == [MigrationError, MigrationError]
+    assert len({str(result) for result in results}) == 1
+    assert f"{type(error).__name__}: no driver" in str(results[0])
     world.check(old)
 
 
@@ -352,6 +418,45 @@ def test_staging_outlives_a_move_whose_agreement_failed_while_a_read_may_still_w
     assert held() is not None
     assert stuck.complete() == 1
     world.check(old)
+
+
+class Asked(DeferredCopy):
+    """Counts how often it is asked how far a read is."""
+
+    asked = 0
+
+    def poll(self, ticket: Any) -> Any:
+        self.asked += 1
+        return super().poll(ticket)
+
+
+def test_staging_is_kept_until_the_last_read_that_was_given_up_on_has_ended() -> None:
+    """Whoever lets go of it, and as long as it takes; then the next user of the transport tidies up."""
+    old, new = SWAP
+    world = World(old, Asked)
+    before = set(_WRITTEN)
+    assert [error.reason for error in move(world, new, deadline=0.05)] == ["deadline"] * 2
+    kept = _WRITTEN - before
+    assert {id(puller.transport) for puller in kept} == {id(transport) for transport in world.transports.values()}
+    asked = [transport.asked for transport in world.transports.values()]  # type: ignore[attr-defined]
+    move(World(old), new)  # other threads may be using those
+    assert asked == [transport.asked for transport in world.transports.values()]  # type: ignore[attr-defined]
+    assert kept <= _WRITTEN
+    for transport in world.transports.values():
+        transport.complete()  # type: ignore[attr-defined]
+    move(world, new, deadline=0.05)
+    assert not kept & _WRITTEN
+
+
+def test_allocations_that_follow_each_other_in_memory_are_exported_one_by_one() -> None:
+    """A transport of device memory can export one alone; a tensor of all slots is one region all the same."""
+    memory = bytearray(4 * 64)
+    apart = [torch.frombuffer(memory, dtype=torch.uint8, count=64, offset=64 * slot) for slot in range(4)]
+    store = ExpertStore({"w": apart, "scale": torch.zeros(4, 16)})
+    regions, places = regions_of([store], Staging(None, [store]))
+    assert [region.nbytes for region in regions[1:]] == [64, 64, 64, 64, 256]
+    assert places[0, :, 0].tolist() == [[1, 0], [2, 0], [3, 0], [4, 0]]
+    assert places[0, :, 1].tolist() == [[5, 0], [5, 64], [5, 128], [5, 192]]
 
 
 def test_bad_arguments_are_named() -> None:

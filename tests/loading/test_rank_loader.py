@@ -71,6 +71,9 @@ def test_a_scale_of_one_number_is_a_row_of_its_blocks(tmp_path: Path) -> None:
     ("options", "error", "said"),
     [
         ({"template": "nobody"}, ValueError, r"`template` \(='nobody'\) must be a CheckpointTemplate or one of"),
+        ({"template": 3}, ValueError, r"`template` \(=3\) must be a CheckpointTemplate or one of"),
+        ({"ignore": "*.4.*"}, TypeError, r"`ignore` \(='\*.4.\*'\) must be a list of names"),
+        ({"rename": ["w13"]}, TypeError, r"`rename` \(=\['w13'\]\) must be a dict of names"),
         ({"layer_ids": [3, 5]}, CheckpointError, "the checkpoint has no experts of layer 5"),
         ({"template": "gpt_oss"}, CheckpointError, "is an expert's tensor that template 'gpt_oss' does not know"),
         ({"ignore": ["*.4.*"]}, CheckpointError, r"has 1 layers with experts \(3 to 3\) and the layout 2"),

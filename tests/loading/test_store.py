@@ -153,6 +153,17 @@ def test_every_kind_of_slot_tensor_is_found() -> None:
     assert store.whole_addresses.shape == (288, 1)
 
 
+def test_lists_and_dicts_of_slot_tensors_are_found() -> None:
+    """E3: what is left behind when its slot moves belongs to another expert from then on."""
+    module: Any = nn.Module()
+    module.w = torch.zeros(6, 2)
+    module.scales = {"up": torch.ones(6), "down": torch.ones(6, 3), "name": "per slot"}
+    module.biases = [torch.zeros(6), None]
+    assert ExpertStore.of_module(module, 6).names == ("w", "scales.up", "scales.down", "biases.0")
+    with pytest.raises(ValueError, match=r"lacks 'scales.up', which the module keeps by slot \(2 more\)"):
+        ExpertStore({"w": module.w}).check_covers(module)
+
+
 def test_rows_of_shared_experts_are_left_out() -> None:
     module = nn.Module()
     module.w = torch.zeros(4, 2)  # three slots and one shared

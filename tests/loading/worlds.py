@@ -17,6 +17,11 @@ from eplb_core.loading.transport import Transport
 from eplb_core.loading.transports import LocalCopy
 
 T = TypeVar("T")
+CROWDED = tuple(
+    ExpertLayout([row], 6, topology=Topology(3))
+    for row in ([2, 1, 3, 0, 0, 4, 3, 5, 1, 1, 3, 5], [2, 0, 3, 3, 1, 5, 4, 1, 0, 4, 4, 5])
+)
+"""No expert has more than 3 replicas in either; on the way, with one slot of staging, one has 4."""
 SIZES = {"w13": 40, "w2": 24, "scale": 3}
 """Bytes of a row of each tensor."""
 

@@ -255,6 +255,13 @@ MUTATIONS = [
     ),
     (
         _COMMUNICATOR,
+        "            self._given_up = tickets\n",
+        "",
+        f"{_T}vllm_communicator.py::test_nothing_is_read_while_a_read_that_was_given_up_on_may_still_write_to_the_buffer",
+        "rule 7",
+    ),
+    (
+        _COMMUNICATOR,
         "        if not self._barrier(True):\n",
         "        if self._barrier(True) is None:\n",
         f"{_T}vllm_communicator.py::test_a_peer_that_is_gone_is_named",

@@ -463,11 +463,109 @@ MUTATIONS = [
         "        except BaseException as error:\n",
         f"{TEST_MIGRATOR}::test_a_transport_that_raises_keeps_no_staging",
     ),
-    # staging goes with the call whose agreement failed
+    # words are where the engine's weights are
+    (
+        "eplb_core/loading/agreement.py",
+        'torch.zeros(1, dtype=torch.int64, device="cpu")',
+        "torch.zeros(1, dtype=torch.int64)",
+        f"{TEST_MIGRATOR}::test_what_stays_on_the_host_does_so_whatever_device_the_engine_made_its_default",
+    ),
+    # engines that build in inference mode cannot move
+    (
+        RUN,
+        "    @torch.inference_mode()  # staging may have been made in it, and takes no write from outside then\n",
+        "",
+        f"{TEST_MIGRATOR}::test_staging_that_was_made_in_inference_mode_takes_what_the_worker_writes",
+    ),
+    # the other ranks wait for one whose transport raised
+    (
+        PULL,
+        "        except RAISED as error:  # the other ranks wait for a word\n",
+        "        except EplbError as error:\n",
+        f"{TEST_MOVER}::test_whatever_a_transport_raises_every_rank_hears_of_it",
+    ),
     (
         MOVER,
-        "        keep_while_written(puller)\n",
-        "        pass\n",
+        "        if isinstance(error, RAISED):",
+        "        if isinstance(error, Exception):",
+        f"{TEST_MOVER}::test_whatever_a_transport_raises_every_rank_hears_of_it",
+    ),
+    # reads go on when one of them raised
+    (
+        PULL,
+        "        except BaseException:\n            self.give_up(pull)\n            raise\n        return True\n",
+        "        except BaseException:\n            raise\n        return True\n",
+        "tests/loading/test_backup.py::test_staging_outlives_a_save_whose_transport_raised_while_a_read_may_still_write",
+        "rule 7",
+    ),
+    # experts of ranks that are gone are in no backup
+    (
+        BACKUP,
+        "row = np.where(is_there, layout.physical_to_logical_map[layer], -1)",
+        "row = layout.physical_to_logical_map[layer]",
+        "tests/loading/test_backup.py::test_ranks_that_live_save_every_expert_without_those_that_are_gone",
+    ),
+    (
+        BACKUP,
+        "mates = [other for other in members if nodes[other] == nodes[rank]]",
+        "mates = np.flatnonzero(nodes == nodes[rank]).tolist()",
+        "tests/loading/test_backup.py::test_ranks_that_live_save_every_expert_without_those_that_are_gone",
+    ),
+    # staging is kept for ever
+    (
+        PULL,
+        "            _WRITTEN.discard(self)\n",
+        "            pass\n",
+        f"{TEST_MOVER}::test_staging_is_kept_until_the_last_read_that_was_given_up_on_has_ended",
+    ),
+    # a transport is asked by a thread that does not use it
+    (
+        PULL,
+        "            if other.transport is transport:",
+        "            if True:",
+        f"{TEST_MOVER}::test_staging_is_kept_until_the_last_read_that_was_given_up_on_has_ended",
+    ),
+    # allocations are exported as one
+    (
+        JOINING,
+        "            begins |= np.diff(storages, prepend=storages[:1]) != 0\n",
+        "",
+        f"{TEST_MOVER}::test_allocations_that_follow_each_other_in_memory_are_exported_one_by_one",
+    ),
+    # a bad argument pauses the ranks
+    (
+        MIGRATOR,
+        '        seconds = check_real(deadline, "deadline", at_least=0.0, at_most=1e9)\n        if not (self._stopped',
+        "        seconds = deadline\n        if not (self._stopped",
+        f"{TEST_STOPS}::test_a_bad_deadline_stops_nothing",
+    ),
+    # weights move that the tables cannot follow
+    (
+        MOVER,
+        "    why = lacks_room(tables, new.replica_count[rows])\n",
+        '    why = ""\n',
+        f"{TEST_MOVER}::test_tables_that_cannot_hold_the_target_are_refused_before_anything_moves",
+        "rule 4",
+    ),
+    (
+        MOVER,
+        "        why = lacks_room_on_the_way(tables, step)\n",
+        '        why = ""\n',
+        f"{TEST_MOVER}::test_tables_that_cannot_hold_a_row_on_the_way_end_the_move_before_that_layer",
+        "rule 4",
+    ),
+    (
+        RUN,
+        "        why = lacks_room_on_the_way(self._tables, step)\n",
+        '        why = ""\n',
+        f"{TEST_MIGRATOR}::test_a_row_on_the_way_that_the_tables_cannot_hold_is_refused_before_anything_moves",
+        "rule 4",
+    ),
+    # staging goes with the last one who knows of it
+    (
+        PULL,
+        "            _WRITTEN.add(self)\n",
+        "            pass\n",
         f"{TEST_MOVER}::test_staging_outlives_a_move_whose_agreement_failed_while_a_read_may_still_write",
         "rule 7",
     ),

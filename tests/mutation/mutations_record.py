@@ -745,10 +745,21 @@ MUTATIONS = [
     # the tables stay behind
     (
         FOLLOW,
-        "self._tables.install(layout, layers=list(rows))",
+        "self._tables.install(self._layout, layers=list(rows))",
         "pass",
         f"{TEST_FOLLOW}::test_a_standby_switches_with_the_engine_that_moves_and_takes_over",
         "rule 4",
+    ),
+    # tables that raise leave a rank behind
+    (
+        FOLLOW,
+        "        self._agreement.post(self._word())  # if what comes now raises, ranks are in step all the same\n"
+        "        if self._tables is not None and rows:\n"
+        "            self._tables.install(self._layout, layers=list(rows))\n",
+        "        if self._tables is not None and rows:\n"
+        "            self._tables.install(self._layout, layers=list(rows))\n"
+        "        self._agreement.post(self._word())\n",
+        f"{TEST_FOLLOW}::test_tables_that_raise_leave_the_ranks_in_step",
     ),
     # the next move begins from a version that the follower has left
     (

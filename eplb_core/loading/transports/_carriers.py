@@ -47,7 +47,7 @@ class PeerEnd:
             self.gone = self.gone or gone
             if not self._said_bye:
                 self._said_bye = True
-                message = torch.zeros(5 + 3 * MOST_SPANS, dtype=torch.int64)
+                message = torch.zeros(5 + 3 * MOST_SPANS, dtype=torch.int64, device="cpu")
                 with contextlib.suppress(RuntimeError):
                     self._sent += [message, self.group.send([message], self.rank, REQUEST)]
 
