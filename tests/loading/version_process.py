@@ -25,7 +25,7 @@ import eplb_core as eplb
 from eplb_core.loading.record_file import open_record, save_record
 from eplb_core.loading.transports import SharedMemory
 
-RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+RANK, FOLDER = (int(sys.argv[1]), Path(sys.argv[2])) if __name__ == "__main__" else (0, Path())
 RANKS = eplb.Topology(2)
 OLD, NEW = (
     eplb.ExpertLayout([row], 4, topology=RANKS) for row in ([0, 1, 2, 3, 3, 0], [3, 0, 1, 2, 2, 1])

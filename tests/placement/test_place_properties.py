@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import eplb_core as eplb
@@ -132,6 +132,7 @@ def test_a_layout_covers_all_experts_without_pairs_and_fills_the_slots_it_should
 
 @settings(max_examples=EXAMPLES)
 @given(problems())
+@example(Problem(np.array([[3.0, 2, 2, 1]]), Topology(num_ranks=2, num_nodes=2), 4, "first_copy", 2, [True, True]))
 def test_groups_are_where_the_locality_says(problem: Problem) -> None:
     check_groups(problem, problem.solve())
 

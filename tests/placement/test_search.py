@@ -171,10 +171,32 @@ GIFT_BY_PARTS = Case(
     0.0,
 )
 
+# The step that is made is a gift judged by parts to the fullest rank's expert; the next rank has a better one.
+GIFT_OF_THE_FULLEST_RANK = Case(
+    np.array([[9.0, 25, 21, 1]]),
+    np.array([1, 3, 1, 2, 0, 2, 3, 1, 2]),
+    np.array([3, 3, 3]),
+    np.array([0.5, 0.5, 1.0]),
+    np.array([[0.0, 3, 0], [1, 1, 0], [1, 3, 1]]),
+    0.0,
+)
+
+# The best exchange is one with a rank of another speed.
+EXCHANGE_WITH_A_SLOWER_RANK = Case(
+    np.array([[3.0, 14, 19, 9], [12, 19, 25, 18]]),
+    np.array([-1, -1, 2, 0, 1, 3]),
+    np.array([0, 2, 2]),
+    np.array([0.5, 0.5, 1.0]),
+    np.array([[3.0, 1, 0], [1, 1, 0], [1, 1, 0]]),
+    0.0,
+)
+
 
 @settings(max_examples=4 * EXAMPLES, deadline=None)
 @given(cases())
 @example(GIFT_BY_PARTS)
+@example(EXCHANGE_WITH_A_SLOWER_RANK)
+@example(GIFT_OF_THE_FULLEST_RANK)
 def test_a_step_is_the_best_of_the_fullest_rank(case: Case) -> None:
     """Gain and cost of each step by a full evaluation of the row after it."""
     row, _ = case.run(steps=1)
@@ -192,6 +214,8 @@ def test_a_step_is_the_best_of_the_fullest_rank(case: Case) -> None:
     best = 0.0
     for full in order[:2]:
         best = best or max((rate(after) for after in case.steps(full)), default=0.0)
+        if not best and any((row == after).all() for after in case.steps(full, by_parts=True)):
+            break  # a gift judged by parts is enough, and the next rank's steps are not looked at
     if (row != case.row).any():
         assert rate(row) >= best * (1 - 1e-6)
     elif best > 1e-7:
