@@ -266,8 +266,8 @@ class LayoutFollower:
             lost = ""
             try:
                 number = self._watcher.watch(number)
-            except EplbError as error:
-                lost = str(error)
+            except Exception as error:  # whatever it is: nobody but this thread hears of it
+                lost = str(error) if isinstance(error, EplbError) else f"the watch of {self._watcher.path}: {error!r}"
             with self._changed:
                 self._lost, self._state = lost, self._watcher.found or self._state
                 self._changed.notify_all()

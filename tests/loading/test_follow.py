@@ -462,6 +462,19 @@ def test_a_keeper_that_goes_while_the_standby_serves_leaves_it_serving(stack: Ex
         each.close()
 
 
+def test_whatever_ends_the_watch_counts_as_a_keeper_that_is_lost(
+    stack: ExitStack, paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: LayoutClient, number: int) -> int:
+        raise MemoryError("no room for a reply")
+
+    monkeypatch.setattr(LayoutClient, "watch", fail)
+    standby = Standby(stack, paths, OLD)
+    until(lambda: all("no room for a reply" in each._lost for each in standby.followers), 60.0)
+    for each in standby.followers:
+        each.close()
+
+
 def test_who_routes_by_another_layout_cannot_follow(stack: ExitStack, paths: list[str]) -> None:
     with pytest.raises(LayoutAgreementError, match=r"rank 0 cannot follow: engine 'standby' routes by layout \w+"):
         Standby(stack, paths, NEW)
