@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import time
 import weakref
 from typing import Any
@@ -153,8 +154,10 @@ class _Session:
         self.threads = [
             start_thread(f"eplb-serve-{rank}", serve, end, served, payload) for rank, end in self.ends.items()
         ]
-        _SESSIONS[:] = [session for session in _SESSIONS if any(thread.is_alive() for thread in session.threads)]
         _SESSIONS.append(self)
+        for session in [each for each in _SESSIONS if not any(thread.is_alive() for thread in each.threads)]:
+            with contextlib.suppress(ValueError):  # one at a time: other threads make sessions too
+                _SESSIONS.remove(session)
 
     def leave(self) -> None:
         """Give and ask nothing from now on."""
