@@ -67,6 +67,12 @@ def test_shares_sum_to_one_and_are_installed_however_uneven_the_load(
     DispatchTables(layout, mode="weighted", shares=shares)
 
 
+def test_no_share_is_above_one_where_the_level_is_rounded() -> None:
+    layout = ExpertLayout([[0, 1, 2, 0]], num_experts=3, topology=Topology(2))
+    for load in ([1.57, 2.181, 12.318], [0.089, 212.43, 0.282], [4.453, 16639.245, 4.672]):
+        assert (replica_shares(layout, [load]) <= 1.0).all(), load
+
+
 def test_a_share_that_rounding_puts_above_one_is_installed() -> None:
     above = np.array([[np.nextafter(1.0, 2.0), 1.0, 1.0, 0.0]])
     layout = ExpertLayout([[0, 1, 2, 0]], num_experts=3, topology=Topology(2))

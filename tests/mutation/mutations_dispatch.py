@@ -69,7 +69,7 @@ MUTATIONS: list[tuple[str, ...]] = [
         SHARES,
         "share = energy[k] / whole",
         "share = energy[k]",
-        f"{T_SHARES}::test_shares_sum_to_one_and_are_installed_however_uneven_the_load",
+        f"{T_SHARES}::test_no_share_is_above_one_where_the_level_is_rounded",
     ),
     (
         "eplb_core/loading/_shares.py",
