@@ -1,7 +1,7 @@
 """The command line: `eplb` or `python -m eplb_core`.
 
-Results go to stdout, progress and notes to stderr. Exit status: 0 well, 1 faults found or no such placement,
-2 wrong usage or a bad file, 130 interrupted.
+Results go to stdout, progress and notes to stderr. Exit status: 0 well, 1 faults found, 2 wrong usage, a
+bad file or no such placement, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from eplb_core import __version__, _commands, _inspect, _record_commands
 from eplb_core._text import plain
-from eplb_core.errors import MAX_TEXT, EplbError, InfeasiblePlacementError
+from eplb_core.errors import MAX_TEXT, EplbError
 from eplb_core.formats import LAYOUT_FORMATS
 from eplb_core.simulation import BASIC, DISPATCHES, HARDWARE, POLICIES
 
@@ -36,21 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone (`| head`). Python flushes once more at exit: that must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except InfeasiblePlacementError as error:
-        return _complain(error, 1)
     except OSError as error:
-        return _complain(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error, 2)
+        return _complain(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error)
     except ModuleNotFoundError as error:
-        return _complain("this needs torch: pip install torch" if error.name == "torch" else error, 2)
+        return _complain("this needs torch: pip install torch" if error.name == "torch" else error)
     except (EplbError, ValueError, TypeError, IndexError, OverflowError, MemoryError, ImportError) as error:
-        return _complain(error, 2)
+        return _complain(error)
     return status
 
 
-def _complain(error: object, status: int) -> int:
+def _complain(error: object) -> int:
     with contextlib.suppress(OSError):  # where nothing can be said, the status still can
         print(f"eplb: {plain(str(error), MAX_TEXT)}", file=sys.stderr)
-    return status
+    return 2
 
 
 class _Parser(argparse.ArgumentParser):

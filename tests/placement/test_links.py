@@ -286,4 +286,4 @@ def test_only_a_copy_in_the_home_node_frees_the_last_one_there(row: list[int], k
     work.load[:] = 1.0
     work.home[:] = [0, -1, -1]
     begin(np.ones(1), np.ones(4), False, np.array(row), work)
-    assert keeps_home(0, 0, -1, work, links) is kept
+    assert bool(keeps_home(0, 0, -1, work, links)) is kept
