@@ -257,14 +257,14 @@ LEFT_OUT = {
 }
 # What was measured last, and by what.
 MEASURED = """\
-`make coverage` counts: all default tests compiled, then the quick ones with kernels as plain Python. Its last run as a
-whole, on a processor alone: 99% of 17,622 statements and 5,230 branches, 106 and 45 missed. 53 lines of
-`loading/_copies.py`, `_memory.py`, `backup.py`, `install.py` and `transports/_carriers.py` need a GPU, where tests marked
-`cuda` run them; 25 lines of refusals have a test since. Left are what happens between two moments of threads or
-processes (`loading/_passes.py`, `_pull.py`, `layout_server.py`, `migrator.py`, `transports/_exchange.py`, `_processes.py`
-and `faulty.py`, `testing/_peers.py`), a package that is absent (`transports/mooncake.py`, `simulation/records.py`), an
-engine (`adapters/sglang_record.py`), processes of a `sweep`, which tests marked `long` start, and a file that repeats
-an expert in `backup.py`.
+`make coverage` counts: all default tests compiled, then the quick ones with kernels as plain Python. Its last run as
+a whole, on a processor alone: 99% of 17,622 statements and 5,230 branches, 106 and 45 missed. 53 lines of
+`loading/_copies.py`, `_memory.py`, `backup.py`, `install.py` and `transports/_carriers.py` need a GPU, where tests
+marked `cuda` run them; 25 lines of refusals have a test since. Left are what happens between two moments of threads
+or processes (`loading/_passes.py`, `_pull.py`, `layout_server.py`, `migrator.py`, `transports/_exchange.py`,
+`_processes.py` and `faulty.py`, `testing/_peers.py`), a package that is absent (`transports/mooncake.py`,
+`simulation/records.py`), an engine (`adapters/sglang_record.py`), processes of a `sweep`, which tests marked `long`
+start, and a file that repeats an expert in `backup.py`.
 """
 
 # The rules that always hold, docs/architecture.md; the changes in tests/mutation that break one say so.
