@@ -20,7 +20,9 @@ from eplb_core.loading.transports import LocalCopy  # noqa: E402
 
 TOPOLOGY = eplb.Topology(num_ranks=2)
 LAYOUT = eplb.ExpertLayout([[0, 1, 2, 0]], num_experts=3, topology=TOPOLOGY)
+ONE = eplb.ExpertLayout([[0, 1]], num_experts=2, topology=eplb.Topology(1))
 LOAD = np.ones((4, 1, 3))
+NO_AGREEMENT = r"`agreement` \(=NoneType\) must be an Agreement, such as GroupAgreement"
 
 
 def store() -> Any:
@@ -72,6 +74,21 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "regions": (lambda: LocalCopy().export([1]), TypeError, r"`regions` \(=\[1\]\) must be a list of Regions"),  # type: ignore[list-item]
     "blob": (lambda: LocalCopy().connect(1, 5), TypeError, r"`blob` \(=5\) of rank 1 must be bytes"),  # type: ignore[arg-type]
     "batch": (read_all, TypeError, r"`batch` \(='all'\) must be a ReadBatch"),
+    "agreement of a move": (
+        lambda: eplb.move_experts([store()], ONE, ONE, rank=0, transport=LocalCopy(), agreement=None),  # type: ignore[arg-type]
+        TypeError,
+        NO_AGREEMENT,
+    ),
+    "agreement of a Migrator": (
+        lambda: eplb.Migrator([store()], ONE, rank=0, transport=LocalCopy(), agreement=None),  # type: ignore[arg-type]
+        TypeError,
+        NO_AGREEMENT,
+    ),
+    "agreement on a layout": (
+        lambda: eplb.agree_on_layout(None, own=ONE, agreement=None),  # type: ignore[arg-type]
+        TypeError,
+        NO_AGREEMENT,
+    ),
     "prints": (
         lambda: eplb.verify_weights(np.zeros((2, 1, 2, 0), np.int64), LAYOUT),
         ValueError,

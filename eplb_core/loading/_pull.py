@@ -18,7 +18,7 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.loading._joining import Hello, check_hellos, decode, encode, facts_of, raise_if_any, regions_of
 from eplb_core.loading._steps import Step
 from eplb_core.loading._workers import breathe
-from eplb_core.loading.agreement import Agreement
+from eplb_core.loading.agreement import Agreement, check_agreement
 from eplb_core.loading.install import Staging
 from eplb_core.loading.pull_plan import READ, RESTORE, Int8Array
 from eplb_core.loading.store import ExpertStore
@@ -98,6 +98,7 @@ class Puller:
         staging: Staging,
         facts: dict[str, Any],
     ) -> None:
+        check_agreement(agreement)
         self.stores, self.rank, self.transport, self.staging = stores, rank, transport, staging
         self._quarantined: list[tuple[Any, IntArray]] = []
         for other in list(_WRITTEN):

@@ -14,7 +14,7 @@ from eplb_core._text import plain
 from eplb_core.errors import EplbError, LayoutAgreementError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._record_state import Move, RecordState
-from eplb_core.loading.agreement import Agreement
+from eplb_core.loading.agreement import Agreement, check_agreement
 from eplb_core.loading.layout_client import LayoutClient
 
 log = logging.getLogger("eplb_core")
@@ -100,6 +100,7 @@ def agree_on_layout(
     """
     limit = check_real(deadline, "deadline", above=0.0, at_most=1e9)
     check_kind(own, "own", ExpertLayout)
+    check_agreement(agreement)
     adopts = check_flag(adopts, "adopts")
     start = time.monotonic()
     while True:

@@ -43,6 +43,12 @@ class Agreement(Protocol):
         ...
 
 
+def check_agreement(value: object) -> None:
+    """An argument `agreement`."""
+    if not callable(getattr(value, "gather", None)):
+        raise TypeError(f"`agreement` (={type(value).__name__}) must be an Agreement, such as GroupAgreement")
+
+
 class GroupAgreement:
     """Agreement by a process group of torch: an all-reduce that runs in the background from one pass to the next.
 

@@ -26,7 +26,7 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.loading._joining import check_frame
 from eplb_core.loading._pull import Puller, Trouble
 from eplb_core.loading._steps import Step
-from eplb_core.loading.agreement import Agreement
+from eplb_core.loading.agreement import Agreement, check_agreement
 from eplb_core.loading.install import Staging
 from eplb_core.loading.pull_plan import EMPTY, READ
 from eplb_core.loading.store import ExpertStore
@@ -157,6 +157,7 @@ class HostBackup:
         """
         stores = check_frame(stores, layout, rank)
         path = Path(_files.check_path(folder, "folder"))
+        check_agreement(agreement)
         hand = _Hand(path, rank, agreement)
         with hand.together("begin"):
             path.mkdir(parents=True, exist_ok=True)

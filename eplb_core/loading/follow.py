@@ -21,7 +21,7 @@ from eplb_core.errors import EplbError, LayoutAgreementError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading._joining import lacks_room
 from eplb_core.loading._record_state import RecordState
-from eplb_core.loading.agreement import Agreement
+from eplb_core.loading.agreement import Agreement, check_agreement
 from eplb_core.loading.layout_client import LayoutClient
 from eplb_core.loading.mover import Tables
 
@@ -119,6 +119,7 @@ class LayoutFollower:
     ) -> None:
         if not isinstance(layout, ExpertLayout):
             raise TypeError(f"`layout` (={type(layout).__name__}) must be an ExpertLayout")
+        check_agreement(agreement)
         self._client, self._layout, self._agreement = client, layout, agreement
         self._tables, self._on_switch = tables, on_switch
         self._paused, self._failure, self._lost = False, "", ""
