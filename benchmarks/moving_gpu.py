@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -330,10 +329,12 @@ class Talk:
         raise RuntimeError(f"a process ended with {self.process.wait()}")
 
     def kill(self) -> None:
-        """SIGKILL, and wait."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
+        """SIGKILL, and wait; again is nothing."""
+        self.process.kill()
         self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def used_gb(on_gpu: bool) -> float:
