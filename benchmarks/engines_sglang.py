@@ -347,7 +347,7 @@ class Rank:
     def _parts(self) -> list[str]:
         if "EPLB_CORE" not in os.environ:
             return []
-        from eplb_core.adapters import sglang
+        from eplb_core.adapters.sglang import plugin as sglang
 
         if sglang.inactive_hooks():
             raise RuntimeError(f"not in effect: {sglang.inactive_hooks()}")
@@ -371,7 +371,7 @@ def _weights(layer: int, expert: torch.Tensor) -> torch.Tensor:
 
 def _plans(times: int) -> list[dict[str, Any]]:
     """The adapter's answer and the library's own on the same windows and the same live map, in turns."""
-    from eplb_core.adapters.sglang_maps import rebalance
+    from eplb_core.adapters.sglang.maps import rebalance
 
     inputs = {
         "58 x 256 -> 288 on 32": (traces.generated_load()[None], 288, 32),

@@ -35,7 +35,7 @@ import torch
 
 import eplb_core as eplb
 from benchmarks import measure, traces
-from eplb_core.adapters.vllm_policy import rebalance
+from eplb_core.adapters.vllm.policy import rebalance
 
 LAYERS, EXPERTS, SLOTS, EVERY = 16, 128, 144, 10
 HIDDEN = 4
@@ -192,7 +192,7 @@ def _serve(rank: int, ranks: int, folder: Path, beside: bool, times: int) -> dic
     vllm.plugins.load_general_plugins()
     from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state, eplb_utils, rebalance_execute
 
-    from eplb_core.adapters import vllm as adapter
+    from eplb_core.adapters.vllm import plugin as adapter
 
     if "EPLB_CORE" in os.environ and adapter.active_parts() != adapter.PARTS:
         raise RuntimeError(f"in effect: {adapter.active_parts()}")
@@ -295,7 +295,7 @@ def _drive(state: Any, model_state: Any, rank: int, ranks: int, times: int) -> d
         digests.append(layout.digest)
         future = load[window + 1 : window + 1 + EVERY]
         balance.append(eplb.mean_balancedness(eplb.rank_load(layout, future)))
-    from eplb_core.adapters import vllm as adapter
+    from eplb_core.adapters.vllm import plugin as adapter
 
     return {
         "rebalances": done,

@@ -37,13 +37,14 @@ import numpy as np
 
 import eplb_core as eplb
 from benchmarks import measure
-from eplb_core import cli, formats
-from eplb_core.adapters import sglang_files, tensorrt_llm, vllm_ascend
+from eplb_core.cli import main as cli
 from eplb_core.errors import EplbError
+from eplb_core.files import formats, tensorrt_llm, vllm_ascend
+from eplb_core.files import sglang as sglang_files
 from eplb_core.loading.agreement import LocalAgreement
-from eplb_core.loading.checkpoint import read_headers
-from eplb_core.loading.record import LayoutRecord
-from eplb_core.loading.record_file import load_record, open_record, save_record
+from eplb_core.loading.checkpoint.load import read_headers
+from eplb_core.loading.record.file import load_record, open_record, save_record
+from eplb_core.loading.record.record import LayoutRecord
 from eplb_core.simulation import stream_trace
 
 MEMORY_BYTES = 4 << 30

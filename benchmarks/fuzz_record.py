@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 import eplb_core as eplb
 from benchmarks import measure
 from benchmarks.record import process, stop
-from eplb_core.loading import _wire
-from eplb_core.loading._record_state import RecordState
-from eplb_core.loading.layout_client import LayoutClient
+from eplb_core.loading.record import wire
+from eplb_core.loading.record.client import LayoutClient
+from eplb_core.loading.record.state import RecordState
 
 BATCH = 25
 """Messages of one example: what Hypothesis costs an example is more than what it costs a message."""
@@ -54,14 +54,14 @@ fields = st.fixed_dictionaries(
         "engine": st.sampled_from(["a", "b", "#", ""]) | json_values,
         "layers": st.just([0]) | st.lists(st.integers(-1, 2), max_size=3) | json_values,
         "version": st.just(0) | json_values,
-        "rows": st.just(_wire.encode_rows(LAYOUT.physical_to_logical_map[:1])) | json_values,
+        "rows": st.just(wire.encode_rows(LAYOUT.physical_to_logical_map[:1])) | json_values,
         "digest": st.just(LAYOUT.digest) | json_values,
         "move": st.integers(0, 2) | json_values,
         "config": json_values,
     },
 )
 bodies = st.binary(max_size=200) | (json_values | fields).map(lambda value: json.dumps(value).encode())
-messages = bodies | fields.map(lambda message: _wire.pack(message)[4:])
+messages = bodies | fields.map(lambda message: wire.pack(message)[4:])
 batches = st.lists(messages, min_size=BATCH, max_size=BATCH)
 
 
@@ -89,13 +89,13 @@ class Fuzz:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a message declared too long
                     connection.sendall(b"".join(batch))
                 return
-            hello = _wire.pack({"do": "attach", "engine": "b"})
-            connection.sendall(hello + b"".join(_wire.LENGTH.pack(len(body)) + body for body in batch))
-            inbox, replies = _wire.Inbox(), -1
+            hello = wire.pack({"do": "attach", "engine": "b"})
+            connection.sendall(hello + b"".join(wire.LENGTH.pack(len(body)) + body for body in batch))
+            inbox, replies = wire.Inbox(), -1
             while replies < len(batch):
-                body = inbox.take(_wire.MAX_REPLY)
+                body = inbox.take(wire.MAX_REPLY)
                 if body is not None:
-                    self.statuses[_wire.unpack(body)["status"]] += 1
+                    self.statuses[wire.unpack(body)["status"]] += 1
                     replies += 1
                     continue
                 data = connection.recv(1 << 16)

@@ -165,7 +165,7 @@ def in_worker(mode: str, file: Path, shape: dict[str, int]) -> dict[str, Any]:
 
     from safetensors import safe_open
 
-    from eplb_core.loading.checkpoint import load_checkpoint
+    from eplb_core.loading.checkpoint.load import load_checkpoint
 
     measure.one_thread()
     experts, inner, hidden = shape["experts"], shape["inner"], shape["hidden"]

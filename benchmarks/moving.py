@@ -34,10 +34,10 @@ import torch
 
 from benchmarks import measure
 from eplb_core import ExpertLayout, ExpertStore, GroupAgreement, Migrator, Topology, plan_pull, transfers
-from eplb_core.loading._steps import Step
-from eplb_core.loading._workers import Worker
 from eplb_core.loading.agreement import LocalAgreement
-from eplb_core.loading.install import Installer, Staging
+from eplb_core.loading.install.installer import Installer, Staging
+from eplb_core.loading.moves.steps import Step
+from eplb_core.loading.moves.workers import Worker
 from eplb_core.loading.pull_plan import COPY_OLD, READ
 from eplb_core.loading.transports import LocalCopy, SharedMemory
 

@@ -32,8 +32,8 @@ from benchmarks import measure
 from benchmarks.moving_gpu_ranks import Shape, allocate, random_layout
 from eplb_core import ExpertStore
 from eplb_core._arrays import IntArray
-from eplb_core.loading._steps import Step, plan_steps
-from eplb_core.loading.install import Copies, Installer, Staging
+from eplb_core.loading.install.installer import Copies, Installer, Staging
+from eplb_core.loading.moves.steps import Step, plan_steps
 
 ROOT = Path(__file__).parent.parent
 FULL = {"layers": 58, "per_rank": 4, "experts": 12, "hidden": 3584, "inner": 1024, "tokens": 64, "ranks": 4}

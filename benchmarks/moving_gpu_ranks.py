@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology, fingerprints, topk_to_slots, verify_weights
-from eplb_core.loading._steps import plan_steps
 from eplb_core.loading.agreement import GroupAgreement, LocalAgreement
-from eplb_core.loading.migrator import Migrator
-from eplb_core.loading.mover import move_experts
+from eplb_core.loading.moves.migrator import Migrator
+from eplb_core.loading.moves.mover import move_experts
+from eplb_core.loading.moves.steps import plan_steps
 from eplb_core.loading.pull_plan import COPY_NEW, COPY_OLD, READ
 from eplb_core.loading.transport import ReadBatch
 from eplb_core.loading.transports import CudaIpc, SharedMemory
@@ -425,8 +425,8 @@ class Buffered:
     """
 
     def __init__(self, rank: Rank, transport: Any) -> None:
-        from eplb_core.loading._pull import Puller
-        from eplb_core.loading.install import Staging
+        from eplb_core.loading.install.installer import Staging
+        from eplb_core.loading.moves.pull import Puller
 
         self.rank, self.transport = rank, transport
         space = Staging(rank.staging, rank.stores)
@@ -440,7 +440,7 @@ class Buffered:
             while not self.transport.poll(ticket).state.is_end:
                 time.sleep(0)
             return self.puller.staging.memory[:nbytes]
-        from eplb_core.loading.transports._cuda import device_bytes
+        from eplb_core.loading.cuda.runtime import device_bytes
 
         owner = self.transport._owners[peer]
         address = int(self.transport._peers[peer].address[region] + owner.shift[region] + offset)
@@ -529,7 +529,7 @@ def host_layout(shape: Shape) -> ExpertLayout:
 
 
 def run_host(options: dict[str, Any]) -> None:
-    from eplb_core.loading.host import WeightHost
+    from eplb_core.loading.sharing.host import WeightHost
 
     shape = Shape(options)
     seconds: dict[str, float] = {}
@@ -562,8 +562,8 @@ def run_engine(options: dict[str, Any]) -> None:
         torch.mm(*(torch.zeros(64, 64, device=shape.device, dtype=torch.bfloat16) for _ in range(2)))
         torch.cuda.synchronize()
     context = time.perf_counter()
-    from eplb_core.loading.attach import attach_weights
-    from eplb_core.loading.layout_client import LayoutClient
+    from eplb_core.loading.record.client import LayoutClient
+    from eplb_core.loading.sharing.attach import attach_weights
 
     gc.collect()  # its turn takes 0.1 s once torch is there, and is no part of what is timed
     imported = time.perf_counter()

@@ -40,7 +40,7 @@ from benchmarks import measure
 from benchmarks.moving_gpu import ROOT, SMALL, tables_of, wait_for
 from benchmarks.moving_gpu_ranks import Rank, percentiles, rounded
 from eplb_core import ExpertLayout
-from eplb_core.loading.migrator import Migrator
+from eplb_core.loading.moves.migrator import Migrator
 from eplb_core.loading.transports import TorchDistributed
 
 PARTS = ("ipc", "decode", "cores", "grid")

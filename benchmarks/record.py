@@ -22,9 +22,9 @@ from typing import Any
 
 import eplb_core as eplb
 from benchmarks import measure
-from eplb_core.loading import _wire
-from eplb_core.loading._requests import Keeper, Session
-from eplb_core.loading.record import LayoutRecord
+from eplb_core.loading.record import wire
+from eplb_core.loading.record.keeper import Keeper, Session
+from eplb_core.loading.record.record import LayoutRecord
 
 LAYERS, EXPERTS, SLOTS, RANKS = 58, 256, 288, 32
 ADOPT_TARGET_MS = 10.0
@@ -33,7 +33,7 @@ TOPOLOGY = eplb.Topology(num_ranks=RANKS, num_nodes=4)
 OWN = eplb.ExpertLayout.trivial(LAYERS, EXPERTS, num_slots=SLOTS, topology=TOPOLOGY)
 SERVE = """
 import sys, eplb_core as e
-from eplb_core.loading.record import LayoutRecord
+from eplb_core.loading.record.record import LayoutRecord
 p2l = [[(slot * 5 + layer) % 256 for slot in range(288)] for layer in range(58)]
 layout = e.ExpertLayout(p2l, 256, topology=e.Topology(num_ranks=32, num_nodes=4))
 server = e.LayoutServer(sys.argv[1], LayoutRecord(layout, version=1), state_file=sys.argv[2] or None, memory="m")
@@ -149,7 +149,7 @@ def hostile(count: int) -> dict[str, Any]:
     """Messages of any content: nothing raised, nothing changed, no memory kept."""
     keeper, first, second = Keeper(LayoutRecord(OWN)), Session(1), Session(2)
     for session in (first, second):
-        keeper.answer(session, _wire.pack({"do": "attach", "engine": "engine"})[4:])
+        keeper.answer(session, wire.pack({"do": "attach", "engine": "engine"})[4:])
     before, numbers = keeper.state, random.Random(0)
     rss = []
     start = time.perf_counter()
@@ -171,7 +171,7 @@ def hostile_message(numbers: random.Random) -> bytes:
         for key in numbers.sample(["engine", "layers", "version", "rows", "digest", "config", "frame"], 4)
     }
     message["do"] = numbers.choice(["attach", "query", "begin", "commit", "abort", "fetch", *values])
-    body = bytearray(_wire.pack(message)[4:])
+    body = bytearray(wire.pack(message)[4:])
     kind = numbers.randrange(4)
     if kind == 1:
         del body[numbers.randrange(len(body)) :]

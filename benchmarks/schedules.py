@@ -21,10 +21,10 @@ import numpy as np
 
 import eplb_core as eplb
 from benchmarks import measure
-from eplb_core.loading._record_state import RecordState, Reply
-from eplb_core.loading.agree import Finding, decide
-from eplb_core.loading.follow import Look, settle
-from eplb_core.loading.record import LayoutRecord
+from eplb_core.loading.record.agree import Finding, decide
+from eplb_core.loading.record.follow import Look, settle
+from eplb_core.loading.record.record import LayoutRecord
+from eplb_core.loading.record.state import RecordState, Reply
 
 RANKS, LAYERS, SLOTS, EXPERTS = 2, 2, 4, 3
 STEPS = 200

@@ -28,7 +28,7 @@ import numpy as np
 import eplb_core as eplb
 from benchmarks import measure
 from eplb_core.simulation import POLICIES, Traffic
-from eplb_core.simulation.generator import stream_generated
+from eplb_core.simulation.load.generator import stream_generated
 
 # Windows, layers, experts, slots, ranks, nodes, windows between rebalances.
 POLICY_SIZE, POLICY_QUICK = (512, 58, 256, 288, 32, 4, 32), (12, 2, 32, 40, 4, 2, 3)

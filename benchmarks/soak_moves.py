@@ -45,10 +45,10 @@ import torch.distributed as dist
 from benchmarks import measure
 from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology, fingerprints, topk_to_slots, verify_weights
 from eplb_core.errors import AgreementError, MigrationError
-from eplb_core.loading import _words
-from eplb_core.loading._warm import warm_moves
 from eplb_core.loading.agreement import GroupAgreement
-from eplb_core.loading.migrator import Migrator
+from eplb_core.loading.moves import words as _words
+from eplb_core.loading.moves.migrator import Migrator
+from eplb_core.loading.moves.warm import warm_moves
 from eplb_core.loading.transport import ReadBatch, Status, Transport
 from eplb_core.loading.transports import Faulty, Mooncake, Nixl, SharedMemory, TorchDistributed
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eplb_core._warm_up import warm_up as warm_up
-    from eplb_core.backtesting import backtest as backtest
     from eplb_core.dispatch.counter import LoadCounter as LoadCounter
     from eplb_core.dispatch.even import even_dispatch_table as even_dispatch_table
     from eplb_core.dispatch.even import repeated_dispatch_table as repeated_dispatch_table
@@ -47,29 +46,28 @@ if TYPE_CHECKING:
     from eplb_core.errors import SocketInUseError as SocketInUseError
     from eplb_core.errors import SocketOwnerError as SocketOwnerError
     from eplb_core.errors import TransportError as TransportError
+    from eplb_core.files.layout_file import load_layout as load_layout
+    from eplb_core.files.layout_file import save_layout as save_layout
     from eplb_core.layout import ExpertLayout as ExpertLayout
     from eplb_core.layout import min_redundant as min_redundant
-    from eplb_core.layout_file import load_layout as load_layout
-    from eplb_core.layout_file import save_layout as save_layout
-    from eplb_core.loading.agree import agree_on_layout as agree_on_layout
     from eplb_core.loading.agreement import Agreement as Agreement
     from eplb_core.loading.agreement import GroupAgreement as GroupAgreement
-    from eplb_core.loading.attach import attach_weights as attach_weights
-    from eplb_core.loading.backup import HostBackup as HostBackup
-    from eplb_core.loading.checkpoint import CheckpointError as CheckpointError
-    from eplb_core.loading.checkpoint import load_checkpoint as load_checkpoint
-    from eplb_core.loading.fingerprint import fingerprints as fingerprints
-    from eplb_core.loading.follow import LayoutFollower as LayoutFollower
-    from eplb_core.loading.host import WeightHost as WeightHost
-    from eplb_core.loading.layout_client import LayoutClient as LayoutClient
-    from eplb_core.loading.layout_server import LayoutServer as LayoutServer
-    from eplb_core.loading.migrator import Migrator as Migrator
-    from eplb_core.loading.migrator import MigratorStatus as MigratorStatus
-    from eplb_core.loading.mover import move_experts as move_experts
+    from eplb_core.loading.checkpoint.load import CheckpointError as CheckpointError
+    from eplb_core.loading.checkpoint.load import load_checkpoint as load_checkpoint
+    from eplb_core.loading.moves.backup import HostBackup as HostBackup
+    from eplb_core.loading.moves.migrator import Migrator as Migrator
+    from eplb_core.loading.moves.migrator import MigratorStatus as MigratorStatus
+    from eplb_core.loading.moves.mover import move_experts as move_experts
     from eplb_core.loading.pull_plan import PullPlan as PullPlan
     from eplb_core.loading.pull_plan import plan_pull as plan_pull
-    from eplb_core.loading.record import LayoutRecord as LayoutRecord
+    from eplb_core.loading.record.agree import agree_on_layout as agree_on_layout
+    from eplb_core.loading.record.client import LayoutClient as LayoutClient
+    from eplb_core.loading.record.follow import LayoutFollower as LayoutFollower
+    from eplb_core.loading.record.record import LayoutRecord as LayoutRecord
+    from eplb_core.loading.record.server import LayoutServer as LayoutServer
     from eplb_core.loading.resolver import SlotResolver as SlotResolver
+    from eplb_core.loading.sharing.attach import attach_weights as attach_weights
+    from eplb_core.loading.sharing.host import WeightHost as WeightHost
     from eplb_core.loading.store import ExpertStore as ExpertStore
     from eplb_core.loading.transport import Caps as Caps
     from eplb_core.loading.transport import ReadBatch as ReadBatch
@@ -81,18 +79,14 @@ if TYPE_CHECKING:
     from eplb_core.loading.transports.mooncake import Mooncake as Mooncake
     from eplb_core.loading.transports.nixl import Nixl as Nixl
     from eplb_core.loading.transports.shared_memory import SharedMemory as SharedMemory
-    from eplb_core.loading.transports.torch_distributed import TorchDistributed as TorchDistributed
-    from eplb_core.loading.verify import verify_weights as verify_weights
+    from eplb_core.loading.transports.two_sided.torch_distributed import TorchDistributed as TorchDistributed
+    from eplb_core.loading.verify.fingerprint import fingerprints as fingerprints
+    from eplb_core.loading.verify.weights import verify_weights as verify_weights
     from eplb_core.metrics import balancedness as balancedness
     from eplb_core.metrics import mean_balancedness as mean_balancedness
     from eplb_core.metrics import rank_load as rank_load
     from eplb_core.metrics import total_balancedness as total_balancedness
     from eplb_core.metrics import transfers as transfers
-    from eplb_core.placement.budget import SlotPlan as SlotPlan
-    from eplb_core.placement.budget import plan_slots as plan_slots
-    from eplb_core.placement.costs import CostModel as CostModel
-    from eplb_core.placement.decide import Verdict as Verdict
-    from eplb_core.placement.decide import should_rebalance as should_rebalance
     from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
     from eplb_core.placement.elastic import drop_ranks as drop_ranks
     from eplb_core.placement.elastic import lost_experts as lost_experts
@@ -100,9 +94,14 @@ if TYPE_CHECKING:
     from eplb_core.placement.forecast import forecast as forecast
     from eplb_core.placement.place import Placement as Placement
     from eplb_core.placement.place import place as place
-    from eplb_core.placement.report import GainReport as GainReport
-    from eplb_core.placement.report import gain_report as gain_report
     from eplb_core.placement.spend import spend_budget as spend_budget
+    from eplb_core.placement.worth.costs import CostModel as CostModel
+    from eplb_core.placement.worth.decide import Verdict as Verdict
+    from eplb_core.placement.worth.decide import should_rebalance as should_rebalance
+    from eplb_core.placement.worth.report import GainReport as GainReport
+    from eplb_core.placement.worth.report import gain_report as gain_report
+    from eplb_core.placement.worth.slots import SlotPlan as SlotPlan
+    from eplb_core.placement.worth.slots import plan_slots as plan_slots
     from eplb_core.simulation import StepCost as StepCost
     from eplb_core.simulation import TokenTrace as TokenTrace
     from eplb_core.simulation import Traffic as Traffic
@@ -112,6 +111,7 @@ if TYPE_CHECKING:
     from eplb_core.simulation import simulate as simulate
     from eplb_core.simulation import stream_trace as stream_trace
     from eplb_core.simulation import sweep as sweep
+    from eplb_core.simulation.backtest import backtest as backtest
     from eplb_core.topology import Topology as Topology
     from eplb_core.trace import Trace as Trace
     from eplb_core.trace import load_trace as load_trace
@@ -125,21 +125,21 @@ _HOMES = {
     "_warm_up": "warm_up",
     "topology": "Topology",
     "layout": "ExpertLayout min_redundant",
-    "layout_file": "load_layout save_layout",
-    "loading.agree": "agree_on_layout",
+    "files.layout_file": "load_layout save_layout",
+    "loading.record.agree": "agree_on_layout",
     "loading.agreement": "Agreement GroupAgreement",
-    "loading.attach": "attach_weights",
-    "loading.backup": "HostBackup",
-    "loading.checkpoint": "CheckpointError load_checkpoint",
-    "loading.fingerprint": "fingerprints",
-    "loading.follow": "LayoutFollower",
-    "loading.host": "WeightHost",
-    "loading.layout_client": "LayoutClient",
-    "loading.layout_server": "LayoutServer",
-    "loading.migrator": "Migrator MigratorStatus",
-    "loading.mover": "move_experts",
+    "loading.sharing.attach": "attach_weights",
+    "loading.moves.backup": "HostBackup",
+    "loading.checkpoint.load": "CheckpointError load_checkpoint",
+    "loading.verify.fingerprint": "fingerprints",
+    "loading.record.follow": "LayoutFollower",
+    "loading.sharing.host": "WeightHost",
+    "loading.record.client": "LayoutClient",
+    "loading.record.server": "LayoutServer",
+    "loading.moves.migrator": "Migrator MigratorStatus",
+    "loading.moves.mover": "move_experts",
     "loading.pull_plan": "PullPlan plan_pull",
-    "loading.record": "LayoutRecord",
+    "loading.record.record": "LayoutRecord",
     "loading.resolver": "SlotResolver",
     "loading.store": "ExpertStore",
     "loading.transport": "Caps ReadBatch ReadState Region Transport",
@@ -148,8 +148,8 @@ _HOMES = {
     "loading.transports.mooncake": "Mooncake",
     "loading.transports.nixl": "Nixl",
     "loading.transports.shared_memory": "SharedMemory",
-    "loading.transports.torch_distributed": "TorchDistributed",
-    "loading.verify": "verify_weights",
+    "loading.transports.two_sided.torch_distributed": "TorchDistributed",
+    "loading.verify.weights": "verify_weights",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
     "dispatch.static": "static_dispatch_table",
     "dispatch.even": "even_dispatch_table repeated_dispatch_table",
@@ -157,17 +157,17 @@ _HOMES = {
     "dispatch.tables": "DispatchTables",
     "dispatch.ops": "LayerTables topk_to_slots",
     "dispatch.counter": "LoadCounter",
-    "backtesting": "backtest",
+    "simulation.backtest": "backtest",
     "simulation": "StepCost TokenTrace Traffic compare_policies cost_preset generate_trace simulate stream_trace sweep",
     "trace": "Trace load_trace save_trace",
-    "placement.budget": "SlotPlan plan_slots",
-    "placement.costs": "CostModel",
-    "placement.decide": "Verdict should_rebalance",
+    "placement.worth.slots": "SlotPlan plan_slots",
+    "placement.worth.costs": "CostModel",
+    "placement.worth.decide": "Verdict should_rebalance",
     "placement.deepseek": "rebalance_experts",
     "placement.elastic": "drop_ranks lost_experts retire_ranks",
     "placement.forecast": "forecast",
     "placement.place": "Placement place",
-    "placement.report": "GainReport gain_report",
+    "placement.worth.report": "GainReport gain_report",
     "placement.spend": "spend_budget",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError "
     "AgreementError HostAbsent HostBusy HostRefused LayoutAgreementError MigrationError RecordLostError "

@@ -14,9 +14,9 @@ from eplb_core._arrays import FloatArray
 if TYPE_CHECKING:
     from eplb_core.layout import ExpertLayout
     from eplb_core.loading.pull_plan import PullPlan
-    from eplb_core.placement.decide import Verdict
     from eplb_core.placement.place import Placement
-    from eplb_core.placement.report import GainReport
+    from eplb_core.placement.worth.decide import Verdict
+    from eplb_core.placement.worth.report import GainReport
 
 _LAYERS, _CELLS = 8, 400
 _CELL = "padding:1px 4px;text-align:center;border:1px solid #ccc;font:11px monospace;white-space:nowrap"

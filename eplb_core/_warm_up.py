@@ -41,9 +41,9 @@ _LOAD = np.array([[3, 1, 2, 1], [1, 1, 1, 4]])
 
 
 def _warm_place() -> None:
-    from eplb_core.placement.decide import should_rebalance
     from eplb_core.placement.place import place
     from eplb_core.placement.spend import spend_budget
+    from eplb_core.placement.worth.decide import should_rebalance
 
     live = place(_LOAD, _TOPOLOGY, num_slots=6).layout
     should_rebalance(live, _LOAD, live, dispatch="weighted")
@@ -97,9 +97,9 @@ def _warm_deepseek() -> None:
 def _warm_loading() -> None:
     import torch
 
-    from eplb_core.loading._warm import warm_moves
-    from eplb_core.loading.fingerprint import fingerprints
+    from eplb_core.loading.moves.warm import warm_moves
     from eplb_core.loading.store import ExpertStore
+    from eplb_core.loading.verify.fingerprint import fingerprints
 
     fingerprints([ExpertStore({"weight": torch.zeros(1, 4, device="cpu")})])
     warm_moves()

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from eplb_core import _files
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_kind, check_load, read_only, to_list, to_numpy
-from eplb_core._files import AnyArray, PathLike, bad_file
 from eplb_core._text import quoted
+from eplb_core.files import reading as _files
+from eplb_core.files.reading import AnyArray, PathLike, bad_file
 from eplb_core.load import TraceFault, check_counts, check_trace
 
 TRACE_FORMAT = "eplb-trace-1"
@@ -150,7 +150,8 @@ def load_trace(path: PathLike, *, key: str | None = None) -> Trace:
     Cost:
         Reads the file once, whole. Files that declare more than 4 GiB are refused before memory is taken.
     """
-    from eplb_core.adapters import sglang_files, tensorrt_llm  # adapters stand above this module
+    from eplb_core.files import sglang as sglang_files
+    from eplb_core.files import tensorrt_llm
 
     kind = _files.sniff(path)
     with _files.reading(path, _WANTED, "record it again, or mend the file"):

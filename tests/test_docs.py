@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import eplb_core
-from eplb_core.cli import main
+from eplb_core.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 CLI = ROOT / "docs" / "cli.md"

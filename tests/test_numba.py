@@ -17,7 +17,7 @@ import pytest
 
 import eplb_core
 from eplb_core._numba import _imported, _stamp
-from eplb_core.placement._kernels import sort_by_load
+from eplb_core.placement.pack.block import sort_by_load
 
 ROOT = Path(eplb_core.__file__).parent
 compiled = pytest.mark.skipif(not hasattr(sort_by_load, "py_func"), reason="runs without compilation")

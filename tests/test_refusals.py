@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import eplb_core as eplb
-from eplb_core import cli, simulation
+from eplb_core import simulation
+from eplb_core.cli import main as cli
 from eplb_core.simulation.policies import to_options
 
 torch = pytest.importorskip("torch")
 
-from eplb_core.loading.install import Staging  # noqa: E402
-from eplb_core.loading.layout_client import _ints  # noqa: E402
+from eplb_core.loading.install.installer import Staging  # noqa: E402
+from eplb_core.loading.record.client import _ints  # noqa: E402
 from eplb_core.loading.transports import LocalCopy  # noqa: E402
 
 TOPOLOGY = eplb.Topology(num_ranks=2)

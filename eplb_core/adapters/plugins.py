@@ -11,7 +11,7 @@ import os
 def register_vllm() -> None:
     """Entry point of the group `vllm.general_plugins`; acts with `EPLB_CORE=vllm`."""
     if os.environ.get("EPLB_CORE") == "vllm":
-        from eplb_core.adapters import vllm
+        from eplb_core.adapters.vllm import plugin as vllm
 
         vllm.register()
 
@@ -19,6 +19,6 @@ def register_vllm() -> None:
 def register_sglang() -> None:
     """Entry point of the group `sglang.srt.plugins`; acts with `EPLB_CORE=sglang`."""
     if os.environ.get("EPLB_CORE") == "sglang":
-        from eplb_core.adapters import sglang
+        from eplb_core.adapters.sglang import plugin as sglang
 
         sglang.register()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from eplb_core.adapters import sglang_record
+from eplb_core.adapters.sglang import record as sglang_record
 
 
 def run_daemon(*args: Any, **kwargs: Any) -> None:  # pragma: no cover  needs SGLang: tests/engines

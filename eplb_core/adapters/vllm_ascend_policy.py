@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from eplb_core._arrays import BoolArray, IntArray, to_ids, to_numpy
-from eplb_core.adapters._hooking import guarded
+from eplb_core.adapters.hooking import guarded
 from eplb_core.layout import ExpertLayout
 from eplb_core.load import fold_slots
 from eplb_core.placement.place import place

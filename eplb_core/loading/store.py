@@ -12,7 +12,7 @@ import torch
 from eplb_core._arrays import IntArray, check_int, check_kind, read_only, to_list
 from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
-from eplb_core.loading._modules import walk
+from eplb_core.loading.modules import walk
 
 
 class ExpertStore:

@@ -10,8 +10,8 @@ import numpy as np
 from eplb_core._arrays import ArrayLike, BoolArray, IntArray, check_kind, to_ids, to_numpy
 from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.layout import ExpertLayout, check_num_slots, rank_capacity
-from eplb_core.placement._problem import check_active
 from eplb_core.placement.place import place
+from eplb_core.placement.problem import check_active
 from eplb_core.topology import Topology
 
 

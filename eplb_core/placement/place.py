@@ -21,10 +21,10 @@ from eplb_core._arrays import (
 )
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known
-from eplb_core.placement._from_current import find_homes, score, start_from
-from eplb_core.placement._kernels import Scratch, new_scratch
-from eplb_core.placement._links import NO_LIMIT, new_links
-from eplb_core.placement._problem import (
+from eplb_core.placement.from_current import find_homes, score, start_from
+from eplb_core.placement.pack.block import Scratch, new_scratch
+from eplb_core.placement.pack.layers import solve_layers
+from eplb_core.placement.problem import (
     Problem,
     Terms,
     add_windows,
@@ -34,10 +34,10 @@ from eplb_core.placement._problem import (
     check_weights,
     state_problem,
 )
-from eplb_core.placement._score import bound_layers
-from eplb_core.placement._search import improve_layers
-from eplb_core.placement._solve import solve_layers
-from eplb_core.placement._widen import widen
+from eplb_core.placement.score import bound_layers
+from eplb_core.placement.search.improve import improve_layers
+from eplb_core.placement.search.links import NO_LIMIT, new_links
+from eplb_core.placement.search.widen import widen
 from eplb_core.placement.spend import spend_budget
 from eplb_core.topology import Topology
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from eplb_core import __version__
 from eplb_core._arrays import check_int, check_kind, to_list
-from eplb_core._files import PathLike, write_atomic
 from eplb_core._text import filled, quoted
+from eplb_core.files.reading import PathLike, write_atomic
 from eplb_core.simulation import records as tables
-from eplb_core.simulation._replay import simulate
+from eplb_core.simulation.load.sources import Source
 from eplb_core.simulation.policies import BASIC, Policy
+from eplb_core.simulation.replay import simulate
 from eplb_core.simulation.result import Simulation
-from eplb_core.simulation.sources import Source
 from eplb_core.simulation.words import conclude, recommended
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace, check_trace_load

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eplb_core._arrays import FloatArray, check_kind, check_real, check_word
-from eplb_core.placement.costs import CostModel
+from eplb_core.placement.worth.costs import CostModel
 from eplb_core.topology import Topology
 
 

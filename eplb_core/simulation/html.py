@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eplb_core._arrays import FloatArray
-from eplb_core._files import PathLike, write_atomic
 from eplb_core._html import line_svg, table_html, words_html
+from eplb_core.files.reading import PathLike, write_atomic
 from eplb_core.metrics import mean_of_known
 from eplb_core.simulation.records import summary
 

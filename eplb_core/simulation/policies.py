@@ -12,8 +12,8 @@ from eplb_core._arrays import ArrayLike, FloatArray, IntArray, add_up, check_wor
 from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import even_shares
-from eplb_core.placement.costs import CostModel
-from eplb_core.simulation.sources import Block
+from eplb_core.placement.worth.costs import CostModel
+from eplb_core.simulation.load.sources import Block
 
 Policy: TypeAlias = Callable[[IntArray | FloatArray, ExpertLayout], ExpertLayout]
 """From windows of load `[T', L, E]` and the layout that is live to the layout to live on."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eplb_core._html import table_html
-from eplb_core._terminal import number
+from eplb_core.cli.terminal import number
 
 if TYPE_CHECKING:
     from eplb_core.simulation.result import Simulation

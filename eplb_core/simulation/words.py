@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from eplb_core.placement.costs import WORTH
+from eplb_core.placement.worth.costs import WORTH
 
 if TYPE_CHECKING:
     from eplb_core.simulation.result import Simulation

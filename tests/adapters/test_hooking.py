@@ -9,27 +9,27 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from eplb_core.adapters import _hooking
+from eplb_core.adapters import hooking
 
 dist: Any = torch.distributed
 
 
 def test_parts_are_on_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EPLB_CORE_OFF", raising=False)
-    assert _hooking.parts_on(("policy", "maps")) == ("policy", "maps")
+    assert hooking.parts_on(("policy", "maps")) == ("policy", "maps")
     monkeypatch.setenv("EPLB_CORE_OFF", " maps ,")
-    assert _hooking.parts_on(("policy", "maps")) == ("policy",)
+    assert hooking.parts_on(("policy", "maps")) == ("policy",)
     monkeypatch.setenv("EPLB_CORE_OFF", "map")
     with pytest.raises(ValueError, match=r"EPLB_CORE_OFF \(=map\) must name some of policy, maps"):
-        _hooking.parts_on(("policy", "maps"))
+        hooking.parts_on(("policy", "maps"))
 
 
 def test_options_are_read_or_refused_by_name_and_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    known: dict[str, Any] = {"mode": _hooking.one_of("place", "deepseek"), "min_gain": float}
+    known: dict[str, Any] = {"mode": hooking.one_of("place", "deepseek"), "min_gain": float}
     monkeypatch.delenv("EPLB_CORE_OPTIONS", raising=False)
-    assert _hooking.options_from(known) == {}
+    assert hooking.options_from(known) == {}
     monkeypatch.setenv("EPLB_CORE_OPTIONS", "mode=deepseek, min_gain = 0.5")
-    assert _hooking.options_from(known) == {"mode": "deepseek", "min_gain": 0.5}
+    assert hooking.options_from(known) == {"mode": "deepseek", "min_gain": 0.5}
     for text, why in (
         ("gain=1", r"\(=gain=1\) must be name=value with a name of mode, min_gain"),
         ("mode", r"\(=mode\) must be name=value"),
@@ -38,7 +38,7 @@ def test_options_are_read_or_refused_by_name_and_value(monkeypatch: pytest.Monke
     ):
         monkeypatch.setenv("EPLB_CORE_OPTIONS", text)
         with pytest.raises(ValueError, match=why):
-            _hooking.options_from(known)
+            hooking.options_from(known)
 
 
 def test_a_function_of_another_signature_is_named_with_what_was_expected() -> None:
@@ -48,12 +48,12 @@ def test_a_function_of_another_signature_is_named_with_what_was_expected() -> No
 
     def asks_for_more(a: int, b: int, c: int) -> None: ...
 
-    assert _hooking.mismatch(fits, "f", ("a", "b")) == ""
-    assert _hooking.mismatch(None, "f", ("a", "b")) == "expected f(a, b), found no such function"
+    assert hooking.mismatch(fits, "f", ("a", "b")) == ""
+    assert hooking.mismatch(None, "f", ("a", "b")) == "expected f(a, b), found no such function"
     for function in (other, asks_for_more):
-        text = _hooking.mismatch(function, "f", ("a", "b"))
+        text = hooking.mismatch(function, "f", ("a", "b"))
         assert text.startswith("expected f(a, b), found f(a: 'int', ")
-    assert _hooking.mismatch(type, "f", ("a",)).startswith("expected f(a), found a function that does not tell")
+    assert hooking.mismatch(type, "f", ("a",)).startswith("expected f(a), found a function that does not tell")
 
 
 def test_an_error_is_logged_once_and_the_engine_answers(caplog: pytest.LogCaptureFixture) -> None:
@@ -64,7 +64,7 @@ def test_an_error_is_logged_once_and_the_engine_answers(caplog: pytest.LogCaptur
             raise ValueError(f"{value} is negative")
         return "ours"
 
-    call = _hooking.guarded(ours, lambda value: "the engine's", "part")
+    call = hooking.guarded(ours, lambda value: "the engine's", "part")
     with caplog.at_level(logging.WARNING):
         assert [call(1), call(-3), call(-3)] == ["ours", "the engine's", "the engine's"]
     lines = [record.message for record in caplog.records]
@@ -89,14 +89,14 @@ def settled(answers: list[Any], own: list[Any], failures: list[str]) -> list[Any
     def rank_does(rank: int) -> None:
         turn = iter(range(9))
 
-        def gather(said: _hooking.Said) -> list[_hooking.Said]:
+        def gather(said: hooking.Said) -> list[hooking.Said]:
             room = rooms.setdefault(next(turn), [None] * len(answers))
             room[rank] = said if said.failure else said._replace(failure=failures[rank])
             barrier.wait(60)
             return list(room)
 
         try:
-            got[rank] = _hooking.settle(
+            got[rank] = hooking.settle(
                 "policy",
                 gather,
                 lambda: given(answers[rank]),
@@ -156,20 +156,20 @@ def test_words_go_over_a_group_of_torch(tmp_path: Path) -> None:
     def rank_does(rank: int) -> None:
         store = dist.FileStore(str(tmp_path / "store"), 2)
         group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
-        said[rank] = _hooking.gather_over(group)(_hooking.Said(f"{rank}" * 3, f"failure of {rank}"))
+        said[rank] = hooking.gather_over(group)(hooking.Said(f"{rank}" * 3, f"failure of {rank}"))
 
     threads = [threading.Thread(target=rank_does, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert said == [[_hooking.Said("000", "failure of 0"), _hooking.Said("111", "failure of 1")]] * 2
+    assert said == [[hooking.Said("000", "failure of 0"), hooking.Said("111", "failure of 1")]] * 2
 
 
 def test_what_a_part_failed_by_is_known_until_it_works_again() -> None:
     def ours(value: int) -> int:
         return 1 // value
 
-    call = _hooking.guarded(ours, lambda value: -1, "part")
-    assert [call(0), _hooking.failure_of("part")[:17]] == [-1, "ZeroDivisionError"]
-    assert [call(1), _hooking.failure_of("part")] == [1, ""]
+    call = hooking.guarded(ours, lambda value: -1, "part")
+    assert [call(0), hooking.failure_of("part")[:17]] == [-1, "ZeroDivisionError"]
+    assert [call(1), hooking.failure_of("part")] == [1, ""]

@@ -113,7 +113,7 @@ def dispatch() -> dict[str, Any]:
 
 def other() -> dict[str, Any]:
     """The parts that are on in an engine whose `update` takes other parameters."""
-    from eplb_core.adapters.sglang import active_parts, inactive_hooks
+    from eplb_core.adapters.sglang.plugin import active_parts, inactive_hooks
 
     return {"parts": active_parts(), "not in effect": inactive_hooks()}
 

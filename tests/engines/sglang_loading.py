@@ -160,7 +160,7 @@ def lookups() -> int:
 if __name__ == "__main__":
     load_plugins()
     if "EPLB_CORE" in os.environ:
-        from eplb_core.adapters.sglang import inactive_hooks
+        from eplb_core.adapters.sglang.plugin import inactive_hooks
 
         if inactive_hooks():
             raise SystemExit(f"not in effect: {inactive_hooks()}")

@@ -62,7 +62,7 @@ def other() -> dict[str, Any]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("vllm.eplb_core").addHandler(handler)
     vllm.plugins.load_general_plugins()
-    from eplb_core.adapters.vllm import active_parts
+    from eplb_core.adapters.vllm.plugin import active_parts
 
     return {"parts": active_parts(), "lines": lines, "answer": eplb_state.compute_logical_maps(torch.zeros(1), 1)}
 

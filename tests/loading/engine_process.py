@@ -77,7 +77,7 @@ def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
 
 def main(path: str, engine_id: str) -> None:
     """Answer lines until the pipe ends."""
-    from eplb_core.loading.layout_client import LayoutClient
+    from eplb_core.loading.record.client import LayoutClient
 
     client = LayoutClient(path, engine_id)
     say({"engine": client.engine_id, "version": client.found and client.found.version, "error": str(client.error)})
@@ -117,7 +117,7 @@ def main(path: str, engine_id: str) -> None:
 
 def map_weights(client: Any, tensors: dict[str, Any], config: dict[str, Any]) -> Any:
     """Attach to the host's weights under the record's layout."""
-    from eplb_core.loading.attach import attach_weights
+    from eplb_core.loading.sharing.attach import attach_weights
 
     state = client.query()
     return attach_weights(client, tensors, config=config, layout=state.layout)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from eplb_core import DispatchTables, ExpertLayout
-from eplb_core.loading.migrator import Migrator
+from eplb_core.loading.moves.migrator import Migrator
 from eplb_core.loading.transport import ReadState, Status, Transport
 from eplb_core.loading.transports import LocalCopy
 from tests.loading.worlds import SIZES, World, label

@@ -15,7 +15,7 @@ import numpy as np
 
 from eplb_core import ExpertLayout, ExpertStore, LayoutClient, Topology, agree_on_layout, attach_weights
 from eplb_core.loading.agreement import LocalAgreement
-from eplb_core.loading.migrator import Migrator
+from eplb_core.loading.moves.migrator import Migrator
 from eplb_core.loading.transports import LocalCopy
 from tests.loading.worlds import SIZES, on_threads, random_layout
 

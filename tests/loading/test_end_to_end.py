@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eplb_core import ExpertLayout, ExpertStore, SlotResolver, Topology, fingerprints, verify_weights
-from eplb_core.loading.checkpoint import load_checkpoint
+from eplb_core.loading.checkpoint.load import load_checkpoint
 
 safetensors = pytest.importorskip("safetensors.torch")
 

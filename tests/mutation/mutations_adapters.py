@@ -1,11 +1,11 @@
 """Rules of the adapters for engines, each with a change that a test must notice."""
 
 _POLICY, _MAPS, _PLUGIN = (f"eplb_core/adapters/vllm{name}.py" for name in ("_policy", "_maps", ""))
-_SGLANG, _SGLANG_MAPS = "eplb_core/adapters/sglang.py", "eplb_core/adapters/sglang_maps.py"
-_ASCEND, _HOOKING = "eplb_core/adapters/vllm_ascend_policy.py", "eplb_core/adapters/_hooking.py"
-_MOVES, _REBALANCE = "eplb_core/adapters/sglang_moves.py", "eplb_core/adapters/sglang_rebalance.py"
-_COMMUNICATOR = "eplb_core/adapters/vllm_communicator.py"
-_RECORD, _FORMATS = "eplb_core/adapters/sglang_record.py", "eplb_core/formats.py"
+_SGLANG, _SGLANG_MAPS = "eplb_core/adapters/sglang/plugin.py", "eplb_core/adapters/sglang/maps.py"
+_ASCEND, _HOOKING = "eplb_core/adapters/vllm_ascend_policy.py", "eplb_core/adapters/hooking.py"
+_MOVES, _REBALANCE = "eplb_core/adapters/sglang/moves.py", "eplb_core/adapters/sglang/rebalance.py"
+_COMMUNICATOR = "eplb_core/adapters/vllm/communicator.py"
+_RECORD, _FORMATS = "eplb_core/adapters/sglang/record.py", "eplb_core/files/formats.py"
 _T = "tests/adapters/test_"
 
 MUTATIONS = [
@@ -116,7 +116,7 @@ MUTATIONS = [
         _SGLANG,
         "            narrowed=rank is not None,\n",
         "            narrowed=False,\n",
-        "tests/adapters/test_sglang.py::test_a_table_at_start_is_drawn_from_narrowed_lists",
+        "tests/adapters/sglang/test_plugin.py::test_a_table_at_start_is_drawn_from_narrowed_lists",
     ),
     # one answer on all ranks
     (
@@ -386,7 +386,7 @@ MUTATIONS = [
         _FORMATS,
         '    if path == INLINE and to != "sglang":\n',
         "    if False:\n",
-        "tests/test_cli.py::test_convert_reads_and_writes_sglang_s_inline_json",
+        "tests/cli/test_main.py::test_convert_reads_and_writes_sglang_s_inline_json",
     ),
     # vllm-ascend
     (

@@ -72,7 +72,7 @@ MUTATIONS: list[tuple[str, ...]] = [
         f"{T_SHARES}::test_no_share_is_above_one_where_the_level_is_rounded",
     ),
     (
-        "eplb_core/loading/_shares.py",
+        "eplb_core/loading/tables.py",
         "(array <= 1 + _ROUNDING)",
         "(array <= 1)",
         f"{T_SHARES}::test_a_share_that_rounding_puts_above_one_is_installed",

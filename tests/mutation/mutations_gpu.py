@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 
-KERNEL = "eplb_core/loading/_install_triton.py"
-SAME = "tests/loading/test_install_gpu.py::test_the_kernel_makes_the_same_copies_in_triton_s_interpreter"
-COPIES = "eplb_core/loading/_copies.py"
-GROUPS = "tests/loading/test_install.py::test_copies_of_a_circle_are_one_group_and_independent_ones_are_not"
-ORDER = "tests/loading/test_install.py::test_groups_of_copies_may_be_made_in_any_order"
+KERNEL = "eplb_core/loading/install/gpu.py"
+SAME = "tests/loading/install/test_gpu.py::test_the_kernel_makes_the_same_copies_in_triton_s_interpreter"
+COPIES = "eplb_core/loading/install/copies.py"
+GROUPS = "tests/loading/install/test_installer.py::test_copies_of_a_circle_are_one_group_and_independent_ones_are_not"
+ORDER = "tests/loading/install/test_installer.py::test_groups_of_copies_may_be_made_in_any_order"
 
 MUTATIONS: list[tuple[str, ...]] = [
     (COPIES, "written = copies[j, 1] >= 0 and (", "written = (", GROUPS),

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 RESOLVER = "eplb_core/loading/resolver.py"
-FINGERPRINT = "eplb_core/loading/fingerprint.py"
-VERIFY = "eplb_core/loading/verify.py"
-PLAN = "eplb_core/loading/_load_plan.py"
-CHECKPOINT = "eplb_core/loading/checkpoint.py"
-TEMPLATES = "eplb_core/loading/templates.py"
-SGLANG = "eplb_core/adapters/sglang.py"
+FINGERPRINT = "eplb_core/loading/verify/fingerprint.py"
+VERIFY = "eplb_core/loading/verify/weights.py"
+PLAN = "eplb_core/loading/checkpoint/plan.py"
+CHECKPOINT = "eplb_core/loading/checkpoint/load.py"
+TEMPLATES = "eplb_core/loading/checkpoint/templates.py"
+SGLANG = "eplb_core/adapters/sglang/plugin.py"
 STORE = "eplb_core/loading/store.py"
 TEST_RESOLVER = "tests/loading/test_resolver.py"
-TEST_FINGERPRINT = "tests/loading/test_fingerprint.py"
-TEST_VERIFY = "tests/loading/test_verify.py"
-TEST_CHECKPOINT = "tests/loading/test_checkpoint.py"
-TEST_SGLANG = "tests/adapters/test_sglang.py"
+TEST_FINGERPRINT = "tests/loading/verify/test_fingerprint.py"
+TEST_VERIFY = "tests/loading/verify/test_weights.py"
+TEST_CHECKPOINT = "tests/loading/checkpoint/test_load.py"
+TEST_SGLANG = "tests/adapters/sglang/test_plugin.py"
 TEST_STORE = "tests/loading/test_store.py"
 
 # (file, text before, text after, test that must fail)
@@ -86,7 +86,7 @@ MUTATIONS = [
     ),
     # only parameters are found
     (
-        "eplb_core/loading/_modules.py",
+        "eplb_core/loading/modules.py",
         "            if isinstance(value, torch.Tensor):\n",
         "            if False:\n",
         f"{TEST_STORE}::test_every_kind_of_slot_tensor_is_found",
@@ -197,7 +197,7 @@ MUTATIONS = [
         TEMPLATES,
         "if match is not None or re.search(self.claims, name):",
         "if match is not None:",
-        "tests/loading/test_templates.py::test_an_expert_s_tensor_that_the_template_does_not_know_is_named",
+        "tests/loading/checkpoint/test_templates.py::test_an_expert_s_tensor_that_the_template_does_not_know_is_named",
     ),
     # the plug-in does not filter: new ranks' slots reach the shared row
     (

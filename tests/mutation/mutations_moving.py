@@ -5,27 +5,27 @@ from __future__ import annotations
 INTERPRETED = True
 
 PLAN = "eplb_core/loading/pull_plan.py"
-STEPS = "eplb_core/loading/_steps.py"
-COPIES = "eplb_core/loading/_copies.py"
-INSTALL = "eplb_core/loading/install.py"
-PULL = "eplb_core/loading/_pull.py"
-RUN = "eplb_core/loading/_run.py"
-MIGRATOR = "eplb_core/loading/migrator.py"
-PASSES = "eplb_core/loading/_passes.py"
-JOINING = "eplb_core/loading/_joining.py"
-SHARES = "eplb_core/loading/_shares.py"
-MOVER = "eplb_core/loading/mover.py"
-MOVE_RECORD = "eplb_core/loading/move_record.py"
+STEPS = "eplb_core/loading/moves/steps.py"
+COPIES = "eplb_core/loading/install/copies.py"
+INSTALL = "eplb_core/loading/install/installer.py"
+PULL = "eplb_core/loading/moves/pull.py"
+RUN = "eplb_core/loading/moves/run.py"
+MIGRATOR = "eplb_core/loading/moves/migrator.py"
+PASSES = "eplb_core/loading/moves/passes.py"
+JOINING = "eplb_core/loading/moves/joining.py"
+SHARES = "eplb_core/loading/tables.py"
+MOVER = "eplb_core/loading/moves/mover.py"
+MOVE_RECORD = "eplb_core/loading/moves/recorder.py"
 AGREEMENT = "eplb_core/loading/agreement.py"
-BACKUP = "eplb_core/loading/backup.py"
-STAGED = "eplb_core/loading/_staged.py"
+BACKUP = "eplb_core/loading/moves/backup.py"
+STAGED = "eplb_core/loading/moves/stage.py"
 TEST_PLAN = "tests/loading/test_pull_plan.py"
-TEST_STEPS = "tests/loading/test_steps.py"
-TEST_INSTALL = "tests/loading/test_install.py"
-TEST_MOVER = "tests/loading/test_mover.py"
-TEST_MIGRATOR = "tests/loading/test_migrator.py"
-TEST_STOPS = "tests/loading/test_migrator_interruptions.py"
-TEST_FAULTS = "tests/loading/test_migrator_faults.py"
+TEST_STEPS = "tests/loading/moves/test_steps.py"
+TEST_INSTALL = "tests/loading/install/test_installer.py"
+TEST_MOVER = "tests/loading/moves/test_mover.py"
+TEST_MIGRATOR = "tests/loading/moves/test_migrator.py"
+TEST_STOPS = "tests/loading/moves/test_migrator_interruptions.py"
+TEST_FAULTS = "tests/loading/moves/test_migrator_faults.py"
 TEST_AGREEMENT = "tests/loading/test_agreement.py"
 
 # (file, text before, text after, test that must fail)
@@ -374,28 +374,28 @@ MUTATIONS = [
         BACKUP,
         "                    file.unlink(missing_ok=True)",
         "                    pass",
-        "tests/loading/test_backup.py::test_files_of_an_earlier_save_by_more_ranks_give_nothing",
+        "tests/loading/moves/test_backup.py::test_files_of_an_earlier_save_by_more_ranks_give_nothing",
     ),
     # a file that was cut is taken for whole
     (
         BACKUP,
         "            if there != size:",
         "            if there is None:",
-        "tests/loading/test_backup.py::test_a_file_that_is_not_whole_is_named",
+        "tests/loading/moves/test_backup.py::test_a_file_that_is_not_whole_is_named",
     ),
     # another version's steps are taken for one's own
     (
-        "eplb_core/loading/_joining.py",
+        "eplb_core/loading/moves/joining.py",
         '        "version of eplb_core": __version__,',
         '        "version of eplb_core": "",',
-        "tests/loading/test_two_versions.py::test_the_version_is_told",
+        "tests/loading/record/test_two_versions.py::test_the_version_is_told",
     ),
     # a node's backup lacks what its ranks do not hold
     (
         BACKUP,
         "            far.append(expert)",
         "            pass",
-        "tests/loading/test_backup.py::test_a_folder_a_node_holds_every_expert_of_all_nodes",
+        "tests/loading/moves/test_backup.py::test_a_folder_a_node_holds_every_expert_of_all_nodes",
     ),
     # torn bytes are installed
     (
@@ -495,7 +495,7 @@ MUTATIONS = [
         PULL,
         "        except BaseException:\n            self.give_up(pull)\n            raise\n        return True\n",
         "        except BaseException:\n            raise\n        return True\n",
-        "tests/loading/test_backup.py::test_staging_outlives_a_save_whose_transport_raised_while_a_read_may_still_write",
+        "tests/loading/moves/test_backup.py::test_staging_outlives_a_save_whose_transport_raised_while_a_read_may_still_write",
         "rule 7",
     ),
     # experts of ranks that are gone are in no backup
@@ -503,13 +503,13 @@ MUTATIONS = [
         BACKUP,
         "row = np.where(is_there, layout.physical_to_logical_map[layer], -1)",
         "row = layout.physical_to_logical_map[layer]",
-        "tests/loading/test_backup.py::test_ranks_that_live_save_every_expert_without_those_that_are_gone",
+        "tests/loading/moves/test_backup.py::test_ranks_that_live_save_every_expert_without_those_that_are_gone",
     ),
     (
         BACKUP,
         "mates = [other for other in members if nodes[other] == nodes[rank]]",
         "mates = np.flatnonzero(nodes == nodes[rank]).tolist()",
-        "tests/loading/test_backup.py::test_ranks_that_live_save_every_expert_without_those_that_are_gone",
+        "tests/loading/moves/test_backup.py::test_ranks_that_live_save_every_expert_without_those_that_are_gone",
     ),
     # staging is kept for ever
     (

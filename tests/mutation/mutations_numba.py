@@ -33,7 +33,7 @@ MUTATIONS = [
         "eplb_core/dispatch/tables.py",
         'read_only(np.require(to_reals(shares, "shares"), np.float64, ["C", "A"]).view())',
         'np.require(to_reals(shares, "shares"), np.float64, ["C", "A"]).view()',
-        "tests/loading/test_migrator.py::test_nothing_is_compiled_after_the_constructors",
+        "tests/loading/moves/test_migrator.py::test_nothing_is_compiled_after_the_constructors",
         "rule 8",
     ),
     (
@@ -56,7 +56,7 @@ MUTATIONS = [
     ),
     # an array in another order compiles the kernels that take it once more
     (
-        "eplb_core/placement/_problem.py",
+        "eplb_core/placement/problem.py",
         'np.array(to_reals(transfer_cost, "transfer_cost"), order="C")',
         'np.array(to_reals(transfer_cost, "transfer_cost"))',
         "tests/test_warm_up.py::test_after_warming_up_no_call_compiles",

@@ -5,22 +5,22 @@ from __future__ import annotations
 INTERPRETED = True
 
 PLACE = "eplb_core/placement/place.py"
-PROBLEM = "eplb_core/placement/_problem.py"
-FROM = "eplb_core/placement/_from_current.py"
-SEARCH = "eplb_core/placement/_search.py"
-KERNELS = "eplb_core/placement/_kernels.py"
-REFINE = "eplb_core/placement/_refine.py"
-SOLVE = "eplb_core/placement/_solve.py"
-GROUPS = "eplb_core/placement/_groups.py"
-SCORE = "eplb_core/placement/_score.py"
-RELABEL = "eplb_core/placement/_relabel.py"
+PROBLEM = "eplb_core/placement/problem.py"
+FROM = "eplb_core/placement/from_current.py"
+SEARCH = "eplb_core/placement/search/improve.py"
+KERNELS = "eplb_core/placement/pack/block.py"
+REFINE = "eplb_core/placement/pack/refine.py"
+SOLVE = "eplb_core/placement/pack/layers.py"
+GROUPS = "eplb_core/placement/pack/groups.py"
+SCORE = "eplb_core/placement/score.py"
+RELABEL = "eplb_core/placement/search/relabel.py"
 TEST_PLACE = "tests/placement/test_place.py"
 TEST_PROPERTIES = "tests/placement/test_place_properties.py"
-TEST_KERNELS = "tests/placement/test_kernels.py"
-TEST_REFINE = "tests/placement/test_refine.py"
-TEST_GROUPS = "tests/placement/test_groups.py"
+TEST_KERNELS = "tests/placement/pack/test_block.py"
+TEST_REFINE = "tests/placement/pack/test_refine.py"
+TEST_GROUPS = "tests/placement/pack/test_groups.py"
 TEST_SCORE = "tests/placement/test_score.py"
-TEST_RELABEL = "tests/placement/test_relabel.py"
+TEST_RELABEL = "tests/placement/search/test_relabel.py"
 
 REFUSALS = f"{TEST_PLACE}::test_bad_arguments_raise_with_their_values"
 SPREAD = f"{TEST_KERNELS}::test_spare_slots_spread_over_equal_shares"
@@ -344,7 +344,7 @@ MUTATIONS = [
     (
         PLACE,
         "from eplb_core.topology import Topology\n",
-        "from eplb_core.adapters.vllm_policy import Options\nfrom eplb_core.topology import Topology\n",
+        "from eplb_core.adapters.vllm.policy import Options\nfrom eplb_core.topology import Topology\n",
         "tests/test_api.py::test_imports_go_one_way",
         "rule 11",
     ),

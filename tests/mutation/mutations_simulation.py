@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-REPLAY = "eplb_core/simulation/_replay.py"
+REPLAY = "eplb_core/simulation/replay.py"
 RESULT = "eplb_core/simulation/result.py"
 POLICIES = "eplb_core/simulation/policies.py"
-SOURCES = "eplb_core/simulation/sources.py"
+SOURCES = "eplb_core/simulation/load/sources.py"
 LINKS = "eplb_core/simulation/links.py"
 HARDWARE = "eplb_core/simulation/hardware.py"
 COMPARE = "eplb_core/simulation/compare.py"
 WORDS = "eplb_core/simulation/words.py"
-GENERATOR = "eplb_core/simulation/generator.py"
+GENERATOR = "eplb_core/simulation/load/generator.py"
 HTML = "eplb_core/simulation/html.py"
 PLOTS = "eplb_core/simulation/plots.py"
 TEST_REPLAY = "tests/simulation/test_replay.py"
 TEST_DISPATCH = "tests/simulation/test_dispatch.py"
-TEST_SOURCES = "tests/simulation/test_sources.py"
+TEST_SOURCES = "tests/simulation/load/test_sources.py"
 TEST_COSTS = "tests/simulation/test_costs.py"
 TEST_COMPARE = "tests/simulation/test_compare.py"
-TEST_GENERATOR = "tests/simulation/test_generator.py"
+TEST_GENERATOR = "tests/simulation/load/test_generator.py"
 TEST_HTML = "tests/simulation/test_html.py"
 TEST_PLOTS = "tests/simulation/test_plots.py"
 
@@ -201,10 +201,10 @@ MUTATIONS = [
         f"{TEST_HTML}::test_a_layout_shades_replicas_and_marks_pairs_on_a_rank",
     ),
     (
-        "eplb_core/_plan_words.py",
+        "eplb_core/cli/plan_words.py",
         "if bound < _LOW_BOUND:",
         "if bound > _LOW_BOUND:",
-        "tests/test_cli.py::test_plan_says_in_words_what_it_found",
+        "tests/cli/test_main.py::test_plan_says_in_words_what_it_found",
     ),
     # sweep: what is kept is told apart by the text of an array, which leaves numbers out
     (

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_core.placement._kernels import new_scratch
-from eplb_core.placement._score import _shares_fit, bound_layers, score_layers
+from eplb_core.placement.pack.block import new_scratch
+from eplb_core.placement.score import _shares_fit, bound_layers, score_layers
 
 
 def score(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from eplb_core.loading.transports.mooncake import Mooncake as Mooncake
     from eplb_core.loading.transports.nixl import Nixl as Nixl
     from eplb_core.loading.transports.shared_memory import SharedMemory as SharedMemory
-    from eplb_core.loading.transports.torch_distributed import TorchDistributed as TorchDistributed
+    from eplb_core.loading.transports.two_sided.torch_distributed import TorchDistributed as TorchDistributed
 
 _HOMES = {
     "CudaIpc": "cuda_ipc",

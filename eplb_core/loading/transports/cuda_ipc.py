@@ -13,11 +13,11 @@ import numpy as np
 
 from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
+from eplb_core.loading.cuda import runtime as _cuda
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
-from eplb_core.loading.transports import _cuda
-from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Ticket
-from eplb_core.loading.transports._batches import Spans
-from eplb_core.loading.transports._processes import Process, borrowed_fd, host, started
+from eplb_core.loading.transports.base import DONE, BaseTransport, Peer, Ticket
+from eplb_core.loading.transports.batches import Spans
+from eplb_core.loading.transports.processes import Process, borrowed_fd, host, started
 
 _FD_HANDLE = struct.Struct("<qqq")
 
@@ -121,9 +121,9 @@ class CudaIpc(BaseTransport):
     def _own_memory(self, i: int, region: Region, bases: dict[int, bytes]) -> IpcMemory:
         if not region.nbytes:
             return IpcMemory(b"", 0)
-        from eplb_core.loading import _device_memory  # brings torch
+        from eplb_core.loading.cuda import segments
 
-        segment = _device_memory.find(region.address)
+        segment = segments.find(region.address)
         if segment is not None:
             offset = region.address - segment.address
             if offset + region.nbytes > segment.nbytes:
@@ -169,9 +169,9 @@ class CudaIpc(BaseTransport):
                 if len(handle) == _FD_HANDLE.size:
                     fd, nbytes, _ = _FD_HANDLE.unpack(handle)
                     with borrowed_fd(owner.pid, fd) as own:
-                        from eplb_core.loading import _device_memory  # brings torch
+                        from eplb_core.loading.cuda import segments
 
-                        self._mapped[key] = _device_memory.open_fd(own, nbytes)
+                        self._mapped[key] = segments.open_fd(own, nbytes)
                     self._opened[key] = self._mapped[key].address
                 else:
                     self._opened[key] = self._cuda.open_handle(handle)

@@ -228,7 +228,7 @@ def flip(address: int, nbytes: int, device: str) -> None:
     if device.startswith("cuda"):  # pragma: no cover  needs a GPU
         import torch
 
-        from eplb_core.loading.transports._cuda import device_bytes
+        from eplb_core.loading.cuda.runtime import device_bytes
 
         device_bytes(address, nbytes, device).bitwise_not_()
         torch.cuda.synchronize(device)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from eplb_core.errors import TransportError
-from eplb_core.loading._copies import copy_spans
+from eplb_core.loading.install.copies import copy_spans
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
-from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Ticket
-from eplb_core.loading.transports._batches import Spans
+from eplb_core.loading.transports.base import DONE, BaseTransport, Peer, Ticket
+from eplb_core.loading.transports.batches import Spans
 
 _OPEN: weakref.WeakValueDictionary[str, LocalCopy] = weakref.WeakValueDictionary()
 _PROCESS = secrets.token_hex(8)

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
-from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Ticket
-from eplb_core.loading.transports._batches import Spans
+from eplb_core.loading.transports.base import DONE, BaseTransport, Peer, Ticket
+from eplb_core.loading.transports.batches import Spans
 
 _HOST_ONLY = "mooncake-transfer-engine-non-cuda"
 _UNDRAINED: set[Ticket] = set()

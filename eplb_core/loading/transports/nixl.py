@@ -17,8 +17,8 @@ import numpy.typing as npt
 from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
-from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Ticket
-from eplb_core.loading.transports._batches import Spans
+from eplb_core.loading.transports.base import DONE, BaseTransport, Peer, Ticket
+from eplb_core.loading.transports.batches import Spans
 
 _KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 _UNDRAINED: set[Nixl] = set()

@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadState, Region, Status
-from eplb_core.loading.transports import _copies
-from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Ticket
-from eplb_core.loading.transports._batches import Spans
-from eplb_core.loading.transports._processes import Process, host, started
+from eplb_core.loading.transports import span_copies
+from eplb_core.loading.transports.base import DONE, BaseTransport, Peer, Ticket
+from eplb_core.loading.transports.batches import Spans
+from eplb_core.loading.transports.processes import Process, host, started
 
 
 class SharedMemory(BaseTransport):
@@ -47,7 +47,7 @@ class SharedMemory(BaseTransport):
     """
 
     def __init__(self) -> None:
-        if not _copies.IS_NATIVE:
+        if not span_copies.IS_NATIVE:
             raise TransportError("SharedMemory needs Linux; use TorchDistributed over gloo")
         super().__init__(
             Caps(
@@ -60,7 +60,7 @@ class SharedMemory(BaseTransport):
                 sm_free=None,
             )
         )
-        _copies.warm_up()
+        span_copies.warm_up()
         self._jobs: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._maps: dict[int, _Maps] = {}
@@ -145,7 +145,7 @@ class _Maps:
     def read(self, spans: Spans, wanted: Callable[[], bool]) -> Status | None:
         """Copy, looking between portions whether it is still wanted; None when all bytes are there."""
         for here, pid in ((self.private, self.pid), (self.mapped, os.getpid())):
-            walk = _copies.Walk(spans, self.shift, here, pid)
+            walk = span_copies.Walk(spans, self.shift, here, pid)
             while expected := walk.next():
                 if not wanted():
                     return Status(ReadState.FAILED)

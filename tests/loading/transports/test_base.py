@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from eplb_core.errors import TransportError
 from eplb_core.loading import transports
 from eplb_core.loading.transport import Caps, ReadBatch, ReadState, Region, Status, Transport
-from eplb_core.loading.transports import _copies
-from eplb_core.loading.transports._base import DONE, BaseTransport, Peer, Ticket
-from eplb_core.loading.transports._batches import Spans
+from eplb_core.loading.transports import span_copies
+from eplb_core.loading.transports.base import DONE, BaseTransport, Peer, Ticket
+from eplb_core.loading.transports.batches import Spans
 
 CAPS = Caps("plain", True, False, frozenset({"cpu"}), True, 100, None)
 
@@ -227,7 +227,7 @@ def test_portions_are_the_same_bytes_within_the_limits(
     region = np.arange(len(nbytes))
     whole = Spans(dst, src, nbytes, region, region + 100)
     moved = []
-    for portion in _copies.portions(whole, most_bytes, most_spans):
+    for portion in span_copies.portions(whole, most_bytes, most_spans):
         assert len(portion.nbytes) <= most_spans
         assert int(portion.nbytes.sum()) <= most_bytes
         moved += [

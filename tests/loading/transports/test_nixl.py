@@ -11,7 +11,7 @@ import pytest
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadState, Status
 from eplb_core.loading.transports import nixl
-from eplb_core.loading.transports._batches import Spans
+from eplb_core.loading.transports.batches import Spans
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
 from eplb_core.testing._peers import batch, contents, pattern, wait, world
 from tests.loading.engine_process import until

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from eplb_core.loading.transports._processes import Process, borrowed_fd, started
+from eplb_core.loading.transports.processes import Process, borrowed_fd, started
 
 
 def test_a_process_that_there_is_not_never_started() -> None:

@@ -21,8 +21,8 @@ import torch
 
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status
-from eplb_core.loading.transports import SharedMemory, _copies
-from eplb_core.loading.transports._batches import Spans
+from eplb_core.loading.transports import SharedMemory, span_copies
+from eplb_core.loading.transports.batches import Spans
 from eplb_core.loading.transports.shared_memory import _Copy, _work, why_failed
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit
 from eplb_core.testing.transports import Check
@@ -193,7 +193,7 @@ def test_a_read_that_breaks_its_worker_fails_and_the_next_one_is_made() -> None:
 
 
 def test_where_other_processes_cannot_be_read_it_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_copies, "IS_NATIVE", False)
+    monkeypatch.setattr(span_copies, "IS_NATIVE", False)
     with pytest.raises(TransportError, match="SharedMemory needs Linux; use TorchDistributed over gloo"):
         SharedMemory()
 

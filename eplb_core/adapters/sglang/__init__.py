@@ -1,0 +1,1 @@
+"""SGLang: its plug-in, maps, moves, rebalancing and weight cache."""

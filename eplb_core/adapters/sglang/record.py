@@ -1,0 +1,428 @@
+"""SGLang's weight cache with a record of the layout: the daemon keeps it, engines adopt it and tell it of every move.
+
+SGLang's daemon gives weights to every engine whose configuration is its own, whatever has moved since it loaded them.
+With this part the daemon keeps a `LayoutRecord` beside its socket (`SOCKET.layout`). An engine takes the recorded
+layout over before it maps the weights, its ranks decide together, and moves are begun and committed there. An engine
+without the plug-in gets the weights while they are where they were loaded, and nobody moves them from then on.
+
+Engines get this by `EPLB_CORE=sglang`. A daemon loads no plug-ins: start it by
+
+    python -m eplb_core.adapters.sglang_daemon ...        # the arguments of sglang.srt.weight_cache.daemon
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from eplb_core.adapters import hooking
+from eplb_core.adapters.sglang import context
+from eplb_core.adapters.sglang import moves as sglang_moves
+from eplb_core.errors import EplbError
+from eplb_core.layout import ExpertLayout
+from eplb_core.loading.agreement import Agreement, GroupAgreement, LocalAgreement
+from eplb_core.loading.record.agree import agree_on_layout
+from eplb_core.loading.record.client import LayoutClient
+from eplb_core.loading.record.record import LayoutRecord
+from eplb_core.loading.record.server import LayoutServer
+from eplb_core.topology import Topology
+
+PARAMETERS = {
+    "weight_cache.ipc_loader.IpcModelLoader._fetch_from_cache": ("self", "model_config", "device_config"),
+    "weight_cache.ipc_loader.send_msg": ("sock", "obj"),
+    "weight_cache.daemon.spawn_weight_cache_daemon": (
+        "server_args",
+        "gpu_id",
+        "tp_rank",
+        "pp_rank",
+        "dist_init_method",
+    ),
+    "eplb.expert_location_updater.ExpertLocationUpdater.update": (
+        "self",
+        "routed_experts_weights_of_layer",
+        "new_expert_location_metadata",
+        "update_layer_ids",
+        "nnodes",
+        "rank",
+    ),
+}
+DAEMON_PARAMETERS = {
+    "serve": ("self",),
+    "_handle_connection": ("self", "conn"),
+}
+SUFFIX = ".layout"
+"""What the record's socket is called, after the daemon's."""
+_KEEPS = "_eplb_core_keeps_records"
+CLAIM = "eplb_core"
+"""Key of a request for weights under which an engine says by which layout it routes."""
+_claim: ContextVar[dict[str, Any] | None] = ContextVar("_claim", default=None)
+_kept: list[LayoutClient] = []
+"""The presence of this process at its daemon's record, while it uses its weights."""
+_barred: list[str] = []
+"""Why no rank may move experts: the weights are shared, and some rank has no record."""
+
+
+def client() -> LayoutClient | None:
+    """Where this rank's moves are recorded; None where its weights are its own."""
+    return _kept[0] if _kept else None
+
+
+def barred() -> str:
+    """Why no rank may move experts, or nothing; the same on all ranks."""
+    return _barred[0] if _barred else ""
+
+
+# ---- an engine that starts -------------------------------------------------------------------------------------------
+
+
+def fetch(original: Callable[..., Any], loader: Any, model_config: Any, device_config: Any) -> Any:
+    """Around `IpcModelLoader._fetch_from_cache`: adopt the recorded layout, then map the weights, on all ranks or none.
+
+    Raises:
+        LayoutAgreementError: The ranks cannot start on one layout; on every rank.
+        RuntimeError: Some ranks got weights and others not.
+    """
+    metadata = context.live_metadata()
+    if metadata is None or _kept:  # a model without experts, or a second one in this process: a draft
+        return original(loader, model_config, device_config)
+    try:
+        own = sglang_moves.layout_of(metadata, None, Topology(metadata.ep_size))
+    except EplbError as error:  # equal on all ranks
+        hooking.log_once(f"record: this layout is left to SGLang: {error}")
+        return original(loader, model_config, device_config)
+    agreement = make_agreement()
+    presence = _presence(loader, device_config)
+    try:
+        layout, version = agree_on_layout(presence, own=own, agreement=agreement, adopts=_adopts())
+    except BaseException:
+        _leave(presence)
+        raise
+    weights, trouble = None, None
+    if layout is not own and layout != own:
+        try:
+            _adopt(metadata, layout, model_config)
+        except Exception as error:  # raised when the others, who wait for this rank's word, have it
+            trouble = error
+        else:
+            hooking.log_once(f"record: version {version} of the layout is adopted ({layout.digest[:12]})", logging.INFO)
+    if trouble is None:
+        weights, trouble = _mapped(original, loader, model_config, device_config, presence, layout)
+    recorded = presence is not None and presence.found is not None
+    word = "failed" if trouble else "disk" if weights is None else "mapped, recorded" if recorded else "mapped"
+    told = [each.decode() for each in agreement.gather(word.encode())]
+    if len({each.partition(",")[0] for each in told}) > 1 or trouble is not None:
+        _leave(presence)
+        if trouble is not None:
+            raise trouble
+        words = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(told))
+        raise RuntimeError(f"eplb_core: all ranks must map their daemon's weights or none ({words}); start all daemons")
+    if len(set(told)) > 1:
+        _barred.append(f"rank {told.index('mapped')} shares its weights with a daemon that keeps no record")
+    if weights is None or presence is None or not recorded:
+        _leave(presence)
+        if weights is not None:
+            hooking.log_once(
+                "record: the weights are shared by a daemon that keeps no record of their layout: engines that start "
+                "after a move serve wrong experts. Start it by python -m eplb_core.adapters.sglang_daemon"
+            )
+        return weights
+    _kept.append(presence)
+    hooking.log_once(f"in effect in SGLang: record at {presence.path}, version {version}", logging.INFO)
+    return weights
+
+
+def _mapped(
+    original: Callable[..., Any],
+    loader: Any,
+    model_config: Any,
+    device_config: Any,
+    presence: LayoutClient | None,
+    layout: ExpertLayout,
+) -> tuple[Any, Exception | None]:
+    """What the engine's own code answers while its request says by which layout this engine routes; or its error."""
+    claim = None
+    if presence is not None and presence.found is not None:
+        claim = {"engine": presence.engine_id, "version": presence.adopted, "digest": layout.digest}
+    token = _claim.set(claim)
+    try:
+        return original(loader, model_config, device_config), None
+    except Exception as error:
+        return None, error
+    finally:
+        _claim.reset(token)
+
+
+def _presence(loader: Any, device_config: Any) -> LayoutClient | None:
+    try:
+        path = loader.socket_path or _socket_path(device_config)
+        return LayoutClient(path + SUFFIX, f"{socket.gethostname()}:{os.getpid()}")
+    except (ValueError, OSError) as error:
+        hooking.log_once(f"record: none is looked for: {error}")
+        return None
+
+
+def _leave(presence: LayoutClient | None) -> None:
+    if presence is not None:
+        presence.close()
+
+
+def make_agreement() -> Agreement:
+    """Of all processes of the engine; of this one alone where there is no group."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return LocalAgreement.group(1)[0]
+    group = dist.new_group(
+        backend="gloo", use_local_synchronization=True
+    )  # pragma: no cover  needs SGLang: tests/engines
+    return GroupAgreement(group, deadline=300.0)  # pragma: no cover
+
+
+def _socket_path(device_config: Any) -> str:  # pragma: no cover  needs SGLang: tests/engines
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.weight_cache.protocol import get_socket_path
+
+    return str(get_socket_path(current_platform.get_device_uuid(int(device_config.gpu_id))))
+
+
+def _adopts() -> bool:  # pragma: no cover  as above
+    """Without a way to dispatch the engine takes logical experts for slots."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().moe.ep_dispatch_algorithm is not None
+
+
+def _adopt(metadata: Any, layout: ExpertLayout, model_config: Any) -> None:  # pragma: no cover  as above
+    """Write the layout into the metadata in use, as at a start with it."""
+    from sglang.srt.eplb.expert_location import ExpertLocationMetadata
+    from sglang.srt.runtime_context import get_parallel
+
+    other = ExpertLocationMetadata.init_by_mapping(
+        model_config,
+        torch.tensor(layout.physical_to_logical_map),
+        moe_ep_rank=get_parallel().moe_ep_rank,
+    )
+    metadata.update(other, list(range(layout.num_layers)))
+
+
+def claim_layout(original: Callable[..., Any], sock: Any, obj: Any) -> Any:
+    """Around `send_msg`: a request for weights says by which layout this engine routes."""
+    claim = _claim.get()
+    if claim is not None and isinstance(obj, dict) and obj.get("type") == "fetch_state":
+        obj = {**obj, CLAIM: claim}
+    return original(sock, obj)
+
+
+# ---- an engine that moves experts by its own updater -----------------------------------------------------------------
+
+
+def record_update(
+    original: Callable[..., Any],
+    updater: Any,
+    routed_experts_weights_of_layer: Any,
+    new_expert_location_metadata: Any,
+    update_layer_ids: list[int],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Around `ExpertLocationUpdater.update`: layers move if every rank's record lets them, and are committed after."""
+
+    def move() -> Any:
+        return original(
+            updater, routed_experts_weights_of_layer, new_expert_location_metadata, update_layer_ids, *args, **kwargs
+        )
+
+    kept = client()
+    if barred():
+        hooking.log_once(f"record: nothing moves: {barred()}")
+        return {}
+    if kept is None:
+        return move()
+    layers = sorted(int(layer) for layer in update_layer_ids)
+    reply = kept.begin(layers, kept.adopted)
+    told = _gather((reply.status, reply.reason))
+    stopped = [(rank, *each) for rank, each in enumerate(told) if each[0] != "ok"]
+    if stopped:
+        if reply.status == "ok":
+            kept.abort(layers)
+        rank, status, reason = stopped[0]
+        if any(each[1] == "refused" for each in stopped):
+            kept.refuse_moves(f"rank {rank}: {reason}")
+        hooking.log_once(f"record: layers {layers[:4]}... stay as they are: rank {rank} ({status}): {reason}")
+        return {}
+    missing = move()
+    live = context.live_metadata()
+    if live.physical_to_logical_map.is_cuda:  # pragma: no cover  needs a GPU
+        torch.cuda.synchronize()
+    reply = kept.commit(layers, live.physical_to_logical_map_cpu[layers].numpy())
+    digest = sglang_moves.layout_of(live, None, Topology(live.ep_size)).digest
+    if reply.status != "ok" or reply.digest != digest:
+        kept.refuse_moves(f"layers {layers[:4]} could not be recorded: {reply.reason or reply.digest}")
+        hooking.log_once(
+            f"record: layers {layers[:4]} moved and could not be recorded ({reply.reason or 'another layout'}): "
+            "nothing moves any more; restart the daemons and the engines that use them"
+        )
+    return missing
+
+
+def _gather(own: tuple[str, str]) -> list[tuple[str, str]]:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return [own]
+    return _gather_over(own)
+
+
+def _gather_over(own: tuple[str, str]) -> list[Any]:  # pragma: no cover  needs SGLang: tests/engines
+    import torch.distributed as dist
+
+    from eplb_core.adapters.sglang import rebalance as sglang_rebalance
+
+    group = sglang_rebalance.cpu_group()
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, own, group=group)
+    return answers
+
+
+# ---- the daemon ------------------------------------------------------------------------------------------------------
+
+
+class _NothingMore:
+    """The daemon gives the weights by its own socket; here is asked only whether it may."""
+
+    def difference(self, config: Mapping[str, Any], frame: Mapping[str, Any]) -> tuple[str, str] | None:
+        return None
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        return {}, []
+
+    def about(self) -> dict[str, Any]:
+        return {}
+
+
+def spawn(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `spawn_weight_cache_daemon`: the child keeps a record; it is told by the function that it runs."""
+    from sglang.srt.weight_cache import daemon
+
+    from eplb_core.adapters import sglang_daemon
+
+    before = daemon.run_weight_cache_daemon
+    daemon.run_weight_cache_daemon = sglang_daemon.run_daemon
+    try:
+        return original(*args, **kwargs)
+    finally:
+        daemon.run_weight_cache_daemon = before
+
+
+def keep_records(daemon_class: Any) -> str:
+    """Let all daemons of this process keep a record, from now on.
+
+    Args:
+        daemon_class: `WeightCacheDaemon`, or what stands in for it.
+
+    Returns:
+        Why it is left as it is, or nothing.
+    """
+    if vars(daemon_class).get(_KEEPS):
+        return ""
+    for name, parameters in DAEMON_PARAMETERS.items():
+        trouble = hooking.mismatch(vars(daemon_class).get(name), f"WeightCacheDaemon.{name}", parameters)
+        if trouble:
+            hooking.log_once(f"record is left to SGLang, written for 0.5.23: {trouble}", logging.ERROR)
+            return trouble
+    daemon_class.serve = _around(daemon_class.serve, serve)
+    daemon_class._handle_connection = _around(daemon_class._handle_connection, answer_request)
+    setattr(daemon_class, _KEEPS, True)
+    return ""
+
+
+def _around(engine_own: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(engine_own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return hook(engine_own, *args, **kwargs)
+
+    return call
+
+
+def serve(original: Callable[..., Any], daemon: Any) -> Any:
+    """Around `WeightCacheDaemon.serve`: keep the record of what was loaded, for as long as it serves."""
+    metadata = context.live_metadata()
+    if metadata is None:
+        hooking.log_once("record: this model has no expert location, so none is kept", logging.INFO)
+        return original(daemon)
+    layout = sglang_moves.layout_of(metadata, None, Topology(metadata.ep_size))
+    path = daemon.socket_path + SUFFIX
+    with LayoutServer(path, LayoutRecord(layout), exports=_NothingMore()) as server:
+        vars(daemon)["_eplb_core_server"] = server
+        hooking.log_once(f"in effect in SGLang: record at {path} ({layout.digest[:12]})", logging.INFO)
+        return original(daemon)
+
+
+def answer_request(original: Callable[..., Any], daemon: Any, conn: Any) -> Any:
+    """Around `_handle_connection`: who asks for weights gets them if it routes by what they hold."""
+    server = vars(daemon).get("_eplb_core_server")
+    if server is None:
+        return original(daemon, conn)
+    from sglang.srt.weight_cache.protocol import recv_msg, send_msg
+
+    heard = _Heard(conn)
+    request = recv_msg(heard)
+    if isinstance(request, dict) and request.get("type") == "fetch_state" and _fits(daemon.config, request):
+        reason = may_map(server.path, request.get(CLAIM))
+        if reason:
+            hooking.log_once(f"record: weights are not given: {reason}")
+            send_msg(conn, {"status": "mismatch", "daemon_config": {**daemon.config.to_dict(), CLAIM: reason}})
+            return None
+    return original(daemon, heard.again())
+
+
+def _fits(config: Any, request: Mapping[str, Any]) -> bool:
+    """Others are refused by the engine's own code, and are no users of these weights."""
+    try:
+        return bool(config.matches(type(config).from_dict(request["config"])))
+    except Exception:
+        return False
+
+
+def may_map(path: str, claim: Any) -> str:
+    """Why an engine that says this may not map the weights, or nothing; the record remembers who did."""
+    said = claim if isinstance(claim, dict) else {}
+    engine, version, digest = (said.get(name) for name in ("engine", "version", "digest"))
+    with LayoutClient(path, "the daemon", attach=False) as look:
+        look.adopted = version if isinstance(version, int) else 0
+        try:
+            reply, fds = look.fetch({}, digest if isinstance(digest, str) else "", {}, engine=engine)
+        except EplbError as error:
+            return str(error)
+    for fd in fds:  # pragma: no cover  there are none
+        os.close(fd)
+    return "" if reply["status"] == "ok" else str(reply["reason"])
+
+
+class _Heard:
+    """A connection whose first message is read once and can be read again."""
+
+    def __init__(self, conn: Any, data: bytes = b"") -> None:
+        self._conn, self._data, self._all = conn, data, bytearray()
+
+    def recv(self, size: int) -> bytes:
+        if self._data:
+            part, self._data = self._data[:size], self._data[size:]
+            return part
+        part = self._conn.recv(size)
+        self._all += part
+        return part  # type: ignore[no-any-return]
+
+    def again(self) -> _Heard:
+        """The connection as it was before its first message was read."""
+        return _Heard(self._conn, bytes(self._all))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._conn, name)

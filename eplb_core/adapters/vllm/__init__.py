@@ -1,0 +1,1 @@
+"""vLLM: its plug-in, maps, policy and communicator."""

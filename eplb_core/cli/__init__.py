@@ -1,0 +1,1 @@
+"""The command line: `eplb` or `python -m eplb_core`."""

@@ -1,0 +1,64 @@
+"""What the commands of `eplb` read: arguments into a topology, a trace, a layout; what reading did goes to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from eplb_core._text import plain
+from eplb_core.errors import MAX_TEXT
+from eplb_core.files.layout_file import read_layout_file
+from eplb_core.layout import ExpertLayout
+from eplb_core.topology import Topology
+from eplb_core.trace import Trace, load_trace
+
+
+def note(*notes: str) -> None:
+    """Say on stderr what was assumed or left out."""
+    for each in notes:
+        print(f"note: {plain(each, MAX_TEXT)}", file=sys.stderr)
+
+
+def topology_of(arguments: argparse.Namespace) -> Topology | None:
+    """The ranks that the arguments describe, or None if they name none."""
+    if arguments.rank_to_node is None and arguments.ranks is None:
+        if arguments.nodes is not None or arguments.rank_speed is not None:
+            raise ValueError("--nodes and --rank-speed need the ranks: --ranks R")
+        return None
+    return Topology(
+        arguments.ranks, arguments.nodes, rank_to_node=arguments.rank_to_node, rank_speed=arguments.rank_speed
+    )
+
+
+def read_trace(path: str, arguments: argparse.Namespace) -> Trace:
+    """The trace, or the windows of it that `--windows` names."""
+    trace = load_trace(path, key=arguments.key)
+    note(*trace.notes)
+    if arguments.windows is None:
+        return trace
+    cut = arguments.windows
+    load = trace.load[cut]
+    if not len(load):
+        raise ValueError(
+            f"--windows {cut.start}:{cut.stop or ''} takes none of the trace's {trace.num_windows} windows"
+        )
+    return Trace(load, trace.windows[cut], trace.layer_ids, trace.top_k, trace.source, trace.path, trace.format)
+
+
+def note_faults(trace: Trace) -> None:
+    """Point out layers that no recorder of a router's answers could have written; idle layers are no fault."""
+    note(*(fault.text for fault in trace.faults if fault.kind == "first_experts"))
+
+
+def ranks_and_current(arguments: argparse.Namespace, trace: Trace) -> tuple[Topology, ExpertLayout | None]:
+    """The ranks to plan for, and the layout to start from; a layout file may say the ranks by itself."""
+    topology = topology_of(arguments)
+    if arguments.current is None:
+        if topology is None:
+            raise ValueError("give the ranks: --ranks R, or --rank-to-node 0,0,1,1,..")
+        return topology, None
+    read = read_layout_file(arguments.current, topology=topology, num_experts=trace.num_experts)
+    note(*read.notes)
+    if read.layout.num_layers != trace.num_layers:
+        raise ValueError(f"{arguments.current} has {read.layout.num_layers} layers, the trace {trace.num_layers}")
+    return read.layout.topology, read.layout

@@ -1,0 +1,215 @@
+"""The command line: `eplb` or `python -m eplb_core`.
+
+Results go to stdout, progress and notes to stderr. Exit status: 0 well, 1 faults found, 2 wrong usage, a
+bad file or no such placement, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from eplb_core import __version__
+from eplb_core._text import plain
+from eplb_core.cli import inspect, record
+from eplb_core.cli import plan as _commands
+from eplb_core.errors import MAX_TEXT, EplbError
+from eplb_core.files.formats import LAYOUT_FORMATS
+from eplb_core.simulation import BASIC, DISPATCHES, HARDWARE, POLICIES
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit status; usage errors and `--help` leave by SystemExit, as argparse has it."""
+    arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold what this terminal cannot show
+    try:
+        status: int = arguments.run(arguments)
+        if sys.stdout is not None:  # closed by the caller (>&-)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (`| head`). Python flushes once more at exit: that must not fail either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        return _complain(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error)
+    except ModuleNotFoundError as error:
+        return _complain("this needs torch: pip install torch" if error.name == "torch" else error)
+    except (EplbError, ValueError, TypeError, IndexError, OverflowError, MemoryError, ImportError) as error:
+        return _complain(error)
+    return status
+
+
+def _complain(error: object) -> int:
+    with contextlib.suppress(OSError):  # where nothing can be said, the status still can
+        print(f"eplb: {plain(str(error), MAX_TEXT)}", file=sys.stderr)
+    return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Commands' parsers are of this class too."""
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse has it, which prints arguments as they were given."""
+        super().error(plain(message, MAX_TEXT))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = _Parser(
+        prog="eplb",
+        description="Expert-parallel load balancing for mixture-of-experts serving.",
+        epilog="`eplb COMMAND --help` lists a command's options. Exit status: 0 well, 1 faults found or no such "
+        "placement, 2 wrong usage or a bad file, 130 interrupted.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"eplb_core {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    plan = _command(commands, "plan", _commands.plan, "place experts for a recorded load and show what it gains")
+    plan.add_argument(
+        "trace", metavar="TRACE", help="recorded load: this library's, SGLang's, TensorRT-LLM's, .npz, .npy"
+    )
+    _trace_options(plan)
+    _topology_options(plan)
+    _place_options(plan)
+    plan.add_argument("--current", metavar="FILE", help="layout that is live now: changes cost transfers")
+    plan.add_argument("--out", metavar="FILE", help="write the layout here")
+    plan.add_argument("--to", choices=LAYOUT_FORMATS, default="eplb", help="format of --out (default: %(default)s)")
+
+    replay = _command(commands, "simulate", _commands.simulate, "replay a recorded load through policies, side by side")
+    replay.add_argument("trace", metavar="TRACE", help="recorded load with two windows or more")
+    _trace_options(replay)
+    _topology_options(replay)
+    _place_options(replay)
+    replay.add_argument(
+        "--policy",
+        metavar="A,B,..",
+        type=_policies,
+        help=f"some of {', '.join(POLICIES)} (default: {', '.join(BASIC)})",
+    )
+    replay.add_argument(
+        "--interval", metavar="N", type=_positive, default=16, help="windows between rebalances (default: 16)"
+    )
+    replay.add_argument("--history", metavar="N", type=_positive, help="windows that a policy sees (default: interval)")
+    replay.add_argument("--current", metavar="FILE", help="layout to start from (default: the trivial one)")
+    replay.add_argument(
+        "--dispatch", choices=DISPATCHES, default="even", help="how replicas share tokens (default: %(default)s)"
+    )
+    replay.add_argument("--hardware", choices=HARDWARE, help="count seconds and bytes, of DeepSeek-V3's experts")
+    replay.add_argument(
+        "--window-passes", metavar="N", type=_amount, default=1.0, help="passes of a window, for seconds (default: 1)"
+    )
+    replay.add_argument("--report", metavar="FILE", help="write a page of HTML to look at, with the bound")
+
+    look = _command(commands, "inspect", inspect.inspect, "say what a layout or trace file holds, and its faults")
+    look.add_argument("file", metavar="FILE", help="layout or trace file, of this library or of an engine")
+    _trace_options(look)
+    _topology_options(look)
+    look.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
+
+    turn = _command(commands, "convert", inspect.convert, "turn a layout or trace file into another format")
+    turn.add_argument("source", metavar="IN", help="layout or trace file, or SGLang's inline JSON")
+    turn.add_argument("target", metavar="OUT", help="file to write; - with --to sglang: inline JSON on standard output")
+    turn.add_argument("--to", choices=LAYOUT_FORMATS, required=True, help="format of OUT; for a trace eplb or sglang")
+    _trace_options(turn)
+    _topology_options(turn)
+    turn.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
+
+    _command(commands, "demo", _commands.demo, "plan and replay the trace that comes with the package")
+    record.add_to(commands, _command, _topology_options)
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    command.set_defaults(run=run)
+    return command
+
+
+def _trace_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--key", metavar="NAME", help="array to take from an .npz that has several")
+    command.add_argument("--windows", metavar="A:B", type=_span, help="use windows A to B-1 of the trace only")
+
+
+def _topology_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--ranks", metavar="R", type=_positive, help="EP ranks, where no layout file says them")
+    command.add_argument("--nodes", metavar="N", type=_positive, help="nodes, of equal size (default: 1)")
+    command.add_argument("--rank-to-node", metavar="0,0,1,..", type=_ints, help="node of each rank, for other shapes")
+    command.add_argument(
+        "--rank-speed", metavar="1,1,.5,..", type=_floats, help="relative speed of each rank (default: equal)"
+    )
+
+
+def _place_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--slots", metavar="P", type=_positive, required=True, help="slots (physical experts) of all ranks"
+    )
+    command.add_argument(
+        "--locality",
+        choices=("none", "group", "first_copy"),
+        default="none",
+        help="keep groups of experts on one node: group = all replicas, first_copy = one (default: none)",
+    )
+    command.add_argument("--groups", metavar="G", type=_positive, help="groups of experts, for --locality and deepseek")
+    command.add_argument(
+        "--effort", metavar="X", type=float, default=1.0, help="more time for a better answer (default: 1)"
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.strip().lstrip("+-").isdecimal() and len(text) < 19 else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
+    return number
+
+
+def _amount(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return number
+
+
+def _span(text: str) -> slice:
+    first, colon, last = text.partition(":")
+    if not colon or not all(part == "" or part.isdecimal() for part in (first, last)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be A:B, for instance 0:64")
+    return slice(int(first or 0), int(last) if last else None)
+
+
+def _ints(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between") from None
+
+
+def _floats(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas between") from None
+
+
+def _policies(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} must be of {', '.join(POLICIES)}")
+    return names

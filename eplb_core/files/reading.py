@@ -1,0 +1,271 @@
+"""Reading files that others wrote, without trusting them, and writing ours whole or not at all.
+
+Every reader looks at the sizes that a file declares before it allocates, runs no code from the file, and turns whatever
+goes wrong into one `FileFormatError` that says which file, what was expected, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import secrets
+import stat
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_core._arrays import to_numpy
+from eplb_core._text import plain, quoted
+from eplb_core.errors import FileFormatError
+from eplb_core.files.pickles import check_pickle
+
+PathLike: TypeAlias = str | os.PathLike[str]
+AnyArray: TypeAlias = npt.NDArray[Any]
+
+MAX_BYTES = 4 << 30
+"""The most that a file may declare or hold: far above any real trace (1,000 windows of 61 x 512 are 250 MB)."""
+MAX_TEXT_BYTES = 256 << 20
+"""The most for JSON and YAML, whose parsed form takes many times the memory of the text."""
+
+
+def bad_file(path: PathLike, expected: str, found: str, mend: str) -> FileFormatError:
+    """Make the error that all readers raise."""
+    name = "inline JSON" if is_inline(path) else os.fspath(path)
+    return FileFormatError(f"{name}: expected {plain(expected)}, found {plain(found)}; {mend}", path=name)
+
+
+@contextmanager
+def reading(path: PathLike, expected: str, mend: str) -> Iterator[None]:
+    """Turn any exception of a decoder into `FileFormatError`; those that are one already pass."""
+    try:
+        yield
+    except FileFormatError:
+        raise
+    except Exception as error:  # decoders of hostile bytes raise whatever they please
+        raise bad_file(path, expected, _told(error), mend) from error
+
+
+def _told(error: Exception) -> str:
+    """A decoder's error in words."""
+    if isinstance(error, KeyError):
+        return f"no {error}"
+    return str(error) if type(error) in (ValueError, TypeError) else f"{type(error).__name__}: {error}"
+
+
+def check_path(path: PathLike, name: str = "path") -> str:
+    """The path as text; a number is none, though `open` would take it for an open file, and close that."""
+    given: object = path
+    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise TypeError(f"`{name}` (={quoted(path, 80)}) must be text or a path")
+    if not text.isascii():
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"`{name}` (={quoted(text, 80)}) must be a name that files can have") from error
+    return text
+
+
+def open_regular(path: PathLike, max_bytes: int) -> io.BufferedReader:
+    """Open a regular file of a size that may be read; a missing one raises OSError as `open` does."""
+    status = os.stat(check_path(path))  # before `open`, which would wait for ever on a named pipe
+    if not stat.S_ISREG(status.st_mode):
+        raise bad_file(
+            path, "a file", "a folder" if stat.S_ISDIR(status.st_mode) else "a device or pipe", "give a file"
+        )
+    if status.st_size > max_bytes:
+        raise _too_large(path, status.st_size, max_bytes)
+    return open(path, "rb")
+
+
+def _too_large(path: PathLike, size: int, max_bytes: int) -> FileFormatError:
+    return bad_file(path, f"at most {max_bytes:,} bytes", f"{size:,}", "cut the recording into parts, or mend the file")
+
+
+def is_inline(path: PathLike) -> bool:
+    """Is it the JSON itself instead of a file, as SGLang's `--init-expert-location` takes it too?"""
+    return isinstance(path, str) and path.lstrip().startswith("{") and not os.path.exists(path)
+
+
+def sniff(path: PathLike) -> str:
+    """What a path holds, by its content: folder, npz, torch, npy, json, text, empty or binary; inline JSON is json."""
+    check_path(path)
+    if is_inline(path):
+        return "json"
+    if os.path.isdir(path):
+        return "folder"
+    with open_regular(path, MAX_BYTES) as file:
+        head = file.read(4096)
+        if head[:4] == b"PK\x03\x04" or head[:4] == b"PK\x05\x06":
+            with reading(path, "a zip archive (.npz or .pt)", "save the file again; it may be truncated"):
+                names = zipfile.ZipFile(file).namelist()
+            return "torch" if any(name.endswith("data.pkl") for name in names) else "npz"
+    if not head.strip():
+        return "empty"
+    if head.startswith(b"\x93NUMPY"):
+        return "npy"
+    if head.lstrip()[:1] in (b"{", b"["):
+        return "json"
+    # A cut of 4096 bytes may split one character of four bytes at its end.
+    return "text" if _is_text(head[:-4] if len(head) == 4096 else head) else "binary"
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        return all(c.isprintable() or c.isspace() for c in head.decode("utf-8"))
+    except UnicodeDecodeError:
+        return False
+
+
+def read_text(path: PathLike) -> str:
+    """UTF-8 text of a bounded size."""
+    with open_regular(path, MAX_TEXT_BYTES) as file:
+        raw = file.read()
+    with reading(path, "UTF-8 text", "save it as UTF-8"):
+        return raw.decode("utf-8")
+
+
+def read_json(path: PathLike) -> Any:
+    """Any JSON value."""
+    text = str(path) if is_inline(path) else read_text(path)
+    with reading(path, "JSON", "it may be truncated: write it again"):
+        return json.loads(text)
+
+
+def read_npz(path: PathLike) -> dict[str, AnyArray]:
+    """All arrays of an .npz (or the one of an .npy, named ""); pickled ones are refused, not loaded."""
+    mend = "save it again with numpy.savez; arrays of Python objects are never read"
+    with open_regular(path, MAX_BYTES) as file, reading(path, "NumPy arrays (.npz or .npy)", mend):
+        if file.peek(6)[:6] == b"\x93NUMPY":
+            return {"": _npy(file.read(), "")}
+        with zipfile.ZipFile(file) as archive:
+            _check_zip(path, archive)
+            return {
+                member.filename.removesuffix(".npy"): _npy(archive.read(member), member.filename)
+                for member in archive.infolist()
+            }
+
+
+def _check_zip(path: PathLike, archive: zipfile.ZipFile) -> None:
+    """Add up what the members declare; reading one never gives more than it declares."""
+    declared = sum(member.file_size for member in archive.infolist())
+    if declared > MAX_BYTES:
+        raise _too_large(path, declared, MAX_BYTES)
+
+
+def _npy(raw: bytes, name: str) -> AnyArray:
+    """The array in the bytes of an .npy; its header must declare exactly what follows it."""
+    stream = io.BytesIO(raw)
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"array `{name}` has .npy version {version}")
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read_header(stream)
+    if dtype.kind not in "biufU":
+        raise ValueError(f"array `{name}` has dtype {dtype}, not numbers or text")
+    body = len(raw) - stream.tell()
+    _check_shape(name, shape, dtype.itemsize)
+    if math.prod(shape) * dtype.itemsize != body:
+        raise ValueError(f"array `{name}` declares shape {shape} of {dtype} but {body} bytes follow")
+    flat = np.frombuffer(raw, dtype=dtype, offset=stream.tell()) if body else np.empty(0, dtype)
+    return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def _check_shape(name: str, shape: Sequence[int], itemsize: int) -> None:
+    """Refuse what would be too large even where a length of 0 makes it empty: sums over that axis are not."""
+    if math.prod(max(n, 1) for n in shape) * itemsize > MAX_BYTES:
+        raise ValueError(f"array `{name}` has shape {list(shape)}, more than {MAX_BYTES:,} bytes")
+
+
+def read_torch(path: PathLike) -> Any:
+    """What `torch.save` wrote: tensors and plain Python values only (`weights_only`), on the CPU."""
+    import torch
+
+    mend = "save tensors, lists and dicts with torch.save; anything that would run code is refused"
+    with open_regular(path, MAX_BYTES) as file, reading(path, "a file of torch.save", mend):
+        with zipfile.ZipFile(file) as archive:
+            _check_zip(path, archive)
+            for name in archive.namelist():
+                if name.endswith("data.pkl"):
+                    check_pickle(archive.read(name))
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def tensor_array(path: PathLike, value: object, name: str) -> AnyArray:
+    """A tensor or nested lists out of a file as numpy numbers; views that pretend to be huge are refused."""
+    with reading(path, f"numbers in `{name}`", "write a plain tensor or nested lists of numbers"):
+        if hasattr(value, "detach"):
+            tensor: Any = value
+            _check_shape(name, tensor.shape, tensor.element_size())
+            array = to_numpy(tensor, name)
+        else:
+            array = np.asarray(value)
+        if array.dtype.kind not in "iuf":
+            raise TypeError(f"dtype {array.dtype}")
+        return array
+
+
+_SAFETENSORS_DTYPES = {
+    **{f"I{bits}": f"<i{bits // 8}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"<u{bits // 8}" for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
+}
+
+
+def read_safetensors(path: PathLike) -> dict[str, AnyArray]:
+    """All tensors of a .safetensors file: eight bytes of header length, a JSON header, then the numbers.
+
+    Source:
+        The format as the safetensors project documents it; read here so that statistics need no extra package.
+    """
+    with open_regular(path, MAX_BYTES) as file:
+        raw = file.read()
+    with reading(path, "a .safetensors file", "it may be truncated: copy it again"):
+        length = int.from_bytes(raw[:8], "little")
+        if len(raw) < 8 or length > len(raw) - 8:
+            raise ValueError(f"a header of {length} bytes in a file of {len(raw)}")
+        header = json.loads(raw[8 : 8 + length].decode("utf-8"))
+        arrays = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            dtype, shape = np.dtype(_SAFETENSORS_DTYPES[entry["dtype"]]), [int(n) for n in entry["shape"]]
+            begin, end = (int(n) for n in entry["data_offsets"])
+            body = raw[8 + length + begin : 8 + length + end]
+            _check_shape(name, shape, dtype.itemsize)
+            if begin < 0 or end - begin != len(body) or math.prod(shape) * dtype.itemsize != len(body):
+                raise ValueError(f"tensor `{name}` declares shape {shape} but has {len(body)} bytes")
+            arrays[name] = np.frombuffer(body, dtype=dtype).reshape(shape)
+        return arrays
+
+
+def write_atomic(path: PathLike, content: bytes) -> None:
+    """Write a file whole or not at all: a reader sees the old one or the new one, whenever the writer dies."""
+    target = Path(os.path.realpath(check_path(path)))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "No such folder", str(target.parent))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "Is a folder; name a file in it", str(target))
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "Is a device or pipe, which a file may not replace; name a file", str(target))
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # a full disk names no file, other errors the temporary one
+            raise OSError(error.errno, error.strerror, str(target)) from error
+        raise

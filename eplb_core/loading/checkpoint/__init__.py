@@ -1,0 +1,1 @@
+"""Weights from a checkpoint into the slots of a rank."""

@@ -1,0 +1,1 @@
+"""CUDA's runtime and driver by their C interfaces."""

@@ -1,0 +1,1 @@
+"""Staged bytes into live slots, in one launch."""

@@ -1,0 +1,207 @@
+"""What ranks must know of each other before they read: whether they fit, and where each row lies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eplb_core import __version__
+from eplb_core._arrays import IntArray, check_int, check_kind, to_list
+from eplb_core._text import plain
+from eplb_core.errors import MigrationError
+from eplb_core.layout import ExpertLayout
+from eplb_core.loading.install.installer import Staging
+from eplb_core.loading.moves.steps import Step
+from eplb_core.loading.store import ExpertStore, check_stores
+from eplb_core.loading.transport import Region
+
+_FORMAT = 1
+
+
+class Hello(NamedTuple):
+    """What a rank says of itself when it joins."""
+
+    rank: int
+    facts: dict[str, Any]
+    """What must be equal on all ranks."""
+    capacity: int
+    places: IntArray
+    """(region, offset) of every row that peers may read, int64 `[L, S, tensors, 2]`."""
+    blob: bytes
+    """For the transport."""
+
+
+def regions_of(stores: Sequence[ExpertStore], staging: Staging) -> tuple[list[Region], IntArray]:
+    """Staging as region 0, then the tensors of all layers; and where in them each row is, int64 `[L, S, tensors, 2]`.
+
+    Rows that follow each other in one storage are one region: of allocations that follow each other, each is exported
+    by itself.
+
+    Raises:
+        ValueError: Rows share memory: what is written to one would change the other.
+    """
+    _check_apart(stores, staging)
+    memory = staging.memory
+    regions = [Region(memory.data_ptr(), memory.numel(), str(memory.device))]
+    first = stores[0]
+    places = np.empty((len(stores), first.num_slots, len(first.names), 2), dtype=np.int64)
+    for layer, store in enumerate(stores):
+        for tensor, (name, size) in enumerate(zip(store.names, store.row_bytes.tolist(), strict=True)):
+            starts = store.addresses[:, tensor]
+            order = np.argsort(starts, kind="stable")
+            storages = [store.row(name, slot).untyped_storage().data_ptr() for slot in order.tolist()]
+            begins = np.diff(starts[order], prepend=starts[order[0]] - size - 1) != size
+            begins |= np.diff(storages, prepend=storages[:1]) != 0
+            region = np.cumsum(begins) - 1
+            base = starts[order][begins]
+            places[layer, order, tensor, 0] = len(regions) + region
+            places[layer, order, tensor, 1] = starts[order] - base[region]
+            lengths = np.bincount(region) * size
+            regions += [Region(*span, str(store.device)) for span in zip(base.tolist(), lengths.tolist(), strict=True)]
+    return regions, places
+
+
+def _check_apart(stores: Sequence[ExpertStore], staging: Staging) -> None:
+    """A tensor that stands in two layers would be moved twice, which brings back what a circle of slots held."""
+    names = [(layer, name) for layer, store in enumerate(stores) for name in store.names + store.whole_names]
+    starts = [column for store in stores for table in (store.addresses, store.whole_addresses) for column in table.T]
+    sizes = [size for store in stores for size in (*store.row_bytes.tolist(), *store.whole_row_bytes.tolist())]
+    starts.append(np.array([staging.memory.data_ptr()]))
+    sizes.append(staging.memory.numel())
+    of = np.repeat(np.arange(len(starts)), [len(column) for column in starts])
+    start, size = np.concatenate(starts), np.array(sizes)[of]
+    order = np.argsort(start, kind="stable")
+    start, size, of = start[order], size[order], of[order]
+    bad = np.flatnonzero(start[:-1] + size[:-1] > start[1:])
+    if len(bad):
+        told = [
+            "`staging`" if i == len(names) else f"{names[i][1]!r} of layer {names[i][0]}"
+            for i in of[bad[0] : bad[0] + 2]
+        ]
+        raise ValueError(f"{told[0]} and {told[1]} share memory; give each tensor once, and staging of its own")
+
+
+def facts_of(stores: Sequence[ExpertStore], layout: ExpertLayout) -> dict[str, Any]:
+    """What must be equal on all ranks."""
+    first = stores[0]
+    return {
+        "version of eplb_core": __version__,  # another one may take the same steps in another order
+        "format": _FORMAT,
+        "experts": layout.num_experts,
+        "layers, slots": list(layout.physical_to_logical_map.shape),
+        "nodes of the ranks": layout.topology.rank_to_node.tolist(),
+        "tensors": list(first.names),
+        "bytes of a slot": [store.row_bytes.tolist() for store in stores],
+        "whole tensors": list(first.whole_names),
+        "bytes of their rows": [store.whole_row_bytes.tolist() for store in stores],
+        "layout": layout.digest,
+    }
+
+
+def encode(hello: Hello, failure: str) -> bytes:
+    """As bytes, with why this rank cannot join, if it cannot."""
+    head = {
+        "rank": hello.rank,
+        "facts": hello.facts,
+        "capacity": hello.capacity,
+        "places": list(hello.places.shape),
+        "failure": failure,
+    }
+    text = json.dumps(head).encode()
+    return len(text).to_bytes(8, "little") + text + hello.places.astype("<i8").tobytes() + hello.blob
+
+
+def decode(blob: bytes) -> tuple[Hello, str]:
+    """What another rank encoded.
+
+    Raises:
+        MigrationError: It speaks otherwise: it runs another version of this library.
+    """
+    try:
+        end = 8 + int.from_bytes(blob[:8], "little")
+        head = json.loads(blob[8:end])
+        shape = head["places"]
+        size = 8 * int(np.prod(shape))
+        places = np.frombuffer(blob[end : end + size], dtype="<i8").astype(np.int64).reshape(shape)
+        rank, capacity = check_int(head["rank"], "rank", 0), check_int(head["capacity"], "capacity", 0)
+        return Hello(rank, dict(head["facts"]), capacity, places, blob[end + size :]), str(head["failure"])
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise MigrationError(
+            f"a rank says of itself what eplb_core {__version__} does not understand ({type(error).__name__}: "
+            f"{plain(str(error), 80)}); install one version of eplb_core on all ranks; no weight was moved",
+            reason="join",
+        ) from error
+
+
+def check_hellos(joined: list[tuple[Hello, str]], num_ranks: int) -> list[Hello]:
+    """Every rank's own, if they fit; all ranks compare with the first and so raise the same."""
+    raise_if_any([failure for _, failure in joined])
+    hellos = [hello for hello, _ in joined]
+    ranks = [hello.rank for hello in hellos]
+    if len(set(ranks)) < len(ranks) or max(ranks) >= num_ranks:
+        raise MigrationError(f"`rank` (={ranks} by member) must be another one of {num_ranks} on each", reason="join")
+    first = hellos[0]
+    for hello in hellos[1:]:
+        for what, value in first.facts.items():
+            if hello.facts.get(what) != value:
+                raise MigrationError(
+                    f"{what} of rank {hello.rank} (={_short(hello.facts.get(what))}) must be as on rank {first.rank} "
+                    f"(={_short(value)}); no weight was moved",
+                    reason="join",
+                    rank=hello.rank,
+                )
+    return hellos
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def raise_if_any(failures: Sequence[str]) -> None:
+    """Raise the same on all ranks."""
+    told = [failure for failure in failures if failure]
+    if told:
+        more = f" ({len(told) - 1} more ranks)" if len(told) > 1 else ""
+        raise MigrationError(f"no weight was moved: {told[0]}{more}", reason="join")
+
+
+def check_frame(stores: Sequence[ExpertStore], layout: ExpertLayout, rank: int) -> list[ExpertStore]:
+    """Raise ValueError or TypeError unless stores, layout and rank fit each other; the stores as a list."""
+    stores = to_list(stores, "stores")
+    check_kind(layout, "layout", ExpertLayout)
+    if len(stores) != layout.num_layers or not stores:
+        raise ValueError(f"`stores` has {len(stores)} layers and the layout {layout.num_layers}; give one a layer")
+    check_stores(stores)
+    for store in stores:
+        store.check_fits(layout)
+    check_int(rank, "rank", 0)
+    if rank >= layout.topology.num_ranks:
+        raise ValueError(f"`rank` (={rank}) must be in [0, {layout.topology.num_ranks})")
+    return stores
+
+
+def check_tables(tables: Any, layout: ExpertLayout) -> None:
+    """Raise ValueError if tables say that they dispatch by another layout than the weights are in."""
+    held = getattr(tables, "layout", None)
+    if isinstance(held, ExpertLayout) and held != layout:
+        raise ValueError(
+            f"`tables` dispatch by the layout {held.digest[:12]} and the weights are in {layout.digest[:12]}; install "
+            "that first"
+        )
+
+
+def lacks_room(tables: Any, replica_count: IntArray) -> str:
+    """Why tables cannot hold so many replicas of each expert, or nothing: no install may fail half way."""
+    limit, most = getattr(tables, "max_replicas", None), int(replica_count.max(initial=0))
+    return f"an expert has {most} replicas and `tables` hold {limit}" if limit is not None and most > limit else ""
+
+
+def lacks_room_on_the_way(tables: Any, step: Step) -> str:
+    """The same of the row that a step leads to: where staging is small it is neither the old nor the new one."""
+    row = step.after.physical_to_logical_map[step.layer]
+    why = "" if step.last else lacks_room(tables, np.bincount(row[row >= 0]))
+    return f"{why} on the way of layer {step.layer}; give more `staging`" if why else ""

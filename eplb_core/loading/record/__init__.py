@@ -1,0 +1,1 @@
+"""The record of what shared weights hold: its keeper, its clients, their agreement."""

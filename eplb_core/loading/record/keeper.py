@@ -1,0 +1,258 @@
+"""What a server answers, without the sockets: from a message of any content to a reply."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from eplb_core._text import plain
+from eplb_core.loading.record import wire
+from eplb_core.loading.record.record import LayoutRecord
+from eplb_core.loading.record.state import MAX_ENGINE_ID, RecordState, Reply
+from eplb_core.loading.record.wire import Message, OtherProtocolError, WireError
+
+log = logging.getLogger("eplb_core")
+
+NO_RECORD = "no_record"
+UNKNOWN_REQUEST = "unknown_request"
+MALFORMED = "malformed"
+
+
+class Exports(Protocol):
+    """What a weight host adds to a record: memory to map."""
+
+    def difference(self, config: Mapping[str, Any], frame: Mapping[str, Any]) -> tuple[str, str] | None:
+        """First field in which an engine's configuration differs from the host's, and in what; None if in none."""
+        ...
+
+    def about(self) -> Message:
+        """What there is, for `eplb record status`."""
+        ...
+
+    def export(self) -> tuple[Message, list[int]]:
+        """What engines need to map the tensors, and the file descriptors that go with it."""
+        ...
+
+
+class Session:
+    """One connection."""
+
+    __slots__ = ("engine", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.engine: str | None = None
+
+
+class Answer(NamedTuple):
+    """A reply and the file descriptors that go with it."""
+
+    message: Message
+    fds: list[int]
+
+
+LATER = Answer({}, [])
+"""No answer yet."""
+
+
+class Keeper:
+    """Answers requests from a record, and writes it down before it promises anything.
+
+    Args:
+        record: The record, or None where experts never move.
+        exports: Memory that engines may map, or None.
+        write: Writes the state where a restart finds it; may raise OSError.
+    """
+
+    def __init__(
+        self,
+        record: LayoutRecord | None,
+        exports: Exports | None = None,
+        write: Callable[[RecordState], None] | None = None,
+    ) -> None:
+        self.record = record
+        self.exports = exports
+        self._write = write
+        self._foreign: set[str] = set()
+        self._requests = {
+            "attach": self._attach,
+            "query": self._query,
+            "begin": self._begin,
+            "commit": self._commit,
+            "abort": self._abort,
+            "fetch": self._fetch,
+            "follow": self._follow,
+            "hold": self._hold,
+            "watch": self._watch,
+        }
+        self._changes, self._last = 0, self.state
+
+    @property
+    def state(self) -> RecordState | None:
+        """What the record knows now."""
+        return None if self.record is None else self.record.state
+
+    @property
+    def changes(self) -> int:
+        """How often the state has changed, as far as this was asked."""
+        if self.state is not self._last:
+            self._changes, self._last = self._changes + 1, self.state
+        return self._changes
+
+    def answer(self, session: Session, body: bytes) -> Answer:
+        """Answer one message; whatever it holds, nothing is raised, and a bad one changes nothing.
+
+        LATER: a `watch`, which has no answer before `changes` changes.
+        """
+        try:
+            message = wire.unpack(body)
+            request = message.get("do")
+            known = self._requests.get(request) if isinstance(request, str) else None
+            if known is None:
+                return _say("refused", f"Unknown request type: {plain(request, 40)!r}", code=UNKNOWN_REQUEST)
+            if self.record is None and request != "fetch":
+                return _say("refused", "this server keeps no record of a layout", code=NO_RECORD, about=self._about())
+            return known(session, message)
+        except WireError as error:
+            if isinstance(error, OtherProtocolError) and str(error) not in self._foreign and len(self._foreign) < 8:
+                self._foreign.add(str(error))  # a line for each, and no log full of them
+                log.warning("a client is refused, for it speaks %s", error)
+            return _say("refused", str(error), code=MALFORMED)
+
+    def leave(self, session: Session, *, dropped: bool = False) -> None:
+        """The connection has ended; `dropped`: from this side."""
+        if self.record is None or session.engine is None:
+            return
+        was_dirty = self.record.state.dirty
+        if dropped:
+            self.record.lose(session.engine)
+        else:
+            self.record.detach(session.engine)
+        if self.record.state.dirty != was_dirty:
+            log.error("nobody knows what the slots hold any more: %s", self.record.state.dirty)
+        session.engine = None
+        self._write_down()
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def _attach(self, session: Session, message: Message) -> Answer:
+        record = self._record()
+        if session.engine is not None:
+            return _of(Reply("refused", f"this connection is engine {session.engine!r} already"))
+        before = record.state
+        engine = message.get("engine")
+        if engine in before.engines:  # a restart under the same name while the former process is still there
+            ends = itertools.chain([f"#{session.number}"], (f"#{session.number}.{k}" for k in itertools.count(1)))
+            names = (f"{engine[: MAX_ENGINE_ID - len(end)]}{end}" for end in ends)
+            engine = next(name for name in names if name not in before.engines)
+        reply = self._promised(record.attach(engine), before)  # type: ignore[arg-type]
+        if reply.status == "ok":
+            session.engine = engine
+        return _of(reply, engine=engine, state=wire.encode_state(record.state))
+
+    def _query(self, session: Session, message: Message) -> Answer:
+        record = self._record()
+        state = wire.encode_state(record.state, message.get("known"))
+        return _of(record.query(), state=state, about=self._about())
+
+    def _begin(self, session: Session, message: Message) -> Answer:
+        record = self._record()
+        before = record.state
+        reply = record.begin(session.engine or "", message.get("layers"), message.get("version"))  # type: ignore[arg-type]
+        reply = self._promised(reply, before)
+        move = record.state.pending
+        asked = record.state.asking and move is not None and move.engine == session.engine
+        return _of(reply, asked=asked)
+
+    def _commit(self, session: Session, message: Message) -> Answer:
+        record = self._record()
+        layers = message.get("layers")
+        count = len(layers) if isinstance(layers, list) else 0
+        rows = wire.decode_rows(message.get("rows"), (count, record.layout.num_slots))
+        reply = record.commit(session.engine or "", layers, rows)  # type: ignore[arg-type]
+        if reply.status == "ok":
+            self._write_down()
+        return _of(reply)
+
+    def _abort(self, session: Session, message: Message) -> Answer:
+        reply = self._record().abort(session.engine or "", message.get("layers"))  # type: ignore[arg-type]
+        if reply.status == "ok":
+            self._write_down()
+        return _of(reply)
+
+    def _follow(self, session: Session, message: Message) -> Answer:
+        digest = message.get("digest")
+        return _of(self._record().follow(session.engine or "", digest if isinstance(digest, str) else None))
+
+    def _hold(self, session: Session, message: Message) -> Answer:
+        reply = self._record().hold(session.engine or "", message.get("version"), message.get("move"))  # type: ignore[arg-type]
+        return _of(reply)
+
+    def _watch(self, session: Session, message: Message) -> Answer:
+        if message.get("seen") == self.changes:
+            return LATER
+        state = wire.encode_state(self._record().state, message.get("known"))
+        return _of(Reply("ok", "", state["version"], state["digest"]), state=state, number=self.changes)
+
+    def _fetch(self, session: Session, message: Message) -> Answer:
+        config, frame = message.get("config"), message.get("frame", {})
+        if self.exports is None:
+            return _say("refused", "this server keeps a record and no weights", code=UNKNOWN_REQUEST)
+        if not isinstance(config, dict) or not isinstance(frame, dict):
+            raise WireError("`config` and `frame` must be objects")
+        differs = self.exports.difference(config, frame)
+        if differs is not None:
+            return _say("refused", differs[1], field=differs[0])
+        reply = Reply("ok")
+        if self.record is not None:
+            before = self.record.state
+            claim = message.get("engine")
+            name = session.engine or (claim if isinstance(claim, str) else None)
+            digest = message.get("digest")
+            reply = self.record.check_fetch(name, message.get("version"), digest if isinstance(digest, str) else None)
+            reply = self._promised(reply, before)
+        if reply.status != "ok":
+            return _of(reply, field="layout")
+        exported, fds = self.exports.export()
+        return Answer({**_of(reply).message, "weights": exported}, fds)
+
+    # ---- writing down --------------------------------------------------------------------------------------------
+
+    def _promised(self, reply: Reply, before: RecordState) -> Reply:
+        """The reply, or a refusal where it could not be written down: then nothing happened."""
+        record = self._record()
+        if reply.status != "ok" or record.state is before:
+            return reply
+        try:
+            if self._write is not None:
+                self._write(record.state)
+        except OSError as error:
+            record.revert(before)
+            return Reply("refused", f"the record cannot be written down: {error}", record.version, record.digest)
+        return reply
+
+    def _write_down(self) -> None:
+        """Best effort: what the file then still says is a pending move, which a restart takes as dirty."""
+        try:
+            if self._write is not None:
+                self._write(self._record().state)
+        except OSError as error:
+            log.error("the record cannot be written down: %s; a restart will not know what the slots hold", error)
+
+    def _about(self) -> Message:
+        return {} if self.exports is None else self.exports.about()
+
+    def _record(self) -> LayoutRecord:
+        if self.record is None:  # pragma: no cover  `answer` has asked
+            raise WireError("no record")
+        return self.record
+
+
+def _of(reply: Reply, **more: object) -> Answer:
+    return Answer({**reply._asdict(), **more}, [])
+
+
+def _say(status: str, reason: str, **more: object) -> Answer:
+    return Answer({"status": status, "reason": reason, "version": None, "digest": None, **more}, [])

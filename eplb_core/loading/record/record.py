@@ -1,0 +1,387 @@
+"""What shared weights hold: a layout with a version, kept by whoever keeps the memory.
+
+Engines that map one copy of the weights have one truth about which expert is in which slot, and it is not in any of
+them: an engine that moves experts moves them under every other one. `LayoutRecord` is that truth as a pure state
+machine: no socket, no clock, no device. `LayoutServer` puts it behind a Unix socket.
+
+    clean --begin--> pending --commit--> clean, version + 1
+                        |------abort---> clean, same version
+                        '-----detach---> dirty: for good, since nobody knows how far the move came
+
+An engine may begin only while every other one has stopped reading what it moves, so nobody else's layout goes stale;
+and nobody reads weights while a move is pending, while the record is dirty, or under another layout than the record's.
+Only engines that follow stop when they are asked. As long as one has not, a move is asked for and not yet begun:
+
+    clean --begin--> asking --begin, when all followers hold--> pending
+                        '-------abort or detach---------------> clean, same version
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from eplb_core._arrays import ArrayLike, check_int, to_ids
+from eplb_core._text import plain, quoted
+from eplb_core.layout import ExpertLayout
+from eplb_core.loading.record.state import (
+    MAX_ENGINE_ID,
+    NAMES_KEPT,
+    Move,
+    RecordState,
+    Reply,
+    is_among,
+    is_engine_id,
+    is_int,
+    name_layers,
+    names_of,
+    to_layers,
+)
+
+
+class LayoutRecord:
+    """Which expert each slot of shared weights holds, who uses them, and who may move experts.
+
+    Bad requests are answered, never raised, and change nothing. A reason to refuse is decided before a reason to wait.
+
+    Args:
+        layout: What the weights hold now.
+        version: Moves committed so far.
+
+    Threads:
+        One at a time; `state` may be read from any, since it is immutable.
+
+    Example:
+        >>> from eplb_core import Topology
+        >>> record = LayoutRecord(ExpertLayout([[0, 1, 1, 0]], num_experts=2, topology=Topology(num_ranks=2)))
+        >>> record.attach("a").status, record.begin("a", [0], version=0).status
+        ('ok', 'ok')
+        >>> record.commit("a", [0], [[1, 0, 0, 1]]).version
+        1
+        >>> record.attach("b").status, record.begin("a", [0], version=1)[:2]
+        ('ok', ('busy', "engine 'b' is attached too; experts may move only under an engine that is alone"))
+
+    Source:
+        The protocol of sgl-project/sglang#45341; differs: it knows no transport, and `check_fetch` during a move is
+        `busy`.
+    """
+
+    __slots__ = ("_state",)
+
+    def __init__(self, layout: ExpertLayout, *, version: int = 0) -> None:
+        if not isinstance(layout, ExpertLayout):
+            raise TypeError(f"`layout` (={type(layout).__name__}) must be an ExpertLayout")
+        self._state = RecordState(layout, check_int(version, "version", 0))
+
+    @classmethod
+    def of_state(cls, state: RecordState) -> LayoutRecord:
+        """A record that goes on from `state`."""
+        record = cls(state.layout, version=state.version)
+        record._state = state
+        return record
+
+    @classmethod
+    def restarted(cls, state: RecordState) -> LayoutRecord:
+        """A record whose keeper died in `state` while the memory lived on.
+
+        A move that was pending is in doubt for ever. Engines that were attached may still use the memory and can no
+        longer be seen to leave: they count as engines that do not follow the layout.
+        """
+        record = cls.of_state(RecordState(state.layout, state.version, dirty=state.dirty))
+        record._set(non_followers=state.non_followers, num_non_followers=state.num_non_followers)
+        for engine in state.engines:
+            record._add_non_follower(f"{engine} (attached before the keeper of the record restarted)")
+        if state.pending is not None and not state.asking and not state.dirty:
+            record._set(dirty=f"{state.pending} was pending when the keeper of the record died")
+        return record
+
+    @property
+    def state(self) -> RecordState:
+        """All that it knows now."""
+        return self._state
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """What the slots hold."""
+        return self._state.layout
+
+    @property
+    def version(self) -> int:
+        """Number of committed moves."""
+        return self._state.version
+
+    @property
+    def digest(self) -> str:
+        """Digest of `layout`."""
+        return self._state.layout.digest
+
+    def revert(self, state: RecordState) -> None:
+        """Go back to a former `state`: for a keeper that could not write down what it was about to answer."""
+        self._state = state
+
+    # ---- presence ------------------------------------------------------------------------------------------------
+
+    def attach(self, engine: str) -> Reply:
+        """An engine arrives, before it reads a weight. From now on no other one may begin a move."""
+        if not is_engine_id(engine):
+            return self._refused(f"an engine's id must be printable, of 1 to {MAX_ENGINE_ID} characters")
+        if is_among(engine, self._state.engines):
+            return self._refused(f"engine {quoted(engine)} is attached already")
+        self._set(engines=(*self._state.engines, engine))
+        return self._ok()
+
+    def detach(self, engine: str) -> Reply:
+        """An engine is gone, however it went. If its move had begun the record is dirty from now on."""
+        state = self._state
+        if not is_among(engine, state.engines):
+            return self._refused(f"engine {quoted(engine)} is not attached")
+        engines, followers, holding = (
+            tuple(name for name in names if name != engine) for names in (state.engines, state.followers, state.holding)
+        )
+        self._set(engines=engines, followers=followers, holding=holding)
+        move = state.pending
+        if move is not None and move.engine == engine:
+            self._end_move()
+            if not state.asking:
+                self._set(dirty=f"{move} was pending when the engine left")
+        return self._ok()
+
+    def lose(self, engine: str) -> Reply:
+        """The connection to an engine was ended from this side: it may live, and is not seen to leave any more."""
+        reply = self.detach(engine)
+        if reply.status == "ok":
+            self._add_non_follower(f"{engine} (its connection was ended)")
+        return reply
+
+    def query(self) -> Reply:
+        """Version and digest; `busy` during a move, `refused` if the record is dirty."""
+        return self._unreadable() or self._ok()
+
+    # ---- following -----------------------------------------------------------------------------------------------
+
+    def follow(self, engine: str, digest: str | None) -> Reply:
+        """From now on this engine stops reading layers when it is asked to, and moves need not wait until it leaves.
+
+        Args:
+            engine: Who follows; attached.
+            digest: Of the layout that it routes by, which must be the recorded one.
+        """
+        state = self._state
+        if state.dirty:
+            return self._refused(self._dirty_reason())
+        if not is_among(engine, state.engines):
+            return self._refused(f"engine {quoted(engine)} is not attached; attach before it follows")
+        if not is_among(digest, (state.digest,)):
+            return self._refused(
+                f"engine {quoted(engine)} routes by layout {plain(digest, 12)}, the weights hold {state.digest[:12]} "
+                f"(version {state.version}); it must adopt that one before it follows"
+            )
+        if state.pending is not None:
+            return self._busy(f"{state.pending} is pending")
+        if not is_among(engine, state.followers):
+            self._set(followers=(*state.followers, engine))
+        return self._ok()
+
+    def hold(self, engine: str, version: int, move: int) -> Reply:
+        """A follower reads the layers of the pending move no more, until the move has ended.
+
+        Args:
+            engine: Who holds, on all its streams and devices of this rank.
+            version: Version of the layout that it routes by.
+            move: `state.begun` of the state in which it saw the move: one that was begun later is not held for.
+        """
+        state = self._state
+        if state.dirty:
+            return self._refused(self._dirty_reason())
+        if not is_among(engine, state.followers):
+            return self._refused(f"engine {quoted(engine)} does not follow")
+        asked = state.pending
+        if asked is None or asked.engine == engine:
+            return self._refused(f"nobody asks engine {quoted(engine)} to hold; {asked or 'no move'} is pending")
+        if not is_int(version) or version != asked.version:
+            return self._refused(f"{asked} is pending, and engine {quoted(engine)} is at version {plain(version, 80)}")
+        if not is_int(move) or move != state.begun:
+            return self._refused(
+                f"{asked} is number {state.begun}, and engine {quoted(engine)} holds for {plain(move, 80)}"
+            )
+        if not is_among(engine, state.holding):
+            self._set(holding=(*state.holding, engine))
+        return self._ok()
+
+    # ---- moves ---------------------------------------------------------------------------------------------------
+
+    def begin(self, engine: str, layers: Iterable[int], version: int) -> Reply:
+        """Ask to move experts of `layers`; only after `ok` may a byte of their slots change.
+
+        `busy` while engines that follow have not stopped reading: the move is then asked for (`state.asking`), and the
+        same call again says `ok` once they have. `abort` takes it back.
+
+        Args:
+            engine: Who asks.
+            layers: Rows of the layout, one or more, each once.
+            version: Version of the layout that the move starts from.
+        """
+        state = self._state
+        rows = to_layers(layers, state.layout.num_layers)
+        reason = ""
+        if state.dirty:
+            reason = self._dirty_reason()
+        elif not is_among(engine, state.engines):
+            reason = f"engine {quoted(engine)} is not attached; attach before the weights are read"
+        elif self._is_other_move(engine, rows, version):
+            reason = f"{state.pending} is pending; commit or abort it first"
+        elif not is_int(version) or version != state.version:
+            given = plain(version, 80)
+            reason = f"the layout is at version {state.version}, not {given}; engine {quoted(engine)} is not on it"
+        elif rows is None:
+            rule = f"must be rows in [0, {state.layout.num_layers}), one or more, each once"
+            reason = f"`layers` (={plain(layers, 80)}) {rule}"
+        elif state.num_non_followers:
+            reason = (
+                f"{state.num_non_followers} engine{'s' * (state.num_non_followers > 1)} that do not follow the layout "
+                f"use the weights ({names_of(state.non_followers)}); restart the keeper of the weights to move experts"
+            )
+        if reason or rows is None:
+            return self._refused(reason)
+        if state.pending is not None and not is_among(engine, (state.pending.engine,)):
+            return self._busy(f"{state.pending} is pending")
+        others = [name for name in state.engines if name != engine and name not in state.followers]
+        if others:
+            verb = "is" if len(others) == 1 else "are"
+            return self._busy(
+                f"engine{'s' * (len(others) > 1)} {names_of(others)} {verb} attached too; "
+                "experts may move only under an engine that is alone"
+            )
+        if state.pending is None:
+            self._set(pending=Move(engine, rows, state.version), asking=True, begun=state.begun + 1)
+        awaited = self._state.awaited
+        if awaited:
+            who = f"engine{'s' * (len(awaited) > 1)} {names_of(awaited)}"
+            return self._busy(f"{who} must stop reading {name_layers(rows)} first, and has not")
+        self._set(asking=False)
+        return self._ok()
+
+    def _is_other_move(self, engine: str, rows: tuple[int, ...] | None, version: object) -> bool:
+        """Whether the engine has a move that is not the one it asks for here once more."""
+        state = self._state
+        if state.pending is None or not is_among(engine, (state.pending.engine,)):
+            return False
+        return not state.asking or state.pending != (engine, rows, version)
+
+    def commit(self, engine: str, layers: Iterable[int], rows: ArrayLike) -> Reply:
+        """The move is done, every byte of it is in place: record what the slots hold now.
+
+        A commit that is refused leaves the move pending.
+
+        Args:
+            engine: Who moved.
+            layers: The layers of its `begin`.
+            rows: Expert of each slot, ints `[len(layers), P]`, in the order of `layers`.
+        """
+        moved = self._own_move(engine, layers, "commit")
+        if isinstance(moved, Reply):
+            return moved
+        if self._state.asking:
+            return self._refused(f"{self._state.pending} is only asked for; engines that follow still read its layers")
+        layout = self._state.layout
+        try:
+            given = to_ids(rows, "rows")
+            if given.shape != (len(moved), layout.num_slots):
+                raise ValueError(f"`rows` (shape {list(given.shape)}) must be [{len(moved)}, {layout.num_slots}]")
+            p2l = layout.physical_to_logical_map.copy()
+            p2l[list(moved)] = given
+            new = ExpertLayout(p2l, layout.num_experts, topology=layout.topology)
+        except (ValueError, TypeError, OverflowError) as error:
+            return self._refused(f"{self._state.pending} stays pending: {error}")
+        self._set(layout=new, version=self._state.version + 1)
+        self._end_move()
+        return self._ok()
+
+    def abort(self, engine: str, layers: Iterable[int]) -> Reply:
+        """The move will not be: every byte of `layers` is as it was at `begin`."""
+        moved = self._own_move(engine, layers, "abort")
+        if isinstance(moved, Reply):
+            return moved
+        self._end_move()
+        return self._ok()
+
+    def _end_move(self) -> None:
+        self._set(pending=None, asking=False, holding=())
+
+    def _own_move(self, engine: str, layers: Iterable[int], verb: str) -> tuple[int, ...] | Reply:
+        move = self._state.pending
+        if move is None or not is_among(engine, (move.engine,)):
+            return self._refused(f"engine {quoted(engine)} has no move to {verb}; {move or 'no move'} is pending")
+        rows = to_layers(layers, self._state.layout.num_layers)
+        if rows is None or set(rows) != set(move.layers):
+            return self._refused(f"{move} is pending, not one of `layers` (={plain(layers, 80)})")
+        return rows
+
+    # ---- reading weights -----------------------------------------------------------------------------------------
+
+    def check_fetch(self, engine: str | None = None, version: int | None = None, digest: str | None = None) -> Reply:
+        """May this engine map the weights? The digest decides; the version is for the message.
+
+        An engine that is not attached, or does not say its digest, cannot be seen to leave or to follow: it is served
+        if its layout matches, and from then on nobody may move experts.
+
+        Args:
+            engine: Its name, if it has one.
+            version: Version that it adopted.
+            digest: Digest of the layout that it routes by; None from an engine that knows no records, which then
+                routes by the initial layout.
+        """
+        state = self._state
+        given: object = engine
+        nameless = given is None or (isinstance(given, str) and not given)
+        who = "an engine without a name" if nameless else f"engine {quoted(engine)}"
+        unreadable = self._unreadable()
+        if unreadable is not None and unreadable.status == "refused":
+            return unreadable
+        if digest is None and state.version > 0:
+            return self._refused(
+                f"the weights are at version {state.version} of their layout, and {who} does not say which it routes "
+                "by; upgrade the engine, or restart the keeper of the weights"
+            )
+        if digest is not None and not is_among(digest, (state.digest,)):
+            return self._refused(
+                f"{who} routes by layout {plain(digest, 12)} (version {plain(version, 80)}), the weights hold "
+                f"{state.digest[:12]} (version {state.version}); it must adopt that one before it maps them"
+            )
+        if unreadable is not None:
+            return unreadable
+        if digest is None or not is_among(engine, state.engines):
+            self._add_non_follower("unnamed" if nameless else plain(engine, MAX_ENGINE_ID))
+        return self._ok()
+
+    # ---- answers -------------------------------------------------------------------------------------------------
+
+    def _unreadable(self) -> Reply | None:
+        if self._state.dirty:
+            return self._refused(self._dirty_reason())
+        if self._state.pending is not None:
+            return self._busy(f"{self._state.pending} is pending")
+        return None
+
+    def _dirty_reason(self) -> str:
+        return (
+            f"nobody knows what the slots hold: {self._state.dirty}; "
+            "restart the keeper of the weights and the engines that use them"
+        )
+
+    def _add_non_follower(self, name: str) -> None:
+        names = self._state.non_followers
+        if len(names) < NAMES_KEPT and name not in names:
+            names = (*names, plain(name, MAX_ENGINE_ID))
+        self._set(non_followers=names, num_non_followers=self._state.num_non_followers + 1)
+
+    def _set(self, **fields: object) -> None:
+        self._state = self._state._replace(**fields)  # type: ignore[arg-type]
+
+    def _ok(self) -> Reply:
+        return Reply("ok", "", self.version, self.digest)
+
+    def _busy(self, reason: str) -> Reply:
+        return Reply("busy", reason, self.version, self.digest)
+
+    def _refused(self, reason: str) -> Reply:
+        return Reply("refused", reason, self.version, self.digest)

@@ -1,0 +1,338 @@
+"""A layout record behind a Unix socket: presence is an open connection, so no process number is ever asked.
+
+One thread, no call that waits for a client. A connection is read only when its last reply has gone, so a client that
+does not read costs one reply; a message declared too long ends its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from types import TracebackType
+
+from eplb_core.errors import SocketOwnerError
+from eplb_core.loading.record import wire
+from eplb_core.loading.record.file import save_record
+from eplb_core.loading.record.keeper import LATER, Exports, Keeper, Session
+from eplb_core.loading.record.record import LayoutRecord
+from eplb_core.loading.record.socket_path import SocketPlace, check_peer
+from eplb_core.loading.record.state import RecordState
+from eplb_core.loading.record.wire import Inbox, WireError
+
+log = logging.getLogger("eplb_core")
+
+MAX_CONNECTIONS = 256
+"""Each costs a file descriptor of this process, which needs others; see `_most_connections`."""
+SPARE = 8
+"""Descriptors that connections leave to files where a process has run out of them."""
+
+
+class LayoutServer:
+    """Serve a record at a path, from the constructor to `close`.
+
+    The socket is for this user only. A socket that a dead server left is replaced; one where a server lives, or that
+    somebody else owns, is not.
+
+    Args:
+        path: Where to listen.
+        record: What to serve; nobody else may change it meanwhile. None serves without a record.
+        exports: Memory that engines may map; `WeightHost` gives it.
+        state_file: File that always holds the record, written before a reply promises anything; None keeps none.
+        memory: Name of the weights' memory, written into `state_file`; see `open_record`.
+        place: The right to the path, where the caller has it already.
+
+    Raises:
+        SocketInUseError: A server lives there, or the path is no socket.
+        SocketOwnerError: Somebody else owns the path.
+        ValueError: The path is too long for a socket.
+        OSError: No such folder, or no permission in it; `state_file` cannot be written.
+
+    Cost:
+        One thread that sleeps until a message comes. A reply takes tens of microseconds, with `state_file` what the
+        disk takes to confirm two writes.
+
+    Threads:
+        Any. `state` is immutable.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        record: LayoutRecord | None,
+        *,
+        exports: Exports | None = None,
+        state_file: str | os.PathLike[str] | None = None,
+        memory: str = "",
+        place: SocketPlace | None = None,
+    ) -> None:
+        if record is not None and not isinstance(record, LayoutRecord):
+            raise TypeError(f"`record` (={type(record).__name__}) must be a LayoutRecord or None")
+        self._process = os.getpid()
+        self._place = place or SocketPlace(path, state_file)
+        try:
+            write = None if state_file is None else (lambda state: save_record(state_file, state, memory=memory))
+            self._keeper = Keeper(record, exports, write)
+            if write is not None and record is not None:
+                write(record.state)
+            self._loop = _Loop(self._place.listen(), self._keeper, self._place.path)
+        except BaseException:
+            self._place.release()
+            raise
+        self._thread = threading.Thread(target=self._loop.run, name=f"eplb record {self.path}", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:  # no more threads: nobody would answer at the path
+            self._loop.end()
+            self._place.release()
+            raise
+
+    @property
+    def path(self) -> str:
+        """Where it listens."""
+        return self._place.path
+
+    @property
+    def state(self) -> RecordState | None:
+        """What the record knows now; None without one."""
+        return self._keeper.state
+
+    def close(self) -> None:
+        """Stop: engines see the connection end, and move nothing any more. Idempotent.
+
+        In a forked child it closes the child's descriptors alone, and the parent serves on.
+        """
+        if self._process != os.getpid():  # a child would end it for the parent too
+            self._loop.end()
+            self._place.release()
+            return
+        self._loop.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._place.release()
+
+    def __enter__(self) -> LayoutServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _most_connections() -> int:
+    """Half of this process's descriptors at most: a reply that promises something needs one to write it down."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft // 2))
+
+
+class _Connection:
+    __slots__ = ("closing", "fds", "inbox", "out", "queued", "session", "socket", "watch", "writing")
+
+    def __init__(self, accepted: socket.socket, number: int) -> None:
+        self.socket = accepted
+        self.session = Session(number)
+        self.inbox = Inbox()
+        self.out = memoryview(b"")
+        self.fds: list[int] = []
+        self.closing = False
+        """Ends when `out` has gone."""
+        self.queued = False
+        """May have a whole message in the inbox: nothing more is read before that is answered."""
+        self.watch: bytes | None = None
+        """A message that is answered when the record changes; the next message takes its place."""
+        self.writing = False
+        """Watched for room to write, not for bytes to read."""
+
+
+class _Loop:
+    """Waits for sockets and passes messages to the keeper."""
+
+    def __init__(self, listener: socket.socket, keeper: Keeper, path: str) -> None:
+        self._listener, self._keeper, self._path = listener, keeper, path
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._connections: dict[socket.socket, _Connection] = {}  # who was silent for longest first
+        self._more: deque[_Connection] = deque()  # with a whole message in the inbox still to be answered
+        self._watching: set[_Connection] = set()
+        self._seen = keeper.changes
+        self._number = 0
+        self._most = _most_connections()
+
+    def run(self) -> None:
+        """Until `stop`."""
+        while True:
+            for key, _ in self._selector.select(0 if self._more else None):
+                if key.fileobj is self._woken:
+                    self.end()
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj in self._connections:
+                    self._turn(self._connections[key.fileobj])
+            for _ in range(len(self._more)):  # one message each, so that a flood from one is a turn among others
+                connection = self._more.popleft()
+                connection.queued = False
+                if connection.socket in self._connections:
+                    self._answer_one(connection)
+            while self._keeper.changes != self._seen:  # who cannot be told leaves, which is news again
+                self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        self._seen = self._keeper.changes
+        for connection in list(self._watching):
+            if connection.watch is not None:
+                self._answer(connection, connection.watch)
+
+    def stop(self) -> None:
+        """From any thread."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._wake.send(b"x")
+
+    def end(self) -> None:
+        """Close everything in this process, on the loop's thread or in a forked child, which has none."""
+        # Presence ends with this process's record: nobody's leaving makes it dirty now.
+        for connection in list(self._connections.values()):
+            connection.socket.close()
+        for each in (self._listener, self._woken, self._wake):
+            each.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:
+            if not isinstance(error, (BlockingIOError, ConnectionError)):
+                self._no_room(str(error))
+            return
+        try:
+            check_peer(accepted, self._path)
+        except (SocketOwnerError, OSError) as error:  # pragma: no cover  needs a second user
+            log.error("%s", error)
+            accepted.close()
+            return
+        if len(self._connections) >= self._most and not self._drop_idle():
+            accepted.close()
+            return
+        self._number += 1
+        accepted.setblocking(False)
+        self._connections[accepted] = _Connection(accepted, self._number)
+        self._selector.register(accepted, selectors.EVENT_READ)
+
+    def _no_room(self, why: str) -> None:
+        """Out of descriptors: fewer connections from now on, so that some are left for files; idle ones go."""
+        fewer = max(1, min(self._most, len(self._connections)) - SPARE)
+        if fewer < self._most:  # not again for each who knocks
+            log.error("%s: cannot accept: %s; at most %d connections from now on", self._path, why, fewer)
+            self._most = fewer
+        before = len(self._connections)
+        while len(self._connections) > self._most and self._drop_idle():
+            pass
+        if len(self._connections) == before:
+            time.sleep(0.01)  # those who knock wait until somebody leaves
+
+    def _drop_idle(self) -> bool:
+        """End the connection that has said nothing whole for longest; not one that is an engine, or waits for news."""
+        for connection in self._connections.values():
+            if connection.session.engine is None and connection.watch is None:
+                self._drop(connection)
+                return True
+        return False
+
+    def _turn(self, connection: _Connection) -> None:
+        if connection.writing:
+            self._flush(connection)
+            return
+        if connection.queued:
+            return
+        try:
+            data = connection.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection)
+            return
+        connection.inbox.add(data)
+        self._answer_one(connection)
+
+    def _answer_one(self, connection: _Connection) -> None:
+        """Answer the next whole message, if there is one and the reply before it has gone."""
+        if connection.out or connection.closing:
+            return
+        try:
+            body = connection.inbox.take(wire.max_request(self._keeper.state))
+        except WireError as error:
+            reason = {"status": "refused", "reason": str(error), "version": None, "digest": None, "code": "malformed"}
+            connection.out = memoryview(wire.pack(reason))
+            connection.closing = True
+            self._flush(connection)
+            return
+        if body is not None:
+            self._answer(connection, body)
+
+    def _answer(self, connection: _Connection, body: bytes) -> None:
+        self._connections[connection.socket] = self._connections.pop(connection.socket)
+        connection.watch = None
+        self._watching.discard(connection)
+        try:
+            answer = self._keeper.answer(connection.session, body)
+        except Exception:  # a fault of this library's: it costs the one who met it, not all
+            log.exception("%s: a request of engine %r could not be answered", self._path, connection.session.engine)
+            self._drop(connection, dropped=True)
+            return
+        if answer is LATER:
+            connection.watch = body
+            self._watching.add(connection)
+            self._look_for_more(connection)
+            return
+        connection.out, connection.fds = memoryview(wire.pack(answer.message)), answer.fds
+        self._flush(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            if connection.fds:
+                sent = socket.send_fds(connection.socket, [connection.out], connection.fds)
+                connection.fds = []
+            else:
+                sent = connection.socket.send(connection.out)
+            connection.out = connection.out[sent:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(connection)
+            return
+        if connection.out:
+            self._watch(connection, writing=True)
+        elif connection.closing:
+            self._drop(connection, dropped=True)
+        else:
+            self._watch(connection, writing=False)
+            self._look_for_more(connection)
+
+    def _look_for_more(self, connection: _Connection) -> None:
+        """Another message may be there already; it gets its turn."""
+        connection.queued = True
+        self._more.append(connection)
+
+    def _watch(self, connection: _Connection, *, writing: bool) -> None:
+        if connection.writing != writing:
+            connection.writing = writing
+            self._selector.modify(connection.socket, selectors.EVENT_WRITE if writing else selectors.EVENT_READ)
+
+    def _drop(self, connection: _Connection, *, dropped: bool = False) -> None:
+        self._watching.discard(connection)
+        del self._connections[connection.socket]
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        self._keeper.leave(connection.session, dropped=dropped)

@@ -1,0 +1,1 @@
+"""Weights that one process holds for others."""

@@ -1,0 +1,1 @@
+"""Reads over torch.distributed, where both sides take part."""

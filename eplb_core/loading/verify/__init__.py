@@ -1,0 +1,1 @@
+"""Fingerprints of weights, and whether they match the layout."""

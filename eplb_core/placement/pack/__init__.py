@@ -1,0 +1,1 @@
+"""A layer solved from nothing: who gets replicas, which rank holds what."""

@@ -1,0 +1,228 @@
+"""Placement of one window, layer by layer: blocks, their certificate, and the map that comes out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_core._arrays import BoolArray, FloatArray, IntArray
+from eplb_core._numba import kernel
+from eplb_core.placement.pack.block import (
+    EXPERT,
+    HOME,
+    ITEM_SHARE,
+    NODE,
+    ORDER,
+    PACE,
+    SPEED,
+    WEIGHT,
+    WORK,
+    Scratch,
+    count_replicas,
+    pack,
+    pack_anywhere,
+    sort_by_load,
+    sort_by_share,
+)
+from eplb_core.placement.pack.groups import assign_groups
+from eplb_core.placement.pack.refine import refine
+
+# At effort 1 the search stops when the fullest rank is this far above the certificate.
+TOLERANCE = 0.00098
+
+
+@kernel
+def solve_layers(
+    expert_load: FloatArray,
+    skip: BoolArray,
+    capacity: IntArray,
+    rank_speed: FloatArray,
+    rank_to_node: IntArray,
+    num_groups: int,
+    pin: int,
+    effort: float,
+    scratch: Scratch,
+    p2l: IntArray,
+    limit: FloatArray,
+) -> None:
+    """Place every layer that is not skipped.
+
+    Args:
+        expert_load: Load of one window `[L, E]`, each layer with some.
+        skip: Layers to leave alone `[L]`.
+        capacity: Live slots of each rank `[R]`, 0 for a rank that is not active; all others differ by one at most.
+        rank_speed: `[R]`.
+        rank_to_node: `[R]`.
+        num_groups: Groups of consecutive experts; used where `pin` is not 0.
+        pin: 0 = experts may be anywhere, 1 = one replica in the node of the group, 2 = all of them.
+        effort: Multiplies the work and divides the tolerance.
+        scratch: For E experts and R ranks.
+        p2l: Written `[L, R * S]`.
+        limit: Written `[L]`: no layout of this kind has a largest load / speed below this.
+    """
+    layers, experts = expert_load.shape
+    ranks = capacity.size
+    stride = p2l.shape[1] // ranks
+    nodes = rank_to_node.max() + 1
+    group_load = np.zeros(num_groups)
+    group_home = np.zeros(num_groups, dtype=np.int64)
+    group_size = experts // num_groups
+    node_room = np.zeros(nodes, dtype=np.int64)
+    node_speed = np.zeros(nodes)
+    expert = scratch.ints[EXPERT]
+    ids = np.arange(experts)
+    members = np.arange(ranks)
+    cap = np.zeros(ranks, dtype=np.int64)
+    for r in range(ranks):
+        node_room[rank_to_node[r]] += capacity[r]
+        if capacity[r] > 0:
+            node_speed[rank_to_node[r]] += rank_speed[r]
+    for layer in range(layers):
+        if skip[layer]:
+            continue
+        load = expert_load[layer]
+        limit[layer] = 0.0
+        if pin > 0:
+            group_load[:] = 0.0
+            for e in range(experts):
+                group_load[e // group_size] += load[e]
+            proven = assign_groups(group_load, node_room // group_size, node_speed, group_home)
+            if pin == 2:
+                limit[layer] = proven
+        for block in range(nodes if pin == 2 else 1):
+            only = block if pin == 2 else -1
+            size = _take_ranks(only, capacity, rank_speed, rank_to_node, members, cap, scratch)
+            n = _take_experts(only, pin == 1, load, group_home, group_size, ids, scratch)
+            if n == 0 or size == 0:
+                continue
+            lower = _solve_block(n, cap[:size], stride, effort, scratch)
+            if pin != 2:
+                limit[layer] = max(limit[layer], lower)
+            for i in range(size):
+                for s in range(stride):
+                    e = expert[i * stride + s]
+                    p2l[layer, members[i] * stride + s] = ids[e] if e >= 0 else -1
+        if pin == 2:
+            limit[layer] = max(limit[layer], _whole_limit(load, capacity, rank_speed, scratch))
+
+
+@kernel
+def _take_ranks(
+    node: int,
+    capacity: IntArray,
+    rank_speed: FloatArray,
+    rank_to_node: IntArray,
+    members: IntArray,
+    cap: IntArray,
+    scratch: Scratch,
+) -> int:
+    """Make a block of the live ranks of one node, or of all for -1; returns how many there are."""
+    speed, pace, home = scratch.reals[SPEED], scratch.reals[PACE], scratch.ints[NODE]
+    size = 0
+    for r in range(capacity.size):
+        if capacity[r] > 0 and node in (-1, rank_to_node[r]):
+            members[size] = r
+            cap[size] = capacity[r]
+            speed[size] = rank_speed[r]
+            pace[size] = 1.0 / rank_speed[r]
+            home[size] = rank_to_node[r]
+            size += 1
+    return size
+
+
+@kernel
+def _take_experts(
+    node: int, pinned: bool, load: FloatArray, group_home: IntArray, group_size: int, ids: IntArray, scratch: Scratch
+) -> int:
+    """Make a block of the experts whose group is in one node, or of all for -1; returns how many there are."""
+    weight, home = scratch.reals[WEIGHT], scratch.ints[HOME]
+    n = 0
+    for e in range(load.size):
+        if node in (-1, group_home[e // group_size]):
+            ids[n] = e
+            weight[n] = load[e]
+            home[n] = group_home[e // group_size] if pinned else -1
+            n += 1
+    return n
+
+
+@kernel
+def _solve_block(n: int, cap: IntArray, stride: int, effort: float, scratch: Scratch) -> float:
+    """Place one block into EXPERT; returns the certified lower limit of its largest time."""
+    speed, home, work = scratch.reals[SPEED], scratch.ints[HOME], scratch.ints[WORK]
+    ranks = cap.size
+    slots = cap.sum()
+    least = cap[0]
+    equal = True
+    for r in range(ranks):
+        least = min(least, cap[r])
+        equal = equal and speed[r] == speed[0]
+    pinned = False
+    for e in range(n):
+        pinned = pinned or home[e] >= 0
+    sort_by_load(n, scratch)
+    if least >= n:
+        _fill_every_rank(n, cap, least, stride, scratch)
+        return _lower_limit(n, n * ranks, cap, scratch)
+    replicated = count_replicas(n, slots, ranks, scratch)
+    sort_by_share(n, replicated, scratch)
+    lower = _lower_limit(n, slots, cap, scratch)
+    if equal and not pinned:
+        pack(n, cap, stride, scratch)
+    else:
+        pack_anywhere(n, cap, stride, scratch)
+    work[0] = 0
+    work[1] = np.int64(effort * (96 + 2 * ranks + 4096 // (ranks * stride)))
+    work[2] = 1
+    work[3] = pinned
+    # Coarse first where ranks have few slots: pairs to exchange are few then, and a wide target is met sooner. The
+    # targets on the way are the same for every effort; more effort only goes further.
+    tolerance = TOLERANCE / max(effort, 1.0)
+    aim = TOLERANCE * max(1, 16 // stride)
+    while refine(n, cap, stride, lower * (1.0 + aim), ranks, scratch) <= lower * (1.0 + aim) and aim > tolerance:
+        aim = max(0.5 * aim, TOLERANCE) if aim > TOLERANCE else 0.5 * aim
+    return lower
+
+
+@kernel
+def _lower_limit(n: int, slots: int, cap: IntArray, scratch: Scratch) -> float:
+    """No layout of the block has a smaller largest load / speed.
+
+    Some rank is no faster than the mean: total load / total speed. And some rank holds the largest share, which is at
+    least what the divisor method leaves, the smallest possible; it is no faster than the fastest rank.
+    """
+    weight, speed = scratch.reals[WEIGHT], scratch.reals[SPEED]
+    total = whole = fastest = top = 0.0
+    for e in range(n):
+        total += weight[e]
+    for r in range(cap.size):
+        whole += speed[r]
+        fastest = max(fastest, speed[r])
+    top = scratch.reals[ITEM_SHARE, 0] if slots < n * cap.size else weight[scratch.ints[ORDER, 0]] / cap.size
+    return float(max(total / whole, top / fastest))
+
+
+@kernel
+def _whole_limit(load: FloatArray, capacity: IntArray, rank_speed: FloatArray, scratch: Scratch) -> float:
+    """The limit of the layer without groups: it holds with them too."""
+    speed, weight = scratch.reals[SPEED], scratch.reals[WEIGHT]
+    live = np.flatnonzero(capacity)
+    for i in range(live.size):
+        speed[i] = rank_speed[live[i]]
+    for e in range(load.size):
+        weight[e] = load[e]
+    slots = min(capacity.sum(), load.size * live.size)
+    sort_by_load(load.size, scratch)
+    sort_by_share(load.size, count_replicas(load.size, slots, live.size, scratch), scratch)
+    return _lower_limit(load.size, slots, live, scratch)  # of the ranks, only their number is asked
+
+
+@kernel
+def _fill_every_rank(n: int, cap: IntArray, least: int, stride: int, scratch: Scratch) -> None:
+    """Where every rank has room for all experts, each holds the same: even shares then make the ranks equal.
+
+    Counting forces repeats on a rank here; a slot that only some ranks have stays empty: filling it would not help.
+    """
+    expert, order = scratch.ints[EXPERT], scratch.ints[ORDER]
+    for r in range(cap.size):
+        for s in range(stride):
+            expert[r * stride + s] = order[s % n] if s < least else -1

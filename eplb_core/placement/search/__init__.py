@@ -1,0 +1,1 @@
+"""A layer improved from the layout that is live: exchanges, gifts, and what their transfers cost."""

@@ -1,0 +1,1 @@
+"""What a layout is worth: times, costs, verdicts and reports."""

@@ -1,0 +1,1 @@
+"""Loads to replay: generated ones, and sources of windows."""

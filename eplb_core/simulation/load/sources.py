@@ -1,0 +1,226 @@
+"""Where the load of a replay comes from: windows in memory, windows that are read bit by bit, tokens."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import numpy as np
+from numpy.lib import format as npy
+
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, check_made, read_only, to_ids
+from eplb_core.files.reading import MAX_BYTES, PathLike, bad_file, open_regular, reading
+from eplb_core.load import count_topk
+from eplb_core.trace import Trace, check_trace_load
+
+
+class Block(NamedTuple):
+    """Consecutive windows of a replay."""
+
+    load: IntArray | FloatArray
+    """`[t, L, E]`, int64 or float64, checked."""
+    by_source: Callable[[int], FloatArray] | None = None
+    """From a number of ranks to what each sends, `[t, R, L, E]`; None where tokens are not known."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTrace:
+    """Top-k ids of tokens in order of time. Immutable; valid once it exists.
+
+    A window is `window_tokens` tokens; what is left over at the end is dropped. Within a window the tokens lie on the
+    ranks in equal consecutive parts, as data parallel ranks hold them: token i of n is on rank i * R // n.
+
+    Raises:
+        IndexError: An id is below -1 or not below `num_experts`.
+        ValueError: A shape does not fit, or no window is whole.
+
+    Example:
+        >>> TokenTrace([[[0, 2]], [[2, 1]], [[0, 1]]], num_experts=3, window_tokens=1).load[:, 0].tolist()
+        [[1, 0, 1], [0, 1, 1], [1, 1, 0]]
+    """
+
+    topk_ids: IntArray
+    """Logical ids `[N, L, K]`; -1 is not counted."""
+    num_experts: int
+    """Logical experts E."""
+    window_tokens: int
+    """Tokens of a window."""
+
+    def __post_init__(self) -> None:
+        ids = to_ids(self.topk_ids, "topk_ids")
+        size = check_int(self.window_tokens, "window_tokens", 1)
+        check_made(num_experts=check_int(self.num_experts, "num_experts", 1))
+        if ids.ndim != 3 or len(ids) < size:
+            raise ValueError(f"`topk_ids` (shape {list(ids.shape)}) must be [N, L, K] with {size} tokens or more")
+        whole = ids[: len(ids) // size * size]
+        count_topk(whole, self.num_experts)  # checks every id
+        object.__setattr__(self, "topk_ids", read_only(np.array(whole)))
+
+    @property
+    def load(self) -> IntArray:
+        """Tokens of each expert, int64 `[T, L, E]`."""
+        return np.stack([count_topk(window, self.num_experts) for window in self._windows()])
+
+    def blocks(self, size: int) -> Iterator[Block]:
+        """Blocks of `size` windows."""
+        ids = self._windows()
+        for first in range(0, len(ids), size):
+            part = ids[first : first + size]
+            load = np.stack([count_topk(window, self.num_experts) for window in part])
+
+            def by_source(ranks: int, part: IntArray = part) -> FloatArray:
+                starts = -(-np.arange(ranks + 1) * self.window_tokens // ranks)
+                return np.stack(
+                    [
+                        [count_topk(window[a:b], self.num_experts) for a, b in itertools.pairwise(starts)]
+                        for window in part
+                    ]
+                ).astype(np.float64)
+
+            yield Block(load, by_source)
+
+    def _windows(self) -> IntArray:
+        windows = len(self.topk_ids) // self.window_tokens
+        return self.topk_ids.reshape(windows, self.window_tokens, *self.topk_ids.shape[1:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TraceStream:
+    """Windows that are made or read while a replay goes on, so that only a stretch of them is in memory.
+
+    Args:
+        open: Called for each replay; gives windows `[L, E]` or blocks of them `[t, L, E]` in order of time.
+        num_windows: How many there will be, where that is known: for progress.
+
+    Example:
+        >>> day = TraceStream(lambda: (np.full((1, 4), hour + 1) for hour in range(24)))
+        >>> sum(len(block.load) for block in day.blocks(10))
+        24
+    """
+
+    open: Callable[[], Iterable[ArrayLike]]
+    """Starts from the first window at each call."""
+    num_windows: int | None = None
+    """Windows T, or None."""
+
+    def blocks(self, size: int) -> Iterator[Block]:
+        """Blocks of `size` windows, the last one shorter."""
+        kept: list[IntArray | FloatArray] = []
+        count = 0
+        for part in self.open():
+            load = check_trace_load(part)
+            if kept and kept[0].shape[1:] != load.shape[1:]:
+                raise ValueError(
+                    f"a block of the stream (shape {list(load.shape)}) must have {kept[0].shape[1]} layers and "
+                    f"{kept[0].shape[2]} experts, as the others"
+                )
+            while len(load):
+                kept.append(load[: size - count])
+                count += len(kept[-1])
+                load = load[len(kept[-1]) :]
+                if count == size:
+                    yield Block(joined(kept))
+                    # An empty block remembers the shape.
+                    kept, count = [kept[0][:0]], 0
+        if count:
+            yield Block(joined(kept))
+
+
+def stream_trace(path: PathLike, *, key: str | None = None, windows: int = 16) -> TraceStream:
+    """Read a recorded load bit by bit, so that a file larger than memory can be replayed.
+
+    Args:
+        path: A .npy, or an .npz as `save_trace` writes it, of `[T, L, E]`.
+        key: Array of an .npz. Default: `expert_load`.
+        windows: Windows to read at a time.
+
+    Returns:
+        A stream for `simulate`; each replay reads the file once.
+
+    Raises:
+        FileFormatError: No such array, or of another kind.
+        OSError: No such file, or no permission.
+
+    Cost:
+        Memory of `windows` windows and those that the policy sees.
+    """
+    count = check_int(windows, "windows", 1)
+    if key is not None:
+        check_kind(key, "key", str)
+    shape = next(_read(path, key, 0)).shape
+
+    def open_file() -> Iterator[ArrayLike]:
+        reader = _read(path, key, count)
+        next(reader)
+        return reader
+
+    return TraceStream(open_file, int(shape[0]))
+
+
+class _Head(NamedTuple):
+    shape: tuple[int, ...]
+
+
+def _read(path: PathLike, key: str | None, count: int) -> Iterator[Any]:
+    """First what the header says, then blocks of `count` windows."""
+    name = key or "expert_load"
+    want = f"an array `{name}` [T, L, E] of numbers in C order"
+    mend = "save the trace again"
+    with open_regular(path, sys.maxsize) as file:
+        if file.peek(2)[:2] != b"PK":
+            yield from _read_npy(file, path, want, count)
+            return
+        with reading(path, want, mend):
+            archive = zipfile.ZipFile(file)
+            members = archive.namelist()
+        if f"{name}.npy" not in members:
+            raise bad_file(path, want, ", ".join(members) or "nothing", "name the array by `key`")
+        with reading(path, want, mend):
+            member = archive.open(f"{name}.npy")
+        with member:
+            yield from _read_npy(member, path, want, count)
+
+
+def _read_npy(file: Any, path: PathLike, want: str, count: int) -> Iterator[Any]:
+    mend = "save the trace again"
+    with reading(path, want, mend):
+        version = npy.read_magic(file)
+        read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, fortran, dtype = read_header(file)
+        if fortran or dtype.kind not in "iuf" or len(shape) != 3 or min(shape) < 0:
+            raise ValueError(f"shape {list(shape)}, {dtype}")
+        size = dtype.itemsize * shape[1] * shape[2]
+        if size * max(min(count, shape[0]), 1) > MAX_BYTES:
+            raise ValueError(f"shape {list(shape)}: {max(count, 1)} windows take more than {MAX_BYTES:,} bytes")
+    yield _Head(shape)
+    for first in range(0, shape[0], max(count, 1)):
+        take = min(count, shape[0] - first)
+        with reading(path, want, mend):
+            raw = file.read(size * take)
+            if len(raw) < size * take:
+                raise ValueError(f"the file ends in window {first + len(raw) // max(size, 1)}")
+            load = np.frombuffer(raw, dtype) if raw else np.empty(0, dtype)
+            block = check_trace_load(load.reshape(take, *shape[1:]))
+        yield block
+
+
+Source: TypeAlias = "Trace | TokenTrace | TraceStream | ArrayLike"
+
+
+def blocks_of(trace: Source, size: int) -> tuple[Iterator[Block], int | None]:
+    """Blocks of `size` windows, and how many windows there are, where that is known."""
+    if isinstance(trace, TraceStream):
+        return trace.blocks(size), trace.num_windows
+    if isinstance(trace, TokenTrace):
+        return trace.blocks(size), len(trace.topk_ids) // trace.window_tokens
+    load = trace.load if isinstance(trace, Trace) else check_trace_load(trace)
+    return (Block(load[first : first + size]) for first in range(0, len(load), size)), len(load)
+
+
+def joined(parts: Sequence[IntArray | FloatArray]) -> IntArray | FloatArray:
+    """All windows of several blocks."""
+    return parts[0] if len(parts) == 1 else cast("IntArray | FloatArray", np.concatenate(parts))

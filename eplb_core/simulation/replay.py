@@ -1,0 +1,261 @@
+"""Replay a recorded load through a placement policy: what balance it would have reached, and what it would have cost.
+
+A layout is made from windows that are over and scored on those that follow, never on the ones it was made from.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+import eplb_core
+from eplb_core._arrays import FloatArray, IntArray, check_flag, check_int, check_kind, check_made, check_real, read_only
+from eplb_core.layout import ExpertLayout, check_num_slots
+from eplb_core.metrics import mean_of_known, mean_over_top
+from eplb_core.placement.worth.costs import CostModel
+from eplb_core.simulation.hardware import StepCost
+from eplb_core.simulation.links import LINKS, count_links
+from eplb_core.simulation.load.sources import Block, Source, blocks_of, joined
+from eplb_core.simulation.policies import Dispatch, Dispatcher, Policy, PolicySetting, policy_of, to_options
+from eplb_core.simulation.result import Simulation
+from eplb_core.topology import Topology
+from eplb_core.trace import Trace
+
+
+def simulate(
+    trace: Source,
+    *,
+    topology: Topology,
+    num_slots: int,
+    policy: str | Policy = "place",
+    dispatch: str | Dispatch = "even",
+    interval: int = 16,
+    history: int | None = None,
+    score_from: int | None = None,
+    current: ExpertLayout | None = None,
+    num_groups: int | None = None,
+    place_options: Mapping[str, object] | None = None,
+    cost: StepCost | CostModel | None = None,
+    window_passes: float = 1.0,
+    bound: bool = False,
+    keep_ranks: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Simulation:
+    """What would a policy have reached on a recorded load, and what would it have cost?
+
+    Windows 0..interval-1 are lived through on the starting layout. Before window `interval`, and every `interval`
+    windows after it, the policy sees windows that are over and gives the layout for those that follow. Only windows
+    from `score_from` on are scored, so that all policies are compared on the same held-out windows.
+
+    Args:
+        trace: A trace, windows of load `[T, L, E]`, a `TokenTrace`, or a `TraceStream`, of which only the windows that
+            the policy sees are in memory.
+        topology: Ranks, nodes and speeds.
+        num_slots: Slots to fill, at least E.
+        policy: One of `POLICIES`: `"none"` keeps the starting layout; `"place"` calls `place` with the live layout as
+            `current`; `"once"` does so once; `"gated"` moves the layers that `should_rebalance` finds worth it;
+            `"deepseek"` calls `rebalance_experts` on the sum of the windows. Or a callable
+            `(windows [T', L, E], live layout) -> ExpertLayout`.
+        dispatch: One of `DISPATCHES`: `"even"`: replicas share their expert's tokens equally; `"weighted"`: by shares
+            that are solved for the windows seen; `"solved"`: for each window as it comes; `"static"` and `"local"`: by
+            the tables of `static_dispatch_table` and `even_dispatch_table`, where of a `TokenTrace` each token is sent
+            as its rank's table says. Or a callable `(layout, window [L, E]) -> shares [L, P]`.
+        interval: Windows between rebalances, 1 or more and less than T.
+        history: How many of the last windows the policy sees. Default: `interval`.
+        score_from: First window to score, at least `interval`: the same for replays with several intervals, so that
+            they are compared on the same windows. Default: `interval`.
+        current: Layout to start from. Default: the trivial one.
+        num_groups: Groups of experts for `"deepseek"` and `place`. Default: no grouping.
+        place_options: Further arguments for `place`.
+        cost: Seconds and bytes (`cost_preset`, or your own). Default: time is counted in tokens, moves are free.
+        window_passes: Passes that a window covers, for times.
+        bound: Whether to prove for each interval how much balance is possible at all: one more `place` each.
+        keep_ranks: Whether to keep the load of each rank on each layer, `[T, L, R]`.
+        progress: Called with rebalances done and in all; 0 in all where a stream does not say.
+
+    Returns:
+        Balance per window and layer, transfers per rebalance and link, times, digests and totals.
+
+    Raises:
+        ValueError: A number does not fit, or the policy gave a layout of another shape.
+
+    Cost:
+        O(T * L * P) and the policy; memory O(T * (L + R)) and the windows seen; any thread.
+
+    Example:
+        >>> windows = np.array([[[1, 1, 9, 1]]] * 3)
+        >>> swap = lambda seen, live: ExpertLayout([[0, 1, 2, 2, 3, 0]], 4, topology=live.topology)
+        >>> kept = simulate(windows, topology=Topology(2), num_slots=6, policy="none", interval=1)
+        >>> moved = simulate(windows, topology=Topology(2), num_slots=6, policy=swap, interval=1)
+        >>> round(kept.mean_balancedness, 3), round(moved.mean_balancedness, 3), moved.transfers.tolist()
+        (0.6, 1.0, [[1], [0]])
+    """
+    check_kind(topology, "topology", Topology)
+    check_made(num_slots=check_int(num_slots, "num_slots", 1))
+    every = check_int(interval, "interval", 1)
+    seen = every if history is None else check_int(history, "history", 1)
+    scored = every if score_from is None else check_int(score_from, "score_from", every)
+    step = StepCost(cost) if isinstance(cost, CostModel) else cost
+    if step is not None:
+        check_kind(step, "cost", StepCost)
+    options = to_options(place_options)
+    passes = check_real(window_passes, "window_passes", above=0.0)
+    model = None if step is None else step.model
+    setting = PolicySetting(num_slots, num_groups, options, model, passes, every)
+    name, choose = policy_of(policy, setting)
+    blocks, total = blocks_of(trace, every)
+    if total is not None:
+        _check_scored(every, scored, total)
+    run = _Run(topology, num_slots, Dispatcher(dispatch), StepCost(CostModel()) if step is None else step, passes)
+    run.bound, run.keep_ranks = check_flag(bound, "bound"), check_flag(keep_ranks, "keep_ranks")
+    past: deque[IntArray | FloatArray] = deque(maxlen=-(-seen // every))
+    most, pairs = 0.0, 0
+    for number, block in enumerate(blocks):
+        most, pairs = max(most, float(block.load.max(initial=0))), pairs + block.load.size
+        if not most * pairs < np.inf:
+            raise ValueError(f"`trace` (up to {most:g}) is too large to be added up in float64; scale it down")
+        if number == 0:
+            run.start(current, block)
+        else:
+            run.rebalance(choose, joined(past)[-seen:], number * every)
+            if progress is not None:
+                progress(number, 0 if total is None else -(-total // every) - 1)
+        run.live_through(block)
+        past.append(block.load)
+    _check_scored(every, scored, sum(map(len, run.tops)))
+    ids = trace.layer_ids if isinstance(trace, Trace) else ()
+    word = dispatch if isinstance(dispatch, str) else getattr(dispatch, "__name__", type(dispatch).__name__)
+    return run.result(name, word, (every, seen, scored), ids, step)
+
+
+def _check_scored(interval: int, scored: int, windows: int) -> None:
+    if scored >= windows:
+        name, value = ("interval", interval) if scored == interval else ("score_from", scored)
+        raise ValueError(f"`{name}` (={value}) must be below the number of windows (={windows}), or none is scored")
+
+
+class _Run:
+    """A replay that goes on: the layout that is live, and what was found so far."""
+
+    bound = keep_ranks = False
+    first: ExpertLayout
+    live: ExpertLayout
+
+    def __init__(
+        self, topology: Topology, num_slots: int, dispatcher: Dispatcher, cost: StepCost, passes: float
+    ) -> None:
+        self.topology, self.num_slots, self.dispatcher = topology, num_slots, dispatcher
+        self.cost, self.passes = cost, passes
+        self.exchange_s = cost.exchange_s(topology)
+        self.means: list[FloatArray] = []
+        self.tops: list[FloatArray] = []
+        self.steps: list[FloatArray] = []
+        self.bounds: list[FloatArray] = []
+        self.ranks: list[FloatArray] = []
+        self.layer_ranks: list[FloatArray] = []
+        self.starts: list[int] = []
+        self.links: list[IntArray] = []
+        self.pauses: list[float] = []
+        self.digests: list[str] = []
+
+    def start(self, current: ExpertLayout | None, block: Block) -> None:
+        layers, experts = block.load.shape[1:]
+        if current is None:
+            slots = check_num_slots(self.num_slots, experts)
+            current = ExpertLayout.trivial(layers, experts, num_slots=slots, topology=self.topology)
+        check_kind(current, "current", ExpertLayout)
+        if (current.num_layers, current.num_experts, current.topology) != (layers, experts, self.topology):
+            raise ValueError(
+                f"`current` ({current!r}) must have the trace's {layers} layers and {experts} experts, and `topology`"
+            )
+        self.first = self.live = current
+        self.digests.append(current.digest)
+        self.dispatcher.renew(current, None)
+
+    def rebalance(self, choose: Policy, windows: IntArray | FloatArray, start: int) -> None:
+        new = choose(windows, self.live)
+        self.starts.append(start)
+        self.links.append(count_links(self.live, new))
+        self.pauses.append(self._pause_s(new))
+        self.live = new
+        self.digests.append(new.digest)
+        self.dispatcher.renew(new, windows)
+
+    def _pause_s(self, new: ExpertLayout) -> float:
+        """As `should_rebalance` counts it: transfers, as far as passes wait for them, and installs."""
+        changed = int((self.live.physical_to_logical_map != new.physical_to_logical_map).any(axis=1).sum())
+        if not changed:
+            return 0.0
+        model = self.cost.model
+        lost = model.install_s * changed + model.rebalance_s
+        if model.stall and model.expert_bytes:
+            from eplb_core.placement.worth.pass_time import time_transfers
+
+            active = np.ones(self.topology.num_ranks, dtype=np.bool_)
+            lost += model.stall * float(time_transfers(self.live, new, active, model)[1].sum())
+        return lost
+
+    def live_through(self, block: Block) -> None:
+        model, speed = self.cost.model, self.topology.rank_speed
+        slots = self.dispatcher.slot_load(block)
+        by_rank = (*slots.shape[:2], self.topology.num_ranks, self.live.slots_per_rank)
+        ranks: FloatArray = slots.reshape(by_rank).sum(axis=3)
+        work = model.token_s * ranks
+        if model.expert_s:
+            work += model.expert_s * np.minimum(slots, self.passes, out=slots).reshape(by_rank).sum(axis=3)
+        step = (work / speed).max(axis=2)
+        if self.cost.token_bytes:
+            step += (ranks * self.exchange_s).max(axis=2)
+        self.steps.append(step / self.passes + model.layer_s)
+        self.means.append(ranks.sum(axis=2) / speed.sum())
+        self.tops.append((ranks / speed).max(axis=2))
+        self.ranks.append(ranks.sum(axis=1))
+        if self.keep_ranks:
+            self.layer_ranks.append(ranks)
+        self.bounds.append(np.full(len(ranks), self._bound(block) if self.bound else np.nan))
+
+    def _bound(self, block: Block) -> float:
+        placed = eplb_core.place(block.load, self.topology, num_slots=self.num_slots, effort=0.01)
+        return mean_of_known(placed.bound)
+
+    def result(
+        self, policy: str, dispatch: str, spans: tuple[int, int, int], layer_ids: tuple[int, ...], cost: StepCost | None
+    ) -> Simulation:
+        every, seen, scored = spans
+        mean, top = np.concatenate(self.means), np.concatenate(self.tops)
+        each = mean_over_top(mean, top)
+        links = np.array(self.links, dtype=np.int64).reshape(len(self.links), mean.shape[1], len(LINKS))
+        layers, experts = mean.shape[1], self.live.num_experts
+        spare = -(-self.num_slots // self.topology.num_ranks) - -(-experts // self.topology.num_ranks)
+        return Simulation(
+            policy=policy,
+            dispatch=dispatch,
+            topology=self.topology,
+            num_slots=self.num_slots,
+            interval=every,
+            history=seen,
+            scored_from=scored,
+            cost=cost,
+            window_passes=self.passes,
+            layer_ids=layer_ids,
+            mean_load=read_only(mean),
+            max_load=read_only(top),
+            balancedness=read_only(each),
+            window_balancedness=read_only(np.array([mean_of_known(window) for window in each])),
+            bound=read_only(np.concatenate(self.bounds)),
+            step_s=read_only(np.concatenate(self.steps)),
+            rank_load=read_only(np.concatenate(self.ranks)),
+            layer_rank_load=read_only(np.concatenate(self.layer_ranks)) if self.keep_ranks else None,
+            rebalance_windows=read_only(np.array(self.starts, dtype=np.int64)),
+            transfers=read_only(links[:, :, 1:].sum(axis=2)),
+            link_transfers=read_only(links),
+            pause_s=read_only(np.array(self.pauses)),
+            memory_bytes=spare * layers * self.cost.model.expert_bytes,
+            digests=tuple(self.digests),
+            first_layout=self.first,
+            layout=self.live,
+            mean_balancedness=mean_of_known(each[scored:]),
+            total_balancedness=float(mean_over_top(mean[scored:].sum(), top[scored:].sum())),
+        )

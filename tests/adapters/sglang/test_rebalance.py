@@ -1,0 +1,308 @@
+"""The hooks around a stand-in for SGLang's manager; its real classes are in tests/engines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from eplb_core.adapters import hooking
+from eplb_core.adapters.sglang import context
+from eplb_core.adapters.sglang import maps as sglang_maps
+from eplb_core.adapters.sglang import moves as sglang_moves
+from eplb_core.adapters.sglang import rebalance as sglang_rebalance
+from eplb_core.adapters.sglang import record as sglang_record
+from eplb_core.errors import EplbError
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooking, "_logged", set())
+    monkeypatch.setattr(hooking, "_failures", {})
+    monkeypatch.setattr(hooking, "_log", [logging.getLogger("eplb_core")])
+    monkeypatch.setattr(sglang_rebalance, "_moves", [])
+
+
+class Manager:
+    """SGLang's manager as far as the hook sees it."""
+
+    def __init__(self, moves: Any = None, *, needed: bool = True) -> None:
+        self._rebalance_disabled_reason: str | None = None
+        self.needed = needed
+        self.own = 0
+        if moves is not None:
+            self._eplb_core_moves = moves
+
+    def _check_rebalance_needed(self, utilisation: float | None) -> bool:
+        return self.needed
+
+    def rebalance(self) -> Generator[None, None, None]:
+        self.own += 1
+        yield
+
+
+class Moves:
+    """Notes what it is asked for; a migration of two passes."""
+
+    def __init__(self) -> None:
+        self.over = self.off = ""
+        self.disagreed = False
+        self.asked: list[Any] = []
+        self.events: list[str] = []
+        self.migrator = SimpleNamespace(layout=SimpleNamespace(physical_to_logical_map=torch.zeros(1, 2).numpy()))
+
+    def rebalance(self, place: Any) -> Generator[None, None, str]:
+        yield
+        try:
+            self.asked.append(place())
+        except Exception as error:
+            self.asked.append(error)
+        yield
+        return ""
+
+    def close(self, reason: str) -> None:
+        self.over = reason
+
+    def before_weights(self) -> None:
+        self.events.append("before")
+
+    def after_weights(self) -> None:
+        self.events.append("after")
+
+
+def passes(manager: Manager) -> int:
+    """Passes that a rebalance takes."""
+    return sum(1 for _ in sglang_rebalance.rebalance(Manager.rebalance, manager))
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the engine's functions are asked for."""
+    seen: list[Any] = []
+
+    def solve(counts: torch.Tensor, asked: dict[str, Any]) -> str:
+        seen.append((list(counts.shape), asked, context.bypassed.get()))
+        return "a map"
+
+    recorded = {"logical_count": torch.ones(100, 2, 4), "average_utilization_rate_over_window": None}
+    monkeypatch.setattr(sglang_rebalance, "_recorded", lambda manager: recorded)
+    monkeypatch.setattr(sglang_rebalance, "_asked_of", lambda manager: {"num_nodes": 1})
+    monkeypatch.setattr(sglang_rebalance, "_solve", solve)
+    monkeypatch.setattr(context, "registered", ["sglang.srt.eplb.eplb_algorithms.rebalance_experts"])
+    return seen
+
+
+def test_a_rebalance_is_a_migration_for_which_the_load_s_windows_are_placed(engine: list[Any]) -> None:
+    manager = Manager(Moves())
+    assert passes(manager) == 2
+    assert manager.own == 0
+    assert engine == [([sglang_maps.WINDOWS, 2, 4], {"num_nodes": 1}, False)]
+
+
+def test_the_engine_s_algorithm_gets_passes_as_they_are(engine: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "registered", [])
+    passes(Manager(Moves()))
+    assert engine[0][0] == [100, 2, 4]
+
+
+def test_after_ranks_have_disagreed_the_engine_s_algorithm_places(engine: list[Any]) -> None:
+    moves = Moves()
+    moves.disagreed = True
+    passes(Manager(moves))
+    assert engine == [([100, 2, 4], {"num_nodes": 1}, True)]
+    assert not context.bypassed.get()
+
+
+def test_what_cannot_be_looked_up_ends_the_migration_and_not_this_rank_alone(
+    engine: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(manager: Any) -> Any:
+        raise KeyError("algorithm")
+
+    monkeypatch.setattr(sglang_rebalance, "_asked_of", broken)
+    moves = Moves()
+    assert passes(Manager(moves)) == 2
+    assert [type(each) for each in moves.asked] == [KeyError]
+
+
+def test_a_load_that_cannot_be_copied_ends_the_migration_and_not_this_rank_alone(
+    engine: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(counts: torch.Tensor, *, fold: bool) -> Any:
+        raise MemoryError("no pinned memory")
+
+    monkeypatch.setattr(sglang_rebalance, "_counts", broken)
+    moves = Moves()
+    assert passes(Manager(moves)) == 2
+    assert [type(each) for each in moves.asked] == [MemoryError]
+
+
+def test_without_moves_or_when_they_are_over_or_switched_off_the_engine_rebalances(engine: list[Any]) -> None:
+    over, off = Moves(), Moves()
+    over.over = "a peer died"
+    managers = [Manager(), Manager(over), Manager(Moves())]
+    managers[2]._rebalance_disabled_reason = "scale-up"
+    for manager in managers:
+        assert (passes(manager), manager.own) == (1, 1)
+    off.off = "the record refused"
+    manager = Manager(off)
+    assert (passes(manager), manager.own) == (0, 0)  # shared weights that nobody may move
+    manager = Manager(Moves(), needed=False)
+    assert (passes(manager), manager.own) == (0, 0)
+
+
+def test_passes_are_added_up_on_their_device_to_windows_that_follow_each_other() -> None:
+    counts = torch.arange(70)[:, None, None] * torch.ones(1, 2, 3, dtype=torch.int64)
+    folded = sglang_maps.fold_passes(counts)
+    assert folded.shape == (sglang_maps.WINDOWS, 2, 3)
+    assert torch.equal(folded.sum(dim=0), counts.sum(dim=0))
+    assert folded[0, 0, 0] == 0 + 1
+    assert sglang_maps.fold_passes(counts[:5]) is not None
+    assert torch.equal(sglang_maps.fold_passes(counts[:5]), counts[:5])
+
+
+# ---- registering -----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_be_registered_is_left_to_the_engine_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(runner: Any, metadata: Any) -> str:
+        raise RuntimeError("no such setting")
+
+    monkeypatch.setattr(context, "live_metadata", lambda: None)
+    monkeypatch.setattr(sglang_rebalance, "_why_not", refuse)
+    loads: list[Any] = []
+    draft, target = SimpleNamespace(eplb_manager=None), SimpleNamespace(eplb_manager=Manager())
+    with caplog.at_level(logging.INFO):
+        sglang_rebalance.register_after_load(loads.append, draft)
+        assert not caplog.records
+        sglang_rebalance.register_after_load(loads.append, target)
+        assert "moves: the engine's own code goes on, since ours raised RuntimeError: no such setting" in caplog.text
+        monkeypatch.setattr(sglang_rebalance, "_why_not", lambda runner, metadata: "elastic EP changes the ranks")
+        sglang_rebalance.register_after_load(loads.append, target)
+        assert "moves are left to SGLang: elastic EP changes the ranks" in caplog.text
+        monkeypatch.setattr(sglang_record, "_barred", ["rank 1 has no record"])
+        monkeypatch.setattr(sglang_rebalance, "_why_not", lambda runner, metadata: "")
+        assert loads == [draft, target, target]
+        sglang_rebalance.register_after_load(loads.append, target)  # shared weights, recorded by some ranks only
+        assert "moves are left to SGLang: rank 1 has no record" in caplog.text
+    assert "_eplb_core_moves" not in vars(target.eplb_manager)
+
+
+def test_a_registered_model_says_what_is_in_effect(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {}
+
+    def no_room() -> None:
+        raise OSError("no room for compiled code")
+
+    def open_moves(metadata: Any, weights: Any, picks: Any, **named: Any) -> Any:
+        given.update(named, weights=weights(), picks=picks)
+        return SimpleNamespace(layers=[1, 2], slot_bytes=64)
+
+    monkeypatch.setattr(context, "live_metadata", lambda: "metadata")
+    monkeypatch.setattr(context, "context", lambda: context.Context(True, False, 2))
+    monkeypatch.setattr(context, "options", {"tables": "even", "transport": "shared_memory"})
+    monkeypatch.setattr(sglang_rebalance, "_why_not", lambda runner, metadata: "")
+    monkeypatch.setattr(sglang_rebalance, "warm_up", no_room)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    monkeypatch.setattr(sglang_moves, "open_moves", open_moves)
+    model = SimpleNamespace(routed_experts_weights_of_layer={0: []})
+    runner = SimpleNamespace(eplb_manager=Manager(), model=model)
+    with caplog.at_level(logging.INFO):
+        sglang_rebalance.register_after_load(lambda runner: None, runner)
+    assert "in effect in SGLang: moves by a Migrator over shared_memory: 2 layers of 64 bytes a slot" in caplog.text
+    assert given["picks"] == sglang_moves.Picks(3, prefer_same_node=False, even=True)
+    assert (given["num_nodes"], given["transport"], given["weights"]) == (2, "shared_memory", {0: []})
+    assert given["trouble"] == "OSError: no room for compiled code"  # said to all ranks, which wait for this one
+    assert given["facts"]["options"] == [("tables", "even"), ("transport", "shared_memory")]
+    assert runner.eplb_manager._eplb_core_moves.layers == [1, 2]
+
+
+# ---- weights that change ---------------------------------------------------------------------------------------------
+
+
+def test_no_rank_moves_an_expert_while_the_engine_writes_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sglang_rebalance.around_weights(lambda x: x, 1) == 1
+    moves = Moves()
+    monkeypatch.setattr(sglang_rebalance, "_moves", [moves])
+
+    def outer() -> str:
+        moves.events.append("outer")
+        return sglang_rebalance.around_weights(lambda: moves.events.append("inner")) or "done"
+
+    assert sglang_rebalance.around_weights(outer) == "done"
+    assert moves.events == ["before", "outer", "inner", "after"]
+
+    def fails() -> None:
+        raise ValueError("no such file")
+
+    with pytest.raises(ValueError, match="no such file"):
+        sglang_rebalance.around_weights(fails)
+    assert moves.events[4:] == ["before", "after"]
+
+
+@pytest.mark.parametrize("step", ["before_weights", "after_weights"])
+def test_moves_that_cannot_be_paused_or_resumed_are_over_and_the_update_is_not(
+    step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise EplbError("rank 1 did not come")
+
+    moves = Moves()
+    monkeypatch.setattr(moves, step, fails)
+    monkeypatch.setattr(sglang_rebalance, "_moves", [moves])
+    with caplog.at_level(logging.WARNING):
+        assert sglang_rebalance.around_weights(lambda: "updated") == "updated"
+    assert moves.over == "EplbError: rank 1 did not come"
+    assert moves.events == (["before"] if step == "after_weights" else [])
+    assert "moves: SGLang's own rebalance goes on, since EplbError: rank 1 did not come" in caplog.text
+    assert sglang_rebalance.around_weights(lambda: "again") == "again"
+
+
+# ---- one map on all ranks --------------------------------------------------------------------------------------------
+
+
+def test_where_one_rank_places_otherwise_all_take_sglang_s_own_map(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For the engine's own updater, which sends by the map that each rank has computed."""
+
+    def metadata(rows: list[list[int]]) -> Any:
+        return SimpleNamespace(physical_to_logical_map_cpu=torch.tensor(rows))
+
+    def compute(manager: Any, logical_count: Any, *, broadcast_over_world: bool) -> Any:
+        return metadata([[1, 0]] if context.bypassed.get() else [[0, 1]])
+
+    other = hooking.Said("ffff", "")
+    told: list[list[hooking.Said]] = []
+
+    def gather_over(group: Any) -> Any:
+        def gather(said: hooking.Said) -> list[hooking.Said]:
+            told.append([said, said, other if not told else said])
+            return told[-1]
+
+        return gather
+
+    monkeypatch.setattr(sglang_rebalance, "_gather_works", lambda: True)
+    monkeypatch.setattr(sglang_rebalance, "cpu_group", lambda: None)
+    monkeypatch.setattr(hooking, "gather_over", gather_over)
+    with caplog.at_level(logging.WARNING):
+        found = sglang_rebalance.agree_on_metadata(compute, None, None, broadcast_over_world=False)
+    assert found.physical_to_logical_map_cpu.tolist() == [[1, 0]]
+    assert "placement: rank 2 (ffff) computed another map" in caplog.text
+    again = sglang_rebalance.agree_on_metadata(compute, None, None, broadcast_over_world=False)
+    assert again.physical_to_logical_map_cpu.tolist() == [[0, 1]]
+    # Only rank 0 computes here, and the others get it.
+    sglang_rebalance.agree_on_metadata(compute, None, None, broadcast_over_world=True)
+    assert len(told) == 3
+
+
+def test_where_torch_has_no_groups_nothing_is_gathered() -> None:
+    assert not sglang_rebalance._gather_works()

@@ -1,0 +1,601 @@
+"""The command line as a user meets it: exit status, messages, tables, JSON. Real processes where the status counts."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb_core import ExpertLayout, Topology, load_layout, load_trace, save_layout, save_trace
+from eplb_core.cli.inspect import pairs_on_a_rank
+from eplb_core.cli.main import main
+from eplb_core.cli.plan import _program
+from eplb_core.cli.plan_words import conclude_plan
+from eplb_core.trace import Trace, demo_trace
+
+PLACE = ["--ranks", "4", "--nodes", "2", "--slots", "20"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A corner of the demo trace: 8 windows, 2 layers, 16 experts."""
+    path = tmp_path_factory.mktemp("cli") / "trace.npz"
+    save_trace(Trace(demo_trace().load[:8, :2, :16], top_k=8, layer_ids=(3, 4)), path)
+    return str(path)
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> str:
+    path = tmp_path / "layout.json"
+    save_layout(ExpertLayout.trivial(2, 16, num_slots=20, topology=Topology(4, 2)), path, layer_ids=[3, 4])
+    return str(path)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> str:
+    path = tmp_path / "pair.json"
+    save_layout(ExpertLayout([[0, 0, 1, 2, 3, 1]], 4, topology=Topology(2)), path)
+    return str(path)
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "eplb_core", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def fits_80_columns(text: str) -> bool:
+    return all(len(line) <= 80 and line == line.rstrip() for line in text.splitlines())
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_plan_writes_a_layout_and_shows_what_it_gains(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    assert main(["plan", trace, *PLACE, "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    planned = load_layout(out)
+    assert planned.topology == Topology(4, 2)
+    assert planned.digest[:16] in text
+    assert "trivial   planned     bound" in text
+    assert json.loads(out.read_text())["layer_ids"] == [3, 4]
+
+
+@pytest.mark.slow
+def test_plan_in_json_has_the_same_numbers(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", trace, *PLACE, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert 0 < facts["before"]["mean"] <= facts["after"]["mean"] <= facts["bound"]["mean"] + 1e-9 <= 1 + 1e-9
+    assert (facts["num_slots"], facts["num_ranks"], facts["trace"]["windows"]) == (20, 4, 8)
+
+
+@pytest.mark.slow
+def test_plan_from_a_current_layout_counts_its_transfers(
+    trace: str, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", trace, *PLACE, "--current", layout]) == 0
+    assert "current   planned" in capsys.readouterr().out
+
+
+LOADED = """
+import sys
+from numba.core.dispatcher import Dispatcher
+import eplb_core
+from eplb_core.cli.main import main
+
+def kernels():
+    homes = [module for name, module in list(sys.modules.items()) if name.startswith("eplb_core")]
+    found = {id(each): each for home in homes for each in vars(home).values() if isinstance(each, Dispatcher)}
+    return sum(len(each.overloads) for each in found.values())
+
+place, seen = eplb_core.place, []
+def watched(*arguments, **options):
+    before = kernels()
+    answer = place(*arguments, **options)
+    seen.append(kernels() - before)
+    return answer
+
+eplb_core.place = watched
+main(sys.argv[1:])
+print("LOADED", *seen)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["trivial", "current"])
+def test_the_time_of_a_plan_has_no_compilation_in_it(trace: str, layout: str, start: str) -> None:
+    """In a process of its own, where no kernel is loaded yet: the call that is timed finds all of them."""
+    more = ["--current", layout] if start == "current" else []
+    command = [sys.executable, "-c", LOADED, "plan", trace, *PLACE, *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    first, timed = map(int, done.stdout.split("LOADED")[1].split())
+    assert first > 0
+    assert timed == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_plan_writes_an_engines_format(trace: str, tmp_path: Path) -> None:
+    out = tmp_path / "moe.yaml"
+    assert main(["plan", trace, *PLACE, "--out", str(out), "--to", "tensorrt-llm"]) == 0
+    assert out.read_text().startswith("num_slots: 20\ninitial_global_assignments:\n  3: [")
+
+
+def test_more_experts_than_slots_is_a_usage_error(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", trace, "--ranks", "4", "--slots", "15"]) == 2
+    assert "`num_slots` (=15) must be at least `num_experts` (=16)" in capsys.readouterr().err
+
+
+# ---- simulate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_simulate_shows_policies_side_by_side(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="DeepSeek's policy needs torch")
+    assert main(["simulate", trace, *PLACE, "--interval", "4"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split() == ["none", "place", "deepseek"]
+    assert fits_80_columns(out)
+
+
+@pytest.mark.slow
+def test_simulate_leaves_deepseek_out_where_ranks_do_not_divide(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", trace, "--ranks", "3", "--slots", "20", "--interval", "4", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert [run["policy"] for run in json.loads(captured.out)] == ["none", "place"]
+    assert "3 ranks do not divide 20 slots" in captured.err
+
+
+@pytest.mark.slow
+def test_the_layout_to_start_from_says_its_ranks(
+    trace: str, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "next.json"
+    assert main(["plan", trace, "--slots", "20", "--current", layout, "--out", str(out)]) == 0
+    assert load_layout(out).topology == Topology(4, 2)
+    assert main(["plan", trace, "--slots", "20", "--current", layout, "--ranks", "4"]) == 2
+    assert "leave the ranks and nodes out" in capsys.readouterr().err
+
+
+def test_a_current_layout_of_other_layers_is_refused(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_layout(ExpertLayout.trivial(3, 16, num_slots=16, topology=Topology(4, 2)), tmp_path / "deep.json")
+    assert main(["plan", trace, "--slots", "16", "--current", str(tmp_path / "deep.json")]) == 2
+    assert "deep.json has 3 layers, the trace 2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_without_torch_deepseeks_policy_is_left_out(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["simulate", trace, *PLACE, "--interval", "4", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert [run["policy"] for run in json.loads(captured.out)] == ["none", "place"]
+    assert "deepseek is left out: it needs torch" in captured.err
+
+
+def test_simulate_without_planning_needs_no_kernel(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", trace, *PLACE, "--policy", "none", "--interval", "3", "--windows", "1:8", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert [block["first_window"] for block in result["blocks"]] == [0, 3, 6]
+    assert result["total_transfers"] == 0
+
+
+def test_simulate_starts_from_a_current_layout(trace: str, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", trace, *PLACE, "--policy", "none", "--interval", "4", "--current", layout, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["digests"][0] == load_layout(layout).digest
+
+
+# ---- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_says_what_a_trace_holds(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", trace]) == 0
+    out = capsys.readouterr().out
+    assert fits_80_columns(out.replace(trace, "trace.npz"))
+    for part in ("a trace, format eplb-trace-1", "windows         8", "sigma of log", "none found"):
+        assert part in out
+
+
+def test_inspect_adds_windows_up_beyond_int64(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_trace(Trace(np.full((2, 1, 4), 2**62)), tmp_path / "large.npz")
+    assert main(["inspect", str(tmp_path / "large.npz"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["load_of_a_layer"] == 2.0**65
+
+
+def test_inspect_finds_a_recorders_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = np.ones((2, 3, 32), dtype=np.int64)
+    load[:, 1, 8:] = 0
+    load[1] = 0
+    save_trace(Trace(load), tmp_path / "bad.npz")
+    assert main(["inspect", str(tmp_path / "bad.npz")]) == 1
+    out = capsys.readouterr().out
+    assert "layers 1 put all load on the first 8 of 32 experts" in " ".join(out.split())
+    assert "1 of 2 windows have no load" in " ".join(out.split())
+
+
+def test_inspect_of_an_empty_load_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_trace(Trace(np.zeros((1, 2, 4))), tmp_path / "zero.npz")
+    assert main(["inspect", str(tmp_path / "zero.npz")]) == 1
+    assert "layers 0, 1 have no load" in capsys.readouterr().out
+
+
+def test_a_layout_without_layers_has_no_pairs() -> None:
+    assert len(pairs_on_a_rank(ExpertLayout.trivial(0, 8, num_slots=12, topology=Topology(4)))) == 0
+
+
+def test_inspect_finds_an_expert_twice_on_a_rank(pair: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", pair, "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["pairs_on_a_rank"], facts["digest"]) == (1, load_layout(pair).digest)
+    assert "expert 0 on rank 0 of layer 0" in facts["faults"][0]
+    assert main(["inspect", pair]) == 1
+    assert fits_80_columns(capsys.readouterr().out.replace(pair, "pair.json"))
+
+
+def test_inspect_of_a_sound_layout_is_well(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", layout]) == 0
+    assert "none found" in capsys.readouterr().out
+
+
+# ---- convert ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("l.npz", "eplb"),
+        ("l.pt", "sglang"),
+        ("l.json", "sglang"),
+        ("l.json", "vllm-ascend"),
+        ("l.yaml", "tensorrt-llm"),
+    ],
+)
+def test_convert_goes_to_every_format_and_back(layout: str, tmp_path: Path, name: str, to: str) -> None:
+    if name.endswith(".pt"):
+        pytest.importorskip("torch", reason="torch writes .pt files")
+    there, back = tmp_path / f"there-{name}", tmp_path / "back.json"
+    assert main(["convert", layout, str(there), "--to", to]) == 0
+    assert main(["convert", str(there), str(back), "--to", "eplb", "--ranks", "4", "--nodes", "2"]) == 0
+    assert load_layout(back) == load_layout(layout)
+
+
+def test_convert_of_a_trace(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", trace, str(tmp_path / "c.json"), "--to", "sglang", "--windows", ":2"]) == 0
+    assert load_trace(tmp_path / "c.json").load.shape == (2, 2, 16)
+    assert main(["convert", str(tmp_path / "c.json"), str(tmp_path / "t.npz"), "--to", "eplb", "--json"]) == 0
+    assert main(["convert", trace, str(tmp_path / "c.yaml"), "--to", "tensorrt-llm"]) == 2
+    assert "must be one of eplb, sglang for a trace" in capsys.readouterr().err
+
+
+def test_convert_reads_and_writes_sglang_s_inline_json(
+    layout: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `--init-expert-location` takes on the command line, a map and a load."""
+    assert main(["convert", layout, "-", "--to", "sglang"]) == 0
+    inline = capsys.readouterr().out
+    assert json.loads(inline)["physical_to_logical_map"] == load_layout(layout).physical_to_logical_map.tolist()
+    back = tmp_path / "back.json"
+    assert main(["convert", inline, str(back), "--to", "eplb", "--ranks", "4", "--nodes", "2"]) == 0
+    assert load_layout(back) == load_layout(layout)
+    capsys.readouterr()
+    assert main(["convert", trace, "-", "--to", "sglang"]) == 0
+    load = capsys.readouterr().out
+    assert main(["convert", load, str(tmp_path / "t.npz"), "--to", "eplb"]) == 0
+    assert np.array_equal(load_trace(tmp_path / "t.npz").load, load_trace(trace).load)
+    capsys.readouterr()
+    assert main(["convert", '{"physical_to_logical_map": [[0, 1', str(back), "--to", "eplb", "--ranks", "2"]) == 2
+    assert capsys.readouterr().err.startswith("eplb: inline JSON: expected JSON, found")
+    for source in (layout, trace):
+        assert main(["convert", source, "-", "--to", "eplb"]) == 2
+        assert "OUT (=-) must be a file with --to eplb; only sglang's JSON" in capsys.readouterr().err
+
+
+def test_load_on_the_first_experts_alone_is_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen in public recordings; whoever converts or plans from one must hear of it."""
+    load = np.random.default_rng(0).integers(1, 99, (2, 3, 16))
+    load[:, 1, 2:] = 0
+    source = str(tmp_path / "load.npy")
+    np.save(source, load)
+    for argv in (
+        ["convert", source, str(tmp_path / "t.npz"), "--to", "eplb"],
+        ["plan", source, "--ranks", "4", "--slots", "20"],
+        ["simulate", source, "--ranks", "4", "--slots", "20", "--interval", "1", "--policy", "none"],
+    ):
+        main(argv)
+        assert "note: layers 1 put all load on the first 2 of 16 experts" in capsys.readouterr().err
+
+
+def test_convert_refuses_what_a_format_cannot_say(
+    pair: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", pair, str(tmp_path / "m.json"), "--to", "vllm-ascend"]) == 2
+    assert "rank 0 must not hold expert 0 twice at layer 0" in capsys.readouterr().err
+
+
+# ---- status and messages ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "match"),
+    [
+        (["inspect", "/nowhere/x"], "/nowhere/x: No such file or directory"),
+        (["plan", "TRACE", "--slots", "20"], "give the ranks: --ranks R"),
+        (
+            ["plan", "TRACE", "--ranks", "4", "--nodes", "3", "--slots", "20"],
+            "`num_nodes` (=3) must divide `num_ranks` (=4)",
+        ),
+        (["plan", "TRACE", "--rank-to-node", "0,2", "--slots", "20"], "node 1 has no rank"),
+        (["plan", "TRACE", *PLACE, "--windows", "9:"], "--windows 9: takes none of the trace's 8 windows"),
+        (["plan", "TRACE", "--nodes", "2", "--slots", "20"], "--nodes and --rank-speed need the ranks"),
+        (
+            ["plan", "TRACE", "--rank-to-node", "0,1", "--nodes", "3", "--slots", "20"],
+            "and `rank_to_node` (2 nodes)",
+        ),
+        (["plan", "LAYOUT", *PLACE], "expected an expert load [L, E] or [T, L, E], found a layout"),
+        (["convert", "LAYOUT", "/nowhere/l.json", "--to", "eplb"], "eplb: /nowhere: No such folder"),
+        (["convert", "LAYOUT", "/", "--to", "eplb"], "eplb: /: Is a folder"),
+        (["simulate", "TRACE", *PLACE, "--interval", "8"], "`interval` (=8) must be below the number of windows (=8)"),
+        (["simulate", "TRACE", *PLACE, "--current", "PAIR", "--policy", "none"], "PAIR"),
+        (["inspect", "TRACE", "--key", "nothing"], "an array `nothing`"),
+    ],
+)
+def test_bad_numbers_and_files_end_with_status_2(
+    argv: list[str], match: str, trace: str, layout: str, pair: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"TRACE": trace, "LAYOUT": layout, "PAIR": pair}
+    assert main([names.get(word, word) for word in argv]) == 2
+    error = capsys.readouterr().err
+    assert names.get(match, match) in error
+    assert error.splitlines()[-1].startswith("eplb: ")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["fly"],
+        ["plan", "t", "--ranks", "0", "--slots", "1"],
+        ["plan", "t", "--ranks", "1e3", "--slots", "1"],
+        ["plan", "t", "--ranks", "\N{SUPERSCRIPT TWO}", "--slots", "1"],
+        ["plan", "t", "--ranks", "1", "--slots", "9" * 30],
+        ["plan", "t", "--ranks", "1"],
+        ["plan", "t", "--slots", "4", "--rank-speed", "a,b"],
+        ["plan", "t", "--slots", "4", "--rank-to-node", "0,x"],
+        ["plan", "t", "--slots", "4", "--windows", "3"],
+        ["simulate", "t", "--slots", "4", "--policy", "none,best"],
+        ["convert", "a", "b", "--to", "vllm"],
+    ],
+)
+def test_wrong_usage_ends_with_status_2_and_the_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "usage: eplb" in said
+    assert "value: " not in said  # argparse's own words, which name a function and not what is wanted
+
+
+@pytest.mark.parametrize("word", ["a\nb", "\x1b[2J", "\ud800", "x" * 5000])
+@pytest.mark.parametrize(
+    "argv", [["inspect", "t", "{}"], ["plan", "t", "--slots", "{}"], ["{}"], ["inspect", "{}"], ["convert", "t", "{}"]]
+)
+def test_words_that_a_user_gives_are_shown_in_one_printable_line(
+    word: str, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        sys.exit(main([each.format(word) for each in argv]))
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    last = said.splitlines()[-1]
+    assert said.replace("\n", "").isprintable()
+    assert "eplb" in last
+    assert len(last) < 2500
+
+
+def test_names_in_files_are_shown_without_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "map\x1b[2J.json"
+    path.write_text(json.dumps({"physical_to_logical_map": [[0, 1]], "\x1b[2J": 1}))
+    assert main(["inspect", str(path), "--ranks", "2"]) == 0
+    said = capsys.readouterr()
+    assert "SGLang refuses the further keys \\x1b[2J" in said.err
+    assert "\\x1b[2J.json" in said.out
+    assert (said.out + said.err).replace("\n", "").isprintable()
+
+
+@pytest.mark.slow
+def test_processes_end_with_the_status_and_without_a_traceback(
+    trace: str, layout: str, pair: str, tmp_path: Path
+) -> None:
+    hostile = tmp_path / "hostile.npz"
+    hostile.write_bytes(b"PK\x03\x04" + os.urandom(300))
+    for status, argv in (
+        (0, ("inspect", layout)),
+        (1, ("inspect", pair)),
+        (2, ("inspect", str(hostile))),
+        (2, ("plan",)),
+    ):
+        done = run(*argv)
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr + done.stdout
+    assert run("--version").stdout.startswith("eplb_core ")
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_is_no_error(trace: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "eplb_core", "inspect", trace],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.slow
+def test_output_that_cannot_be_written_ends_with_status_2_and_one_line(trace: str) -> None:
+    for argv, redirection, said in (
+        (["inspect", trace], ">/dev/full", "eplb: No space left on device\n"),
+        (["inspect", "none"], "2>/dev/full", ""),
+    ):
+        program = 'exec "$0" -m eplb_core "$@" ' + redirection
+        done = subprocess.run(
+            ["sh", "-c", program, sys.executable, *argv], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert (done.returncode, done.stderr) == (2, said)
+
+
+@pytest.mark.slow
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    trace = tmp_path / "Last\u00e4nderung \u8ca0\u8377.npz"
+    save_trace(Trace(demo_trace().load[:2, :2, :16], source="Gr\u00f6\u00dfe"), trace)
+    for locale in ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "latin-1"}):
+        done = subprocess.run(
+            [sys.executable, "-m", "eplb_core", "inspect", trace],
+            env={**os.environ, **locale},
+            capture_output=True,
+            timeout=300,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"faults          none found" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_closed_output_is_no_error(trace: str) -> None:
+    program = 'exec "$0" -m eplb_core inspect "$1" >&-'
+    done = subprocess.run(
+        ["sh", "-c", program, sys.executable, trace], stderr=subprocess.PIPE, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_interrupt_ends_with_130(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eplb_core.cli.inputs.load_trace", interrupt)
+    assert main(["inspect", trace]) == 130
+
+
+@pytest.mark.slow
+def test_the_demo_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert fits_80_columns(out)
+    for part in (
+        "1. PLAN",
+        "2. REPLAY",
+        "The average rank works",
+        "Take `place`: on windows it had not seen,",
+        "plan FILE --ranks R",
+    ):
+        assert part in " ".join(out.split())
+    assert main(["demo", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    by_policy = {run["policy"]: run["total_balancedness"] for run in facts["simulate"]}
+    assert by_policy["place"] > by_policy["none"] + 0.1
+
+
+def test_what_to_type_next_is_the_command_where_the_shell_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _program().endswith(("eplb_core", "eplb"))
+    (tmp_path / "eplb").touch(0o755)
+    assert _program() == "eplb"
+
+
+def test_without_torch_what_needs_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"logical_count": torch.ones(2, 3, 4)}, tmp_path / "recorder.pt")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["inspect", str(tmp_path / "recorder.pt")]) == 2
+    assert capsys.readouterr().err == "eplb: this needs torch: pip install torch\n"
+
+
+def test_the_main_module_runs_nothing_when_it_is_imported() -> None:
+    assert importlib.import_module("eplb_core.__main__").main is main
+
+
+# ---- in words, and as a page ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_simulate_counts_seconds_of_hardware_and_writes_a_page(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    options = ["--policy", "none,once,gated", "--interval", "2", "--dispatch", "weighted", "--window-passes", "50"]
+    assert main(["simulate", trace, *PLACE, *options, "--hardware", "H200", "--report", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "s of pauses" in out
+    assert "of its memory" in out
+    assert out.endswith(f"wrote   {page}\n")
+    assert "<title>Replay of trace.npz</title>" in page.read_text()
+    assert main(["simulate", trace, *PLACE, *options, "--hardware", "H200", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)[1]
+    assert facts["link_transfers"]["node"] + facts["link_transfers"]["network"] == facts["total_transfers"]
+    assert facts["pass_s"] > 0
+    assert facts["memory_bytes"] == 2 * 3 * 7168 * 2048
+
+
+def test_plan_says_in_words_what_it_found() -> None:
+    facts = {
+        "trace": {"windows": 8},
+        "num_ranks": 4,
+        "num_slots": 20,
+        "before_is": "trivial",
+        "windows_before": {"total": 0.6},
+        "windows_after": {"total": 0.8},
+        "bound": {"mean": 0.99},
+        "pairs_before": 0,
+    }
+    assert conclude_plan(facts) == (
+        "Worth it, if load stays as recorded: layers take 25% less time, since the average rank works 80% of the time "
+        "that the fullest one takes, with experts in their order 60%. What is left to the bound is in the differences "
+        "between windows, which shares solved anew can use. If another layout is live, give it as --current: most of "
+        "the transfers are then not needed. `eplb simulate` says what stays of it on load that the plan has not seen."
+    )
+    live = {
+        **facts,
+        "before_is": "current",
+        "windows_after": {"total": 0.605},
+        "bound": {"mean": 0.7},
+        "pairs_before": 3,
+    }
+    text = conclude_plan(live)
+    assert text.startswith("Hardly worth a move: the average rank works 60% of the time that the fullest one takes")
+    assert "with the live layout 60%. The layers would take 0.8% less time. No layout of these slots" in text
+    assert "beyond 0.70: an expert is hotter than its replicas can share; try --slots 24." in text
+    assert text.endswith("twice on a rank in 3 places: slots that help nobody.")
+    assert "--current" not in text
+    assert "no load" in conclude_plan({**facts, "windows_before": {"total": float("nan")}})
+
+
+@pytest.mark.slow
+def test_looking_at_files_does_not_wait_for_the_compiler() -> None:
+    code = (
+        "import sys, eplb_core.cli.main; print(sorted({'torch', 'numba', 'matplotlib', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

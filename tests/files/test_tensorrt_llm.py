@@ -1,0 +1,156 @@
+"""TensorRT-LLM's load-balancer YAML and expert statistics; B16 and B17."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eplb_core import ExpertLayout, Topology, load_layout, load_trace
+from eplb_core.errors import FileFormatError
+from eplb_core.files import tensorrt_llm
+from eplb_core.files.layout_file import read_layout_file
+
+TWO = Topology(num_ranks=2)
+LAYOUT = ExpertLayout([[0, 1, 2, 2, 3, 0], [3, 2, 1, 0, 1, 2]], 4, topology=TWO)
+
+
+def test_configs_round_trip(tmp_path: Path) -> None:
+    tensorrt_llm.write_config(LAYOUT, tmp_path / "c.yaml", layer_ids=[3, 60], layer_updates_per_iter=2)
+    assert (tmp_path / "c.yaml").read_text() == (
+        "num_slots: 6\ninitial_global_assignments:\n"
+        "  3: [0, 1, 2, 2, 3, 0]\n  60: [3, 2, 1, 0, 1, 2]\nlayer_updates_per_iter: 2\n"
+    )
+    assert read_layout_file(tmp_path / "c.yaml", topology=TWO, num_experts=4) == (LAYOUT, (3, 60), "tensorrt-llm", ())
+
+
+MAP = "initial_global_assignments:"
+FORMS = {
+    "flow rows": f"{MAP}\n  0: [0, 1, 1, 0]\n  1: [1, 0, 0, 1]\nlayer_updates_per_iter: 0\nnum_slots: 4\n",
+    "block rows": f"{MAP}\n  0:\n  - 0\n  - 1\n  - 1\n  - 0\n  1:\n    - 1\n    - 0\n    - 0\n    - 1\nnum_slots: 4",
+    "wrapped rows": f"num_slots: 4\n{MAP}\n  0: [0, 1,\n    1, 0]\n  1:\n    [1, 0, 0, 1]\n",
+    "a flow mapping": f"num_slots: 4\n{MAP} {{0: [0, 1, 1, 0],\n  1: [1, 0, 0, 1]}}\n",
+    "comments": f"---\n# saved\nnum_slots: 4   # of 2 ranks\n{MAP}\n  0: [0,1,1,0]\n  1: [1,0,0,1]\n...\n",
+    "quotes": "'num_slots': 4\n\"initial_global_assignments\":\n  '0': [0,1,1,0]\n  1: [1,0,0,1]\n",
+    "more keys": f"num_slots: 4\nname: x\nlist:\n- 1\n{MAP} {{0: [0, 1, 1, 0], 1: [1, 0, 0, 1]}}",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_forms_that_yaml_writers_use_are_read(tmp_path: Path, form: str) -> None:
+    (tmp_path / "c.yaml").write_text(FORMS[form])
+    assert load_layout(tmp_path / "c.yaml", TWO).physical_to_logical_map.tolist() == [[0, 1, 1, 0], [1, 0, 0, 1]]
+
+
+HEAD = "num_slots: 4\ninitial_global_assignments:\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("num_slots: 4\n", "found num_slots;"),
+        ("num_slots: x\ninitial_global_assignments: {0: [0, 1]}", "found num_slots"),
+        (HEAD + "  0: [0, 1, 1]\n", r"num_slots \(=4\) experts, found 3 at layer 0"),
+        (HEAD + "  0: [0, 1, 1, 0]\n  0: [0, 1, 1, 0]\n", "key 0 must be one layer"),
+        (HEAD + "  a: [0, 1, 1, 0]\n", "key a must be one layer"),
+        (HEAD + "  0: [0, 1, 1, 0] 5\n", "'5' after the end of a list"),
+        (HEAD + "  0: [0 1 1 0]\n", "commas between"),
+        (HEAD + "  0: [0, [1], 1, 0]\n", "commas between"),
+        (HEAD + "  0: [0, 1.5, 1, 0]\n", r"in a list of experts"),
+        (HEAD + "  0: [0, 1, 1, 0\n", "not in list"),
+        (HEAD + "  0:\n  - 0\n  - x\n", "is no `- expert`"),
+        (HEAD + "  0: &a [0, 1, 1, 0]\n  1: *a\n", "must be one layer"),
+        ("num_slots: 4\nnum_slots: 4\n", "num_slots is there twice"),
+        ("num_slots: 4\n  more\n", "continues a plain value"),
+        ("num_slots: 4\ninitial_global_assignments: {0: [0, 1, 1, 0]} x", "list of experts"),
+        ("num_slots: 4\ninitial_global_assignments: {0: [0, 1, 1, 0]}, 1", "',' after the end of a mapping"),
+        ("num_slots: 4\ninitial_global_assignments: {0 [0, 1, 1, 0]}", "layer 0 must be there once"),
+        ("num_slots: 4\ninitial_global_assignments: {0: 1}", "where a list begins"),
+        (" some words\n", "no plain `key: value`"),
+        (HEAD + "  0: [0, 1, 1, 7]\n", "8 experts in 4 slots"),
+    ],
+)
+def test_other_yaml_is_refused_with_the_reason(tmp_path: Path, text: str, match: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(FileFormatError, match=match):
+        load_layout(tmp_path / "c.yaml", TWO)
+
+
+def test_layers_that_the_file_does_not_cover_are_trivial_and_named(tmp_path: Path) -> None:
+    """B16: assignments for layers 0 and 1, the model asks for 2 (its draft layer)."""
+    tensorrt_llm.write_config(LAYOUT, tmp_path / "c.yaml")
+    read = tensorrt_llm.read_config(tmp_path / "c.yaml", topology=TWO, num_experts=4, layer_ids=[0, 1, 2])
+    assert read.layout.physical_to_logical_map[2].tolist() == [0, 1, 2, 3, 0, 1]
+    assert read.layout.physical_to_logical_map[:2].tolist() == LAYOUT.physical_to_logical_map.tolist()
+    assert read.notes == ("layers 2 are not in the file and get the trivial layout",)
+    one = tensorrt_llm.read_config(tmp_path / "c.yaml", topology=TWO, layer_ids=[1])
+    assert one.layout.physical_to_logical_map.tolist() == [[3, 2, 1, 0, 1, 2]]
+
+
+def test_assignments_of_another_number_of_slots_are_not_cut(tmp_path: Path) -> None:
+    """B17: a list for 8 slots is not sliced to 7."""
+    (tmp_path / "c.yaml").write_text("num_slots: 7\ninitial_global_assignments:\n  0: [0, 1, 2, 3, 4, 5, 6, 0]\n")
+    with pytest.raises(FileFormatError, match=r"num_slots \(=7\) experts, found 8 at layer 0"):
+        load_layout(tmp_path / "c.yaml", TWO, 7)
+
+
+def test_empty_slots_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="layer 0, slot 3"):
+        tensorrt_llm.write_config(ExpertLayout([[0, 1, 2, -1]], 3, topology=TWO), tmp_path / "c.yaml")
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+
+def statistics(
+    folder: Path, ranks: list[dict[str, np.ndarray[tuple[int, ...], np.dtype[np.int32]]]], experts: int = 3
+) -> Path:
+    numpy_files = pytest.importorskip("safetensors.numpy", reason="safetensors writes the files that are read here")
+    (folder / "meta_info.json").write_text(json.dumps({"num_experts": experts, "num_experts_per_token": 2}))
+    for rank, tensors in enumerate(ranks):
+        numpy_files.save_file(tensors, folder / f"rank{rank}.safetensors")
+    return folder
+
+
+def row(*counts: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    return np.array(counts, dtype=np.int32)
+
+
+def test_statistics_are_summed_over_ranks_and_ordered_by_number(tmp_path: Path) -> None:
+    one = {"9_3": row(1, 2, 3), "10_3": row(4, 5, 6), "9_12": row(0, 0, 1), "10_12": row(2, 0, 0)}
+    trace = load_trace(statistics(tmp_path, [one, {name: 10 * counts for name, counts in one.items()}]))
+    assert trace.load.tolist() == [[[11, 22, 33], [0, 0, 11]], [[44, 55, 66], [22, 0, 0]]]
+    assert (trace.windows, trace.layer_ids, trace.top_k) == (("iteration 9", "iteration 10"), (3, 12), 2)
+
+
+def test_statistics_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    statistics(tmp_path, [{"1_0": row(1, 2, 3), "1_1": row(1, 2, 3)}, {"1_0": row(1, 2, 3)}])
+    with pytest.raises(FileFormatError, match="2 ranks' counts, found 1 at iteration 1, layer 1"):
+        load_trace(tmp_path)
+    statistics(tmp_path, [{"1_0": row(1, 2)}])
+    with pytest.raises(FileFormatError, match=r"rank0\.safetensors: expected \[3\] counts, found \[2\] in 1_0"):
+        load_trace(tmp_path)
+    for file in tmp_path.glob("rank*"):
+        file.unlink()
+    with pytest.raises(FileFormatError, match=r"rank\*\.safetensors beside meta_info.json, found none"):
+        load_trace(tmp_path)
+    (tmp_path / "meta_info.json").write_text("{}")
+    with pytest.raises(FileFormatError, match="no 'num_experts'"):
+        load_trace(tmp_path)
+
+
+@given(cut=st.floats(0, 1, exclude_max=True), place=st.floats(0, 1, exclude_max=True), flip=st.integers(0, 255))
+def test_hostile_statistics_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, cut: float, place: float, flip: int
+) -> None:
+    folder = statistics(tmp_path_factory.mktemp("stat"), [{"1_0": row(1, 2, 3)}])
+    raw = bytearray((folder / "rank0.safetensors").read_bytes())
+    raw[int(place * len(raw))] ^= flip
+    (folder / "rank0.safetensors").write_bytes(raw if flip else raw[: int(cut * len(raw))])
+    with suppress(FileFormatError):  # nothing else may come out
+        load_trace(folder)

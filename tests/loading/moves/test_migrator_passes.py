@@ -1,0 +1,201 @@
+"""What a pass does with words that are late, told twice or nobody's, and with parts that fail between two passes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from eplb_core import ExpertLayout, Topology
+from eplb_core.errors import AgreementError, MigrationError
+from eplb_core.loading.moves import words as _words
+from eplb_core.loading.moves.migrator import Migrator
+from eplb_core.loading.transports import DeferredCopy, LocalCopy
+from tests.loading.fleets import LONG, Fleet, Shelf, fleet
+
+OLD = ExpertLayout([[0, 1, 2, 3]] * 2, 4, topology=Topology(2))
+NEW = ExpertLayout([[2, 1, 0, 3]] * 2, 4, topology=Topology(2))
+ALONE = ExpertLayout([[0, 1, 1]] * 2, 2, topology=Topology(1))
+TURNED = ExpertLayout([[1, 0, 0]] * 2, 2, topology=Topology(1))
+
+WITH_1 = ExpertLayout([[0, 1, -1, -1, 2, 3, -1, -1]] * 2, 4, topology=Topology(2))
+WITHOUT_1 = ExpertLayout([[0, 1, 2, 3, -1, -1, -1, -1]] * 2, 4, topology=Topology(2))
+
+
+def until_it_says(migrator: Migrator, phase: int, value: int | None = None) -> int:
+    """The word of this rank, once its workers have come so far."""
+    end = time.monotonic() + LONG
+    while True:
+        word = _words.take_apart(migrator.progress)
+        if word.migration == 1 and word.phase == phase and value in (None, word.value):
+            return migrator.progress
+        assert time.monotonic() < end, word
+        threading.Event().wait(0.0005)
+
+
+def test_a_minimum_that_is_told_twice_does_nothing_twice() -> None:
+    """An engine with a collective of its own may hand over the last one again."""
+    with fleet(ALONE) as ranks:
+        migrator = ranks.first
+        ranks.start(TURNED)
+        target = until_it_says(migrator, _words.TARGET, _words.target_bits(TURNED.digest))
+        for _ in range(2):
+            assert migrator.install(target) == ()
+        check = until_it_says(migrator, _words.CHECK)
+        for _ in range(2):
+            assert migrator.install(check) == ()
+        staged = until_it_says(migrator, _words.MOVING, 1)
+        assert migrator.install(staged) == (0,)
+        assert migrator.install(staged) == ()
+        ranks.look()
+        assert migrator.install(until_it_says(migrator, _words.MOVING, 3)) == (1,)
+        assert migrator.install(until_it_says(migrator, _words.MOVING, 4)) == ()
+        assert migrator.idle
+        assert migrator.layout == TURNED
+
+
+def test_the_failure_of_a_migration_before_ends_no_other_one() -> None:
+    with fleet(OLD) as ranks:
+        ranks.start(None)
+        ranks.until_idle()
+        ranks.start(NEW)
+        assert ranks.first.install(_words.failure(1, "read", 1)) == ()
+        assert not ranks.first.idle
+        ranks.until_idle()
+        assert ranks.first.layout == NEW
+
+
+def test_an_install_of_what_is_not_staged_here_is_refused() -> None:
+    """Two Migrators with one agreement hear each other's words."""
+    stuck = DeferredCopy()
+    with fleet(OLD, transports={0: stuck}) as ranks:
+        ranks.start(NEW)
+        ranks.passes(lambda: stuck.waiting > 0)
+        with pytest.raises(MigrationError, match="not staged here; use one agreement a Migrator"):
+            ranks.first.install(_words.word(1, _words.MOVING, 1))
+        assert ranks.first.layout == OLD
+        stuck.complete()
+        ranks.until_idle(stuck.complete)
+        assert ranks.first.layout == NEW
+
+
+class Deaf:
+    """An agreement that fails where it is told to."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.fails = ""
+
+    def post(self, word: int) -> None:
+        if self.fails == "post":
+            raise AgreementError("rank 1 died")
+        self.inner.post(word)
+
+    def take(self) -> int | None:
+        if self.fails == "take":
+            raise AgreementError("rank 1 died")
+        word: int | None = self.inner.take()
+        return word
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        blobs: list[bytes] = self.inner.gather(blob)
+        return blobs
+
+
+@pytest.mark.parametrize("fails", ["post", "take"])
+def test_an_agreement_that_fails_while_nothing_moves_costs_no_layout(fails: str) -> None:
+    with fleet(ALONE, clean=False) as ranks:
+        ranks.first._agreement = deaf = Deaf(ranks.agreements[0])
+        ranks.one_pass()
+        deaf.fails = fails
+        assert ranks.first.poll() == ()
+        assert (ranks.first.status.phase, ranks.first.status.reason) == ("lost", "rank 1 died")
+        assert ranks.first.layout == ALONE
+        assert ranks.first.poll() == ()
+
+
+def test_an_expert_that_nobody_has_ends_the_migration_where_there_is_no_backup() -> None:
+    with fleet(WITH_1, ranks=[0]) as ranks:
+        ranks.start(WITH_1.replace(WITHOUT_1, [1]))
+        ranks.until_idle()
+        status = ranks.first.status
+        assert status.cause == "backup"
+        assert status.reason == "no live rank holds expert 2 of layer 1, and there is no backup"
+        assert ranks.first.layout == WITH_1
+
+
+class Forgets(LocalCopy):
+    """After the constructor: exports raise, or what is asked about a read, with what the protocol does not know."""
+
+    export_raises = poll_raises = False
+
+    def export(self, regions: Any) -> bytes:
+        if self.export_raises:
+            raise RuntimeError("the engine is gone")
+        return super().export(regions)
+
+    def poll(self, ticket: Any) -> Any:
+        if self.poll_raises:
+            raise RuntimeError("no such handle")
+        return super().poll(ticket)
+
+
+def test_a_transport_that_raises_when_it_is_asked_what_it_exports_ends_the_migration() -> None:
+    transport = Forgets()
+    with fleet(OLD, transports={1: transport}) as ranks:
+        transport.export_raises = True
+        ranks.start(NEW)
+        ranks.until_idle()
+        assert (ranks.first.status.cause, ranks.first.status.rank) == ("read", 1)
+        assert ranks.migrators[1].status.reason == "RuntimeError: the engine is gone"
+        assert ranks.first.layout == OLD
+
+
+def test_reads_of_which_nothing_can_be_learnt_do_not_hold_up_the_worker() -> None:
+    transport = Forgets()
+    with fleet(OLD, transports={0: transport}) as ranks:
+        puller = ranks.first._work.puller
+        pull = puller.begin(next(iter(steps())), LONG)
+        transport.poll_raises = True
+        assert puller.has_ended(pull)
+        with pytest.raises(RuntimeError, match="no such handle"):
+            puller.is_done(pull)
+        transport.poll_raises = False
+        puller.give_up(pull)
+
+
+def steps() -> Any:
+    from eplb_core.loading.moves.steps import plan_steps
+
+    return plan_steps(OLD, NEW, rank=0, capacity=2)
+
+
+class Stuck(Shelf):
+    """A backup that does not answer before it may."""
+
+    def __init__(self) -> None:
+        self.asked, self.may = threading.Event(), threading.Event()
+
+    def fetch(self, layer: int, expert: int, rows: Sequence[torch.Tensor]) -> None:
+        self.asked.set()
+        self.may.wait(LONG)
+        super().fetch(layer, expert, rows)
+
+
+def test_a_backup_that_does_not_come_back_is_not_waited_for_when_the_engine_stops(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backup = Stuck()
+    ranks = Fleet(WITH_1, ranks=[0], backup=backup)
+    ranks.start(WITHOUT_1)
+    ranks.passes(backup.asked.is_set)
+    ranks.first._deadline = 0.01
+    assert not ranks.first.stop(0.0)
+    assert "stopping without the other ranks: rank 0 did not end its reads within 0.01 s" in caplog.text
+    backup.may.set()
+    assert ranks.first.stop(LONG)
+    ranks.check(WITH_1)

@@ -1,0 +1,640 @@
+"""The record of what shared weights hold: who may move experts, who may read them, and when nobody knows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from eplb_core import ExpertLayout, Topology
+from eplb_core.loading.record.record import LayoutRecord
+from eplb_core.loading.record.state import NAMES_KEPT, Move, RecordState, Reply
+
+RANKS = Topology(num_ranks=2)
+LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=RANKS)
+ROW = [3, 2, 1, 0, 0, 3]
+
+
+def record_of(*engines: str) -> LayoutRecord:
+    record = LayoutRecord(LAYOUT)
+    for engine in engines:
+        assert record.attach(engine).status == "ok"
+    return record
+
+
+def moved(record: LayoutRecord, engine: str = "a", layer: int = 0, row: list[int] = ROW) -> LayoutRecord:
+    assert record.begin(engine, [layer], record.version).status == "ok"
+    assert record.commit(engine, [layer], [row]).status == "ok"
+    return record
+
+
+# ---- what is recorded ------------------------------------------------------------------------------------------------
+
+
+def test_a_record_starts_at_version_0_with_the_digest_of_its_layout() -> None:
+    """R1."""
+    record = record_of()
+    assert (record.version, record.digest, record.layout) == (0, LAYOUT.digest, LAYOUT)
+    assert record.query() == ("ok", "", 0, LAYOUT.digest)
+
+
+def test_a_commit_stores_the_rows_and_counts_one_version() -> None:
+    """R5."""
+    record = record_of("a")
+    assert record.begin("a", [1, 0], 0) == ("ok", "", 0, LAYOUT.digest)
+    reply = record.commit("a", [1, 0], [ROW, [0, 0, 1, 1, 2, 3]])
+    expected = ExpertLayout([[0, 0, 1, 1, 2, 3], ROW], 4, topology=RANKS)
+    assert reply == ("ok", "", 1, expected.digest)
+    assert record.layout == expected
+
+
+def test_an_abort_changes_nothing_and_the_same_move_may_begin_again() -> None:
+    record = record_of("a")
+    before = record.state
+    record.begin("a", [0], 0)
+    assert record.abort("a", [0]) == ("ok", "", 0, LAYOUT.digest)
+    assert record.state == before._replace(begun=1)
+    assert record.begin("a", [0], 0).status == "ok"
+
+
+def test_a_later_engine_is_given_the_layout_that_the_former_left() -> None:
+    """I1, R12: the second engine routes by the record, and nothing else is served to it."""
+    record = moved(record_of("a"))
+    record.detach("a")
+    record.attach("b")
+    refused = record.check_fetch("b", 0, LAYOUT.digest)
+    assert refused.status == "refused"
+    assert f"engine 'b' routes by layout {LAYOUT.digest[:9]}" in refused.reason
+    assert f"{record.digest[:12]} (version 1)" in refused.reason
+    assert record.check_fetch("b", 1, record.digest).status == "ok"
+
+
+# ---- crashes ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_leaves_during_its_move_leaves_a_dirty_record() -> None:
+    """I2: also if it had not touched a weight, since nobody can tell; who, which layers and from where is said."""
+    record = moved(record_of("a"))
+    record.begin("a", [0, 1], 1)
+    record.detach("a")
+    assert record.state.pending is None
+    for reply in (record.query(), record.check_fetch("b", 1, record.digest), record.check_fetch()):
+        assert reply.status == "refused"
+        assert "the move of layers 0, 1 by engine 'a' from version 1 was pending when the engine left" in reply.reason
+        assert "restart the keeper of the weights and the engines" in reply.reason
+    record.attach("b")
+    assert record.begin("b", [0], 1).status == "refused"
+
+
+def test_an_engine_that_leaves_between_moves_leaves_a_clean_record() -> None:
+    record = moved(record_of("a"))
+    record.detach("a")
+    assert record.query().status == "ok"
+    record.attach("b")
+    assert record.begin("b", [0], 1).status == "ok"
+
+
+def test_a_second_engine_that_leaves_during_a_move_leaves_it_pending() -> None:
+    record = record_of("a")
+    record.begin("a", [0], 0)
+    record.attach("b")
+    record.detach("b")
+    assert record.state.pending == Move("a", (0,), 0)
+    assert record.commit("a", [0], [ROW]).status == "ok"
+
+
+# ---- one mover -------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_engine_pauses_moves_and_takes_over_from_the_current_version() -> None:
+    """I3."""
+    record = moved(record_of("a"))
+    record.attach("b")
+    assert record.begin("a", [0], 1)[:2] == (
+        "busy",
+        "engine 'b' is attached too; experts may move only under an engine that is alone",
+    )
+    assert record.state.pending is None
+    record.detach("a")
+    assert record.begin("b", [0], 0).reason == "the layout is at version 1, not 0; engine 'b' is not on it"
+    assert record.begin("b", [0], 1).status == "ok"
+
+
+def test_another_engines_move_is_busy_and_names_engine_layers_and_version() -> None:
+    record = record_of("a")
+    record.begin("a", [1], 0)
+    record.attach("b")
+    for reply in (record.begin("b", [0], 0), record.query(), record.check_fetch("b", 0, LAYOUT.digest)):
+        assert reply[:2] == ("busy", "the move of layer 1 by engine 'a' from version 0 is pending")
+
+
+def test_a_reason_to_refuse_is_decided_before_a_reason_to_wait() -> None:
+    """R8."""
+    record = record_of("a", "b")
+    assert record.begin("a", [0], 7).status == "refused"
+    assert record.begin("a", [9], 0).status == "refused"
+    record.detach("b")
+    record.begin("a", [0], 0)
+    record.attach("b")
+    assert record.begin("b", [0], 5).status == "refused"
+    assert record.check_fetch("b", 0, "another digest").status == "refused"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("b", [0], 0), "engine 'b' is not attached"),
+        (("a", [0], 1), "the layout is at version 0, not 1"),
+        (("a", [0], True), "at version 0, not True"),
+        (("a", [0], "0"), "at version 0, not 0"),
+        (("a", [], 0), r"`layers` \(=\[\]\) must be rows in \[0, 2\), one or more, each once"),
+        (("a", [2], 0), r"`layers` \(=\[2\]\)"),
+        (("a", [-1], 0), r"`layers` \(=\[-1\]\)"),
+        (("a", [0, 0], 0), r"`layers` \(=\[0, 0\]\)"),
+        (("a", [True], 0), r"`layers` \(=\[True\]\)"),
+        (("a", [0.0], 0), r"`layers` \(=\[0.0\]\)"),
+        (("a", "0", 0), r"`layers` \(=0\)"),
+        (("a", None, 0), r"`layers` \(=None\)"),
+    ],
+)
+def test_a_move_that_cannot_be_is_refused_and_changes_nothing(arguments: tuple[Any, ...], reason: str) -> None:
+    """R9."""
+    record = record_of("a")
+    before = record.state
+    reply = record.begin(*arguments)
+    assert reply.status == "refused"
+    assert_matches(reason, reply.reason)
+    assert record.state == before
+
+
+def assert_matches(pattern: str, text: str) -> None:
+    assert re.search(pattern, text), text
+
+
+def test_layers_may_be_an_array_and_long_lists_are_named_by_their_ends() -> None:
+    record = LayoutRecord(ExpertLayout([[0, 1]] * 9, 2, topology=RANKS))
+    record.attach("a")
+    assert record.begin("a", np.arange(9), np.int64(0)).status == "ok"  # type: ignore[arg-type]
+    assert "the move of layers 0, 1, 2, .., 7, 8 by" in record.begin("a", [0], 0).reason
+
+
+def test_what_cannot_be_shown_is_refused_in_words() -> None:
+    record = record_of("a")
+    endless: list[Any] = []
+    for _ in range(10**5):
+        endless = [endless]
+    assert "is at version 0, not some list;" in record.begin("a", [0], endless).reason  # type: ignore[arg-type]
+    assert "not some int;" in record.begin("a", [0], 10**5000).reason
+    assert record.begin("a", "x\n" * 99, 0).reason.startswith("`layers` (=x x x")  # type: ignore[arg-type]
+
+
+def test_a_second_begin_of_the_same_engine_is_refused_and_the_first_stays() -> None:
+    record = record_of("a")
+    record.begin("a", [0], 0)
+    assert "the move of layer 0 by engine 'a' from version 0 is pending; commit" in record.begin("a", [1], 0).reason
+    assert record.state.pending == Move("a", (0,), 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "rows", "reason"),
+    [
+        ([1], [ROW], r"the move of layer 0 by engine 'a' from version 0 is pending, not one of `layers` \(=\[1\]\)"),
+        ([0, 1], [ROW, ROW], r"not one of `layers` \(=\[0, 1\]\)"),
+        ([0, 0], [ROW, ROW], r"not one of `layers`"),
+        ([0], [ROW, ROW], r"stays pending: `rows` \(shape \[2, 6\]\) must be \[1, 6\]"),
+        ([0], [ROW[:5]], r"`rows` \(shape \[1, 5\]\) must be \[1, 6\]"),
+        ([0], [[0, 1, 2, 4, 3, 3]], r"must be in \[-1, 4\) at layer 0, slot 3"),
+        ([0], [[0, 1, 2, -2, 3, 3]], r"\(=-2\) must be in \[-1, 4\) at layer 0, slot 3"),
+        ([0], [[0, 1, 2, 2, 1, 0]], "expert 3 has no slot at layer 0"),
+        ([0], [[0.0, 1, 2, 3, 1, 0]], "must be signed integers"),
+        ([0], [[0], [1, 2]], "stays pending: "),
+    ],
+)
+def test_a_malformed_commit_is_refused_and_leaves_the_move_pending(layers: Any, rows: Any, reason: str) -> None:
+    """R10, R29."""
+    record = record_of("a")
+    record.begin("a", [0], 0)
+    before = record.state
+    reply = record.commit("a", layers, rows)
+    assert (reply.status, reply.version) == ("refused", 0)
+    assert_matches(reason, reply.reason)
+    assert record.state == before
+    record.detach("a")
+    assert record.state.dirty
+
+
+@pytest.mark.parametrize("verb", ["commit", "abort"])
+def test_only_the_engine_that_began_ends_the_move(verb: str) -> None:
+    record = record_of("a")
+    record.begin("a", [0], 0)
+    record.attach("b")
+    reply = record.commit("b", [0], [ROW]) if verb == "commit" else record.abort("b", [0])
+    assert reply.reason == (
+        f"engine 'b' has no move to {verb}; the move of layer 0 by engine 'a' from version 0 is pending"
+    )
+    assert record.state.pending is not None
+    record.abort("a", [0])
+    assert record.abort("a", [0]).reason == "engine 'a' has no move to abort; no move is pending"
+
+
+# ---- engines that do not follow --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("claim", [(), ("old",), ("b", 0, LAYOUT.digest), ("a",)])
+def test_who_cannot_be_seen_to_leave_or_follow_is_served_and_ends_all_moves(claim: tuple[Any, ...]) -> None:
+    """R13: an engine without the field, one with it that did not attach, one that attached and names no layout."""
+    record = record_of("a")
+    assert record.check_fetch(*claim).status == "ok"
+    reply = record.begin("a", [0], 0)
+    assert reply.status == "refused"
+    assert_matches("1 engine that do not follow the layout use the weights", reply.reason)
+
+
+def test_an_engine_without_a_digest_is_refused_once_experts_have_moved() -> None:
+    record = moved(record_of("a"))
+    assert_matches("at version 1 of their layout.*upgrade the engine", record.check_fetch("old").reason)
+    assert record.state.num_non_followers == 0
+
+
+def test_the_digest_decides_and_not_the_version() -> None:
+    """R11."""
+    record = moved(record_of("a"))
+    assert record.check_fetch("a", 99, record.digest).status == "ok"
+    assert record.check_fetch("a", 1, LAYOUT.digest).status == "refused"
+    assert record.begin("a", [0], 1).status == "ok"
+
+
+def test_many_non_followers_are_counted_and_few_are_kept_by_name() -> None:
+    record = record_of()
+    for number in range(100):
+        record.check_fetch(f"old-{number}", 0, LAYOUT.digest)
+    assert record.state.num_non_followers == 100
+    assert len(record.state.non_followers) == NAMES_KEPT
+
+
+# ---- presence --------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_attaches_once_and_detaches_once() -> None:
+    record = record_of("a")
+    assert record.attach("a").reason == "engine 'a' is attached already"
+    assert record.detach("a").status == "ok"
+    assert record.detach("a").reason == "engine 'a' is not attached"
+
+
+@pytest.mark.parametrize("engine", ["", "x" * 201, "line\nbreak", 7, None])
+def test_a_name_that_cannot_be_shown_is_refused(engine: Any) -> None:
+    record = record_of()
+    assert record.attach(engine).reason == "an engine's id must be printable, of 1 to 200 characters"
+    assert record.state.engines == ()
+
+
+# ---- a keeper that restarts ------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_keeper_counts_former_engines_as_non_followers() -> None:
+    record = LayoutRecord.restarted(moved(record_of("a")).state)
+    record.attach("b")
+    assert record.check_fetch("b", 1, record.digest).status == "ok"
+    assert_matches("'a .attached before the keeper of the record restarted.'", record.begin("b", [0], 1).reason)
+
+
+def test_a_move_that_was_pending_when_the_keeper_died_is_in_doubt() -> None:
+    record = record_of("a")
+    record.begin("a", [1], 0)
+    assert_matches(
+        "the move of layer 1 by engine 'a' from version 0 was pending when the keeper",
+        LayoutRecord.restarted(record.state).query().reason,
+    )
+
+
+def test_a_dirty_record_stays_dirty_for_its_first_reason() -> None:
+    record = record_of("a")
+    record.begin("a", [1], 0)
+    record.detach("a")
+    again = LayoutRecord.restarted(record.state)
+    assert again.state.dirty == record.state.dirty
+
+
+def test_a_record_is_of_a_layout() -> None:
+    with pytest.raises(TypeError, match=r"`layout` \(=list\) must be an ExpertLayout"):
+        LayoutRecord([[0, 1]])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"`version` \(=-1\) must be at least 0"):
+        LayoutRecord(LAYOUT, version=-1)
+
+
+# ---- engines that follow ---------------------------------------------------------------------------------------------
+
+
+def followed(*followers: str) -> LayoutRecord:
+    record = record_of("a", *followers)
+    for engine in followers:
+        assert record.follow(engine, LAYOUT.digest).status == "ok"
+    return record
+
+
+def hold(record: LayoutRecord, engine: str) -> Reply:
+    return record.hold(engine, record.version, record.state.begun)
+
+
+def test_a_move_begins_only_when_every_follower_holds() -> None:
+    record = followed("b", "c")
+    assert record.begin("a", [0], 0)[:2] == (
+        "busy",
+        "engines 'b', 'c' must stop reading layer 0 first, and has not",
+    )
+    assert hold(record, "b").status == "ok"
+    assert record.begin("a", [0], 0)[:2] == ("busy", "engine 'c' must stop reading layer 0 first, and has not")
+    assert record.state.awaited == ("c",)
+    assert record.commit("a", [0], [ROW]).reason == (
+        "the move of layer 0 by engine 'a' from version 0 is only asked for; engines that follow still read its layers"
+    )
+    assert hold(record, "c").status == "ok"
+    assert record.begin("a", [0], 0) == ("ok", "", 0, LAYOUT.digest)
+    assert record.commit("a", [0], [ROW]).version == 1
+    assert not record.state.holding + record.state.awaited
+    assert record.state.followers == ("b", "c")
+
+
+def test_followers_hold_for_each_move_anew() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    hold(record, "b")
+    record.abort("a", [0])
+    assert record.begin("a", [0], 0).status == "busy"
+    late = record.hold("b", 0, 1)  # on its way since the move before, while the follower reads again
+    assert late.reason == "the move of layer 0 by engine 'a' from version 0 is number 2, and engine 'b' holds for 1"
+    assert record.begin("a", [0], 0).status == "busy"
+    assert hold(record, "b").status == "ok"
+    assert record.begin("a", [0], 0).status == "ok"
+
+
+def test_a_follower_that_dies_is_not_waited_for() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    record.detach("b")
+    assert record.begin("a", [0], 0).status == "ok"
+
+
+def test_a_mover_that_dies_before_all_hold_has_written_nothing() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    hold(record, "b")
+    record.detach("a")
+    assert record.query() == ("ok", "", 0, LAYOUT.digest)
+    assert record.begin("b", [0], 0).status == "ok"
+
+
+def test_a_mover_that_dies_after_all_hold_leaves_a_dirty_record() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    hold(record, "b")
+    record.begin("a", [0], 0)
+    record.detach("a")
+    for reply in (record.query(), hold(record, "b"), record.follow("b", LAYOUT.digest)):
+        assert_matches("nobody knows.*the move of layer 0 by engine 'a' from version 0 was pending", reply.reason)
+
+
+def test_only_the_same_request_asks_again() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    assert_matches("commit or abort it first", record.begin("a", [1], 0).reason)
+    assert_matches("commit or abort it first", record.begin("a", [0, 1], 0).reason)
+    assert record.begin("b", [1], 0)[:2] == ("busy", "the move of layer 0 by engine 'a' from version 0 is pending")
+    assert record.abort("a", [0]).status == "ok"
+
+
+def test_an_engine_that_attaches_while_followers_are_asked_stops_the_move() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    hold(record, "b")
+    record.attach("late")
+    assert record.begin("a", [0], 0).reason.startswith("engine 'late' is attached too")
+    record.detach("late")
+    assert record.begin("a", [0], 0).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("engine", "digest", "reason"),
+    [
+        ("c", LAYOUT.digest, "engine 'c' is not attached; attach before it follows"),
+        ("b", "other", r"engine 'b' routes by layout other, the weights hold \w{12} \(version 0\)"),
+        ("b", None, "engine 'b' routes by layout None"),
+    ],
+)
+def test_who_is_on_another_layout_does_not_follow(engine: str, digest: str | None, reason: str) -> None:
+    record = record_of("a", "b")
+    reply = record.follow(engine, digest)
+    assert reply.status == "refused"
+    assert_matches(reason, reply.reason)
+    assert record.state.followers == ()
+
+
+def test_following_begins_between_moves() -> None:
+    record = record_of("a")
+    record.begin("a", [0], 0)
+    record.attach("b")
+    assert record.follow("b", LAYOUT.digest).status == "busy"
+    record.abort("a", [0])
+    assert [record.follow("b", LAYOUT.digest).status for _ in range(2)] == ["ok", "ok"]
+    assert record.state.followers == ("b",)
+
+
+def test_only_who_is_asked_holds() -> None:
+    record = followed("b")
+    assert hold(record, "b").reason == "nobody asks engine 'b' to hold; no move is pending"
+    assert hold(record, "a").reason == "engine 'a' does not follow"
+    record.begin("a", [0], 0)
+    for version in (1, True, "0"):
+        assert_matches("is pending, and engine 'b' is at version", record.hold("b", version, 1).reason)  # type: ignore[arg-type]
+    record.abort("a", [0])
+    assert record.begin("b", [0], 0).status == "busy"  # 'a' is attached and does not follow
+    assert record.state.holding == ()
+
+
+def test_an_engine_whose_connection_was_ended_from_here_may_still_read() -> None:
+    record = record_of("a", "b")
+    assert record.lose("b").status == "ok"
+    assert record.lose("b").status == "refused"
+    assert_matches("1 engine .*'b .its connection was ended.'", record.begin("a", [0], 0).reason)
+
+
+def test_a_restarted_keeper_knows_that_a_move_that_was_only_asked_for_wrote_nothing() -> None:
+    record = followed("b")
+    record.begin("a", [0], 0)
+    again = LayoutRecord.restarted(record.state)
+    assert (again.state.dirty, again.state.pending, again.state.followers) == ("", None, ())
+    assert again.state.num_non_followers == 2
+
+
+# ---- against a model -------------------------------------------------------------------------------------------------
+
+ENGINES = ["a", "b", "c"]
+ROWS = [ROW, [0, 1, 2, 3, 3, 0], [1, 1, 0, 2, 3, -1], [0, 1, 2, 3]]  # the last has the wrong length
+layer_lists = st.lists(st.integers(-1, 2), max_size=3)
+
+
+class RecordAndModel(RuleBasedStateMachine):
+    """The record and the rules of the protocol written down once more as plain values; a crash is a detach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = LayoutRecord(LAYOUT)
+        self.rows = LAYOUT.physical_to_logical_map.tolist()
+        self.version, self.present, self.strangers, self.lost = 0, set[str](), 0, False
+        self.move: tuple[str, set[int]] | None = None
+        self.order: list[int] = []
+        self.following, self.stopped, self.writing = set[str](), set[str](), False
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def attach(self, engine: str) -> None:
+        expected = "refused" if engine in self.present else "ok"
+        assert self.record.attach(engine).status == expected
+        self.present.add(engine)
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def leave_or_crash(self, engine: str) -> None:
+        expected = "ok" if engine in self.present else "refused"
+        assert self.record.detach(engine).status == expected
+        if self.move and self.move[0] == engine:
+            self.lost, self.move = self.lost or self.writing, None
+        self.gone(engine)
+
+    def gone(self, engine: str) -> None:
+        for names in (self.present, self.following, self.stopped):
+            names.discard(engine)
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def connection_is_ended_by_the_keeper(self, engine: str) -> None:
+        self.strangers += engine in self.present
+        if self.move and self.move[0] == engine:
+            self.lost, self.move = self.lost or self.writing, None
+        self.record.lose(engine)
+        self.gone(engine)
+
+    @rule(engine=st.sampled_from(ENGINES), knows=st.sampled_from(["current", "current", "initial"]))
+    def follow(self, engine: str, knows: str) -> None:
+        digest = LAYOUT.digest if knows == "initial" else self.record.digest
+        if self.lost or engine not in self.present or digest != self.record.digest:
+            expected = "refused"
+        elif self.move:
+            expected = "busy"
+        else:
+            expected = "ok"
+            self.following.add(engine)
+        assert self.record.follow(engine, digest).status == expected
+
+    @rule(engine=st.sampled_from(ENGINES), behind=st.sampled_from([0, 0, 1]), late=st.sampled_from([0, 0, 1]))
+    def hold(self, engine: str, behind: int, late: int) -> None:
+        asked = self.move is not None and self.move[0] != engine and engine in self.following
+        good = asked and not self.lost and not behind and not late
+        reply = self.record.hold(engine, self.version - behind, self.record.state.begun - late)
+        assert reply.status == ("ok" if good else "refused")
+        if good:
+            self.stopped.add(engine)
+
+    @rule(
+        engine=st.sampled_from(ENGINES), layers=layer_lists, behind=st.sampled_from([0, 0, 0, 1]), again=st.booleans()
+    )
+    def begin(self, engine: str, layers: list[int], behind: int, again: bool) -> None:
+        if again and self.move:
+            engine, layers = self.move[0], self.order
+        valid = layers and set(layers) <= {0, 1} and len(set(layers)) == len(layers)
+        mine = self.move is not None and self.move[0] == engine
+        other = mine and (self.writing or self.move != (engine, set(layers)) or self.order != layers)
+        if self.lost or engine not in self.present or behind or not valid or self.strangers or other:
+            expected = "refused"
+        elif (self.move and not mine) or self.present - self.following - {engine}:
+            expected = "busy"
+        else:
+            if not mine:
+                self.move, self.order, self.stopped = (engine, set(layers)), layers, set()
+            self.writing = self.stopped >= self.following - {engine}
+            expected = "ok" if self.writing else "busy"
+        assert self.record.begin(engine, layers, self.version - behind).status == expected
+
+    @rule(engine=st.sampled_from(ENGINES), layers=layer_lists, row=st.sampled_from(ROWS), same=st.booleans())
+    def commit(self, engine: str, layers: list[int], row: list[int], same: bool) -> None:
+        if same and self.move:
+            layers = sorted(self.move[1])
+        mine = self.move and self.move[0] == engine and self.move[1] == set(layers) and len(layers) == len(set(layers))
+        good = mine and len(row) == 6 and self.writing
+        assert self.record.commit(engine, layers, [row] * len(layers)).status == ("ok" if good else "refused")
+        if good:
+            for layer in layers:
+                self.rows[layer] = row
+            self.version, self.move = self.version + 1, None
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def abort(self, engine: str) -> None:
+        mine = self.move and self.move[0] == engine
+        assert self.record.abort(engine, sorted(self.move[1]) if self.move else [0]).status == (
+            "ok" if mine else "refused"
+        )
+        if mine:
+            self.move = None
+
+    @rule(engine=st.sampled_from([*ENGINES, None]), knows=st.sampled_from(["current", "initial", "nothing"]))
+    def fetch(self, engine: str | None, knows: str) -> None:
+        now = ExpertLayout(self.rows, 4, topology=RANKS).digest
+        digest = {"current": now, "initial": LAYOUT.digest, "nothing": None}[knows]
+        if self.lost or (digest is None and self.version) or (digest is not None and digest != now):
+            expected = "refused"
+        elif self.move:
+            expected = "busy"
+        else:
+            expected = "ok"
+            self.strangers += digest is None or engine not in self.present
+        assert self.record.check_fetch(engine, self.version, digest).status == expected
+
+    @precondition(lambda self: self.version > 0)
+    @rule()
+    def keeper_restarts(self) -> None:
+        self.record = LayoutRecord.restarted(self.record.state)
+        self.lost |= self.move is not None and self.writing
+        self.strangers += len(self.present)
+        self.move, self.present, self.following = None, set(), set()
+
+    @invariant()
+    def both_say_the_same(self) -> None:
+        state: RecordState = self.record.state
+        assert np.array_equal(state.layout.physical_to_logical_map, self.rows)
+        assert (state.version, set(state.engines)) == (self.version, self.present)
+        assert (state.num_non_followers, bool(state.dirty)) == (self.strangers, self.lost)
+        assert (state.pending and (state.pending.engine, set(state.pending.layers))) == self.move
+        assert (set(state.followers), state.asking) == (self.following, self.move is not None and not self.writing)
+        if self.move:
+            assert set(state.holding) == self.stopped & self.following
+        assert (self.record.query().status == "ok") == (not self.lost and self.move is None)
+
+
+TestRecordAndModel = RecordAndModel.TestCase
+TestRecordAndModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("strange", [None, 3, [1], {}, np.zeros(3), [10**5000], np.array(["a", "a"])])
+def test_what_is_no_name_is_answered_and_changes_nothing(strange: Any) -> None:
+    """A reply, never an exception: an array cannot be compared with a name, and a list is no key."""
+    record = record_of("a")
+    record.begin("a", [0], 0)
+    before = record.state
+    answers = [
+        record.attach(strange),
+        record.detach(strange),
+        record.begin(strange, [0], 0),
+        record.commit(strange, [0], LAYOUT.physical_to_logical_map[:1]),
+        record.abort(strange, [0]),
+        record.follow(strange, LAYOUT.digest),
+        record.follow("a", strange),
+        record.hold(strange, 0, 1),
+        record.hold("a", strange, strange),
+        record.begin("a", strange, strange),
+    ]
+    assert {answer.status for answer in answers} <= {"refused", "busy"}
+    assert all(answer.reason.isprintable() and len(answer.reason) < 1000 for answer in answers)
+    assert record.state == before

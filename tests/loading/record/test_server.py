@@ -1,0 +1,1037 @@
+"""The record over a socket: presence, crashes of real processes, hostile clients, paths, and a keeper that restarts."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import eplb_core
+from benchmarks.fuzz_record import kept, messages
+from eplb_core import ExpertLayout, SocketInUseError, SocketOwnerError, Topology
+from eplb_core.errors import FileFormatError, RecordLostError
+from eplb_core.loading.record import client as layout_client
+from eplb_core.loading.record import file as record_file
+from eplb_core.loading.record import socket_path, wire
+from eplb_core.loading.record.client import LayoutClient
+from eplb_core.loading.record.keeper import Keeper, Session
+from eplb_core.loading.record.record import LayoutRecord
+from eplb_core.loading.record.server import MAX_CONNECTIONS, LayoutServer
+from eplb_core.loading.record.state import RecordState
+from tests.loading.engine_process import Engine, container, until
+
+RANKS = Topology(num_ranks=2)
+LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=RANKS)
+ROW = [3, 2, 1, 0, 0, 3]
+ONE = f"this side speaks 1, of eplb_core {eplb_core.__version__}"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "record.sock"
+
+
+@pytest.fixture
+def server(path: Path) -> Iterator[LayoutServer]:
+    with LayoutServer(path, LayoutRecord(LAYOUT)) as server:
+        yield server
+
+
+def state_of(server: LayoutServer) -> RecordState:
+    assert server.state is not None
+    return server.state
+
+
+def raw(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(str(path))
+    connection.settimeout(20)
+    return connection
+
+
+def ask(connection: socket.socket, message: bytes | dict[str, Any]) -> dict[str, Any] | None:
+    """One reply, or None if the server ends the connection."""
+    connection.sendall(message if isinstance(message, bytes) else wire.pack(message))
+    inbox = wire.Inbox()
+    while True:
+        body = inbox.take(wire.MAX_REPLY)
+        if body is not None:
+            return wire.unpack(body)
+        data = connection.recv(1 << 16)
+        if not data:
+            return None
+        inbox.add(data)
+
+
+# ---- moves over the socket -------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_the_server_cuts_off_may_still_read(server: LayoutServer, path: Path) -> None:
+    with raw(path) as connection, LayoutClient(path, "b") as other:
+        ask(connection, {"do": "attach", "engine": "a"})
+        ask(connection, struct.pack("!I", 1 << 30))
+        until(lambda: state_of(server).engines == ("b",))
+        assert "'a (its connection was ended)'" in other.begin([0], 0).reason
+
+
+def test_a_client_sees_the_record_and_moves_experts(server: LayoutServer, path: Path) -> None:
+    """R3."""
+    with LayoutClient(path, "a") as client:
+        assert client.found is not None
+        assert (client.found.version, client.found.layout, client.found.engines) == (0, LAYOUT, ("a",))
+        assert client.begin([0], 0) == ("ok", "", 0, LAYOUT.digest)
+        with LayoutClient(path, "b") as late:
+            assert late.found is not None
+            assert late.found.pending == ("a", (0,), 0)
+            assert late.begin([1], 0).status == "busy"
+        reply = client.commit([0], [ROW])
+        assert (reply.status, reply.version, client.adopted) == ("ok", 1, 1)
+        state = client.query()
+        assert state is not None
+        assert state.layout.physical_to_logical_map[0].tolist() == ROW
+        assert reply.digest == state.digest
+        until(lambda: state_of(server).engines == ("a",))
+        assert client.begin([1], 1).status == "ok"
+        assert client.abort([1]).status == "ok"
+        assert client.begin([7], 1).status == "refused"
+
+
+def test_an_engine_that_restarts_under_its_name_is_a_second_engine(server: LayoutServer, path: Path) -> None:
+    with LayoutClient(path, "a") as former, LayoutClient(path, "a") as restarted:
+        assert (former.engine_id, restarted.engine_id) == ("a", "a#2")
+        assert former.begin([0], 0).reason.startswith("engine 'a#2' is attached too")
+
+
+def test_a_name_need_not_be_unique_however_long_it_is_and_whoever_has_the_next_one(
+    server: LayoutServer, path: Path
+) -> None:
+    with ExitStack() as stack:
+        names = [
+            stack.enter_context(LayoutClient(path, name)).engine_id for name in ("a", "a#3", "a", "x" * 200, "x" * 200)
+        ]
+    assert names == ["a", "a#3", "a#3.1", "x" * 200, "x" * 198 + "#5"]
+
+
+def test_a_reply_that_was_not_listened_to_answers_no_other_request(
+    server: LayoutServer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a signal's handler raises: the next request would take the reply that is still to come for its own."""
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with LayoutClient(path, "a") as a, LayoutClient(path, "b") as b:
+        with monkeypatch.context() as patch:
+            patch.setattr(layout_client, "_receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                a.query()
+        assert a.begin([0], 0).reason == f"the keeper at {path} was interrupted in an answer"
+        assert a.present
+        assert b.begin([0], 0).reason.startswith("engine 'a' is attached too")
+
+
+def test_a_move_whose_answer_was_not_listened_to_does_not_stay(
+    server: LayoutServer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with LayoutClient(path, "a") as a, LayoutClient(path, "b") as b:
+        assert b.follow(LAYOUT.digest).status == "ok"
+        for begun, (place, name) in enumerate([(time, "sleep"), (layout_client, "_receive")], 1):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    a.begin([0], 0)
+            until(lambda: state_of(server).begun == begun and state_of(server).pending is None)  # noqa: B023
+        assert not a.connected
+
+
+def test_a_forked_child_waits_for_no_thread_of_its_parent(server: LayoutServer, path: Path) -> None:
+    with LayoutClient(path, "a") as client, ThreadPoolExecutor(1) as threads:
+        client._lock.acquire()  # as a request has that is under way at the fork
+        client._process += 1
+        try:
+            reason = threads.submit(lambda: client.begin([0], 0).reason).result(20)
+            assert reason == f"{path}: the connection is that of the parent process"
+            threads.submit(client.close).result(20)
+            assert not client.connected
+        finally:
+            client._lock.release()
+
+
+def test_a_forked_child_that_closes_the_server_leaves_the_parent_serving(server: LayoutServer, path: Path) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", FORKS, str(path.with_name("forked.sock"))], capture_output=True, text=True, timeout=60
+    )
+    assert child.stdout.split() == ["0", "ok", "True"], child.stderr
+
+
+FORKS = """
+import os, sys
+from eplb_core import ExpertLayout, LayoutClient, LayoutRecord, LayoutServer, Topology
+record = LayoutRecord(ExpertLayout([[0, 1]], 2, topology=Topology(2)))
+with LayoutServer(sys.argv[1], record) as server, LayoutClient(server.path, "a") as client:
+    child = os.fork()
+    if child == 0:
+        server.close()
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], client.begin([0], 0).status, os.path.exists(server.path))
+"""
+
+
+def test_who_watches_hears_of_one_that_left_while_others_were_told(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, writing = threading.Event(), threading.Event()
+
+    def slow(*arguments: object, **options: object) -> None:
+        if threading.current_thread().name.startswith("eplb record") and not gate.is_set():
+            writing.set()
+            gate.wait(20)
+
+    with LayoutServer(path, LayoutRecord(LAYOUT), state_file=tmp_path / "record.json") as server, ExitStack() as stack:
+        leaver = raw(path)
+        ask(leaver, {"do": "attach", "engine": "leaver"})
+        seen = ask(leaver, {"do": "watch", "seen": -1})
+        assert seen is not None
+        leaver.sendall(wire.pack({"do": "watch", "seen": seen["number"]}))
+        watchers = [stack.enter_context(raw(path)) for _ in range(16)]
+        for each in watchers:
+            each.sendall(wire.pack({"do": "watch", "seen": seen["number"]}))
+        until(lambda: len(server._loop._watching) == 17)
+        monkeypatch.setattr("eplb_core.loading.record.server.save_record", slow)
+        late = stack.enter_context(raw(path))
+        late.sendall(wire.pack({"do": "attach", "engine": "late"}))
+        assert writing.wait(20)
+        leaver.close()
+        gate.set()
+        for each in watchers:
+            news = ask(each, b"")
+            while news is not None and "leaver" in news["state"]["engines"]:
+                news = ask(each, {"do": "watch", "seen": news["number"]})
+            assert news is not None
+
+
+def test_requests_of_many_threads_queue_up(server: LayoutServer, path: Path) -> None:
+    with LayoutClient(path, "a") as client, ThreadPoolExecutor(4) as threads:
+        replies = list(threads.map(lambda _: client.begin([0], 0).status, range(200)))
+    assert replies.count("ok") == 1
+    assert replies.count("refused") == 199
+
+
+def test_a_client_without_a_server_finds_nothing_and_is_refused(path: Path) -> None:
+    client = LayoutClient(path, "a")
+    assert (client.found, client.error, client.connected, client.present) == (None, None, False, False)
+    assert client.begin([0], 0) == ("refused", f"nobody listens at {path}", None, None)
+    with pytest.raises(RecordLostError, match="nobody listens"):
+        client.query()
+
+
+def test_a_client_waits_for_a_server_that_comes_later(path: Path) -> None:
+    found: list[LayoutClient] = []
+    thread = threading.Thread(target=lambda: found.append(LayoutClient(path, "a", wait=20.0)))
+    thread.start()
+    with LayoutServer(path, LayoutRecord(LAYOUT)):
+        thread.join()
+        assert found[0].found is not None
+        found[0].close()
+
+
+def test_a_server_that_goes_ends_moves_and_says_so(path: Path) -> None:
+    server = LayoutServer(path, LayoutRecord(LAYOUT))
+    client = LayoutClient(path, "a")
+    server.close()
+    server.close()
+    reply = client.begin([0], 0)
+    assert reply.status == "refused"
+    assert f"the keeper at {path} closed the connection" in reply.reason
+    assert not client.connected
+    assert client.present
+    assert not path.exists()
+
+
+def test_a_server_that_accepts_nobody_is_an_error_and_not_absent(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as queue:
+        listener.bind(str(path))
+        listener.listen(0)
+        waiting = queue.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        waiting.connect(str(path))
+        client = LayoutClient(path, "a", deadline=0.02)
+    assert client.present
+    assert client.begin([0], 0) == ("refused", f"{path} accepts nobody", None, None)
+
+
+def test_a_path_through_a_file_is_an_error(path: Path) -> None:
+    path.write_text("")
+    client = LayoutClient(path / "sock", "a")
+    assert f"{path / 'sock'} cannot be reached: [Errno 20] Not a directory" in str(client.error)
+
+
+def test_a_place_that_could_not_be_taken_on_a_full_disk_holds_no_lock(path: Path, tmp_path: Path) -> None:
+    """The number of the process that serves does not go into the lock's file; then there is room again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            socket_path.SocketPlace(path, tmp_path / "state")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    socket_path.SocketPlace(path, tmp_path / "state").release()
+
+
+def test_a_keeper_that_cannot_write_down_who_is_there_lets_nobody_in(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "states").mkdir()
+    with LayoutServer(path, LayoutRecord(LAYOUT), state_file=tmp_path / "states" / "record.json"):
+        shutil.rmtree(tmp_path / "states")
+        client = LayoutClient(path, "a")
+    assert "refused to attach this engine: the record cannot be written down: [Errno 2]" in str(client.error)
+
+
+def test_a_server_that_does_not_answer_is_lost_after_the_deadline(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        client = LayoutClient(path, "a", deadline=0.05)
+        client.close()
+    assert str(client.error) == f"the keeper at {path} has not answered for 0.05 s"
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (wire.LENGTH.pack(1 << 31), "answers with a message of 2,147,483,648 bytes; at most 67,108,864"),
+        (wire.LENGTH.pack(2) + b"[]", "answers with a JSON list where an object is due"),
+        (wire.pack({"status": "well"}), "answers with status 'well'"),
+        (wire.pack({"status": "ok", "reason": "", "version": "1"}), "answers with version '1'"),
+        (wire.pack({"status": "ok", "reason": "", "state": {"map": 3}}), "answers with no whole record: KeyError"),
+        (wire.pack({"status": "refused", "reason": "full"}), "answers with no whole record"),
+        (
+            wire.LENGTH.pack(30) + b'{"protocol":2,"status":"ok"}  ',
+            f"answers with protocol 2 of eplb_core unknown; {ONE}",
+        ),
+        (b"", "closed the connection: it ended"),
+    ],
+)
+def test_a_server_that_talks_nonsense_is_an_error_with_words(path: Path, reply: bytes, said: str) -> None:
+    def serve_once() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(reply)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        thread = threading.Thread(target=serve_once)
+        thread.start()
+        with LayoutClient(path, "a") as client:
+            thread.join()
+    assert said in str(client.error)
+
+
+def test_a_keeper_of_another_time_has_no_record(path: Path) -> None:
+    """R31: "Unknown request type" is taken for a keeper without a record; so is one that says it has none."""
+    with LayoutServer(path, None) as server, LayoutClient(path, "a") as client:
+        assert server.state is None
+        assert (client.found, client.error, client.connected) == (None, None, True)
+        assert client.begin([0], 0).reason == "this server keeps no record of a layout"
+        assert client.query() is None
+        with raw(path) as connection:
+            reply = ask(connection, {"do": "expert_layout_attach"})
+            assert reply is not None
+            assert (reply["status"], reply["reason"]) == ("refused", "Unknown request type: 'expert_layout_attach'")
+            assert reply["code"] == "unknown_request"
+
+
+# ---- processes that die ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_not(path: Path, tmp_path: Path) -> None:
+    """It may serve on, so nobody may move under it; and what it did not hear of must not stay pending."""
+    keeper = serve(path, tmp_path / "record.json", tmp_path)
+    try:
+        with LayoutClient(path, "a", wait=30.0, deadline=2.0) as client, ExitStack() as late:
+            keeper.send_signal(signal.SIGSTOP)
+            client._deadline = 0.05
+            assert client.begin([0], 0).reason.endswith("has not answered for 0.05 s")
+            assert client.begin([0], 0).status == "refused"
+            assert not client.connected
+            keeper.send_signal(signal.SIGCONT)
+            other = late.enter_context(LayoutClient(path, "b"))  # what the first one sent is answered before
+            assert other.found is not None
+            assert (other.found.pending, other.found.engines) == (None, ("a", "b"))
+            assert other.begin([0], 0).reason.startswith("engine 'a' is attached too")
+            client.close()
+            until(lambda: other.begin([0], 0).status == "ok")
+    finally:
+        keeper.kill()
+        keeper.wait()
+
+
+@pytest.mark.slow
+def test_a_process_killed_after_begin_leaves_a_dirty_record(
+    server: LayoutServer, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """I2, R4: seen by the end of the connection alone; old and new engines are refused, and the log says why."""
+    with Engine(path, "a") as engine, caplog.at_level(logging.ERROR, "eplb_core"):
+        assert engine.ask("begin", [1], 0)[0] == "ok"
+        engine.kill()
+        dirty = until(lambda: state_of(server).dirty)
+        until(lambda: dirty in caplog.text)  # said by the server's thread, after the state is there
+    assert dirty == "the move of layer 1 by engine 'a' from version 0 was pending when the engine left"
+    with LayoutClient(path, "b") as late:
+        assert late.begin([0], 0).status == "refused"
+        assert late.found is not None
+        assert late.found.dirty == dirty
+
+
+@pytest.mark.slow
+def test_a_process_killed_between_moves_leaves_a_clean_record(server: LayoutServer, path: Path) -> None:
+    with Engine(path, "a") as engine:
+        engine.ask("begin", [0], 0)
+        assert engine.ask("commit", [0], [ROW])[2] == 1
+        engine.kill()
+    until(lambda: state_of(server).engines == ())
+    with LayoutClient(path, "b") as late:
+        assert late.found is not None
+        assert (late.found.version, late.found.dirty) == (1, "")
+        assert late.begin([1], 1).status == "ok"
+
+
+@pytest.mark.slow
+def test_a_warm_standby_pauses_moves_and_takes_over(server: LayoutServer, path: Path) -> None:
+    with Engine(path, "active") as active:
+        active.ask("begin", [0], 0)
+        active.ask("commit", [0], [ROW])
+        with LayoutClient(path, "standby") as standby:
+            assert standby.found is not None
+            assert standby.found.version == 1
+            for _ in range(3):
+                assert active.ask("begin", [1], 1)[:2] == [
+                    "busy",
+                    "engine 'standby' is attached too; experts may move only under an engine that is alone",
+                ]
+            active.kill()
+            until(lambda: state_of(server).engines == ("standby",))
+            assert standby.begin([1], 0).status == "refused"
+            assert standby.begin([1], 1).status == "ok"
+
+
+@pytest.mark.slow
+def test_a_forked_child_keeps_moves_paused_and_makes_nothing_wrong(server: LayoutServer, path: Path) -> None:
+    """R16."""
+    with Engine(path, "a") as engine:
+        child = engine.ask("fork")
+        engine.kill()
+        with LayoutClient(path, "b") as late:
+            assert late.begin([0], 0).reason.startswith("engine 'a' is attached too")
+            assert state_of(server).dirty == ""
+            os.kill(child, signal.SIGKILL)
+            until(lambda: state_of(server).engines == ("b",))
+            assert late.begin([0], 0).status == "ok"
+
+
+@pytest.mark.slow
+def test_a_forked_child_that_closes_the_client_leaves_the_parent_present(server: LayoutServer, path: Path) -> None:
+    with Engine(path, "a") as engine:
+        assert engine.ask("fork and close") == 0
+        assert engine.ask("begin", [0], 0)[0] == "ok"
+        assert state_of(server).engines == ("a",)
+
+
+def test_a_client_is_not_used_from_a_forked_child(server: LayoutServer, path: Path) -> None:
+    with LayoutClient(path, "a") as client:
+        client._process += 1  # as the child sees it
+        assert client.begin([0], 0).reason == f"{path}: the connection is that of the parent process"
+        client._process -= 1
+
+
+@pytest.mark.slow
+def test_an_engine_in_another_container_is_seen_to_die(server: LayoutServer, path: Path) -> None:
+    """I5, R4: its process number means nothing out here."""
+    with Engine(path, "a", inside=container()) as engine:
+        assert engine.ask("begin", [1], 0)[0] == "ok"
+        assert state_of(server).engines == ("a",)
+        engine.kill()
+        assert "layer 1 by engine 'a'" in until(lambda: state_of(server).dirty)
+
+
+# ---- clients that are slow, hostile or broken ------------------------------------------------------------------------
+
+
+def test_a_slow_client_blocks_nobody_and_is_read_no_further(server: LayoutServer, path: Path) -> None:
+    """R65."""
+    with raw(path) as half, raw(path) as deaf, LayoutClient(path, "a") as client:
+        half.sendall(wire.LENGTH.pack(1000) + b"{")
+        assert send_until_blocked(deaf, wire.pack({"do": "query"})) < 1 << 19
+        assert client.begin([0], 0).status == "ok"
+        assert client.commit([0], [ROW]).version == 1
+
+
+def test_a_client_that_reads_late_gets_every_reply_whole(path: Path) -> None:
+    large = ExpertLayout.trivial(58, 256, num_slots=288, topology=Topology(num_ranks=32))
+    with LayoutServer(path, LayoutRecord(large)), raw(path) as late:
+        late.sendall(wire.pack({"do": "query"}) * 50)
+        until(lambda: array.array("i", fcntl.ioctl(late, termios.FIONREAD, b"\0" * 4))[0] > 1 << 16)
+        inbox, replies = wire.Inbox(), 0
+        while replies < 50:
+            body = inbox.take(wire.MAX_REPLY)
+            if body is None:
+                inbox.add(late.recv(1 << 16))
+            else:
+                assert wire.decode_state(wire.unpack(body)["state"]).layout == large
+                replies += 1
+
+
+def send_until_blocked(connection: socket.socket, message: bytes) -> int:
+    """Send it over and over; bytes sent when the other side has taken none for a while."""
+    requests, sent = message * (1 << 12), 0
+    connection.settimeout(0.3)
+    with contextlib.suppress(TimeoutError):
+        while sent < 1 << 22:
+            sent += connection.send(requests[sent % len(message) :])
+    return sent
+
+
+def test_too_many_connections_are_closed_and_cost_nothing(server: LayoutServer, path: Path) -> None:
+    """Engines, of which none goes for another, and a follower's that waits for news."""
+    with LayoutClient(path, "a") as client, raw(path) as watcher:
+        crowd = [raw(path) for _ in range(MAX_CONNECTIONS - 2)]
+        for connection in crowd:
+            assert ask(connection, {"do": "attach", "engine": "b"}) is not None
+        news = ask(watcher, {"do": "watch", "seen": -1})
+        assert news is not None
+        watcher.sendall(wire.pack({"do": "watch", "seen": news["number"]}))
+        until(lambda: server._loop._watching)
+        assert LayoutClient(path, "late").error is not None
+        assert len(state_of(server).engines) == MAX_CONNECTIONS - 1
+        assert client.query() is not None
+        for connection in crowd:
+            connection.close()
+
+        def is_let_in() -> bool:
+            with LayoutClient(path, "later") as later:
+                return later.found is not None
+
+        until(is_let_in)
+
+
+QUERY = wire.pack({"do": "query"})
+
+
+@pytest.mark.parametrize("said", [(b"", QUERY[:2], QUERY[:4]), (QUERY,)])
+def test_a_crowd_that_idles_keeps_no_engine_out(server: LayoutServer, path: Path, said: tuple[bytes, ...]) -> None:
+    """No byte, half a message, a whole one: who was silent for longest goes when one more comes, never an engine."""
+    with ExitStack() as stack:
+        look = stack.enter_context(LayoutClient(path, "status", attach=False))
+        client = stack.enter_context(LayoutClient(path, "a"))
+        for number in range(MAX_CONNECTIONS + 50):
+            connection = stack.enter_context(raw(path))
+            connection.sendall(said[number % len(said)])
+        with LayoutClient(path, "late") as late:
+            assert late.found is not None
+            assert state_of(server).engines == ("a", "late")
+        assert client.begin([0], 0).status == "ok"
+        assert client.commit([0], [ROW]).version == 1
+        state = look.query()  # its connection was ended before all others
+        assert state is not None
+        assert (state.version, look.error) == (1, None)
+
+
+def test_who_speaks_now_and_then_outlasts_a_crowd_that_does_not(server: LayoutServer, path: Path) -> None:
+    with raw(path) as busy, ExitStack() as crowd:
+        for _ in range(2 * MAX_CONNECTIONS):
+            assert ask(busy, QUERY) is not None
+            crowd.enter_context(raw(path)).sendall(QUERY)
+
+
+def test_only_who_looks_goes_on_with_another_keeper(path: Path) -> None:
+    """An engine's presence, and the news that a follower waits for, end with the keeper that they were at."""
+    with ExitStack() as stack:
+        with LayoutServer(path, LayoutRecord(LAYOUT)):
+            engine, look, watcher = (
+                stack.enter_context(LayoutClient(path, name, attach=name == "engine"))
+                for name in ("engine", "look", "watcher")
+            )
+            seen = watcher.watch(-1)
+        with LayoutServer(path, LayoutRecord(LAYOUT, version=7)):
+            state = look.query()
+            assert state is not None
+            assert (state.version, state.engines) == (7, ())
+            assert f"the keeper at {path} closed the connection" in engine.begin([0], 0).reason
+            with pytest.raises(RecordLostError, match=f"the keeper at {path} closed the connection"):
+                watcher.watch(seen)
+        with pytest.raises(RecordLostError, match=f"the keeper at {path} closed the connection"):
+            look.query()  # nobody is there
+
+
+def test_who_is_closed_while_it_asks_does_not_come_back(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ThreadPoolExecutor(2) as threads:
+        listener.bind(str(path))
+        listener.listen()
+        made = threads.submit(LayoutClient, path, "a", attach=False)
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(wire.pack({"status": "refused", "reason": "", "code": "no_record"}))
+            look = made.result(20)
+            asked = threads.submit(look.query)
+            connection.recv(1 << 16)
+            look.close()
+            with pytest.raises(RecordLostError, match="closed the connection: it ended"):
+                asked.result(20)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_a_thousand_who_come_and_go_do_not_disturb(server: LayoutServer, path: Path) -> None:
+    with LayoutClient(path, "a") as client:
+        for number in range(1000):
+            with raw(path) as connection, contextlib.suppress(BrokenPipeError):
+                connection.send((b"", b"\xff\xff\xff\xff", wire.LENGTH.pack(9) + b"{", b"\0")[number % 4])
+            if number % 100 == 0:
+                assert client.query() is not None
+        assert client.begin([0], 0).status == "ok"
+        assert client.commit([0], [ROW]).version == 1
+        assert state_of(server).engines == ("a",)
+
+
+CROWDED = """
+import resource, socket, sys
+soft = 64
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from eplb_core import ExpertLayout, LayoutRecord, LayoutServer, Topology
+layout = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=Topology(2))
+taken = [open("/dev/null") for _ in range(int(sys.argv[3]))]
+server = LayoutServer(sys.argv[1], LayoutRecord(layout), state_file=sys.argv[2])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("taken", [0, 28])
+def test_a_crowd_beyond_the_descriptors_keeps_nobody_from_moving(path: Path, tmp_path: Path, taken: int) -> None:
+    """64 descriptors, 100 that idle: the state's file is written all the same; with 28 taken none is left."""
+    arguments = [sys.executable, "-c", CROWDED, str(path), str(tmp_path / "state.json"), str(taken)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stdin is not None
+        assert keeper.stdout.readline() == "ready\n"
+        with LayoutClient(path, "a") as client, contextlib.ExitStack() as crowd:
+            for number in range(100):
+                crowd.enter_context(raw(path)).sendall(QUERY[: number % 2 * len(QUERY)])
+                if not taken and number > 30:  # also when the crowd has just taken the last one
+                    assert client.begin([0], 0).status == "ok"
+                    assert client.abort([0]).status == "ok"
+            with LayoutClient(path, "late", wait=5.0) as late:
+                assert late.connected
+        keeper.stdin.close()
+
+
+def test_a_server_whose_thread_cannot_start_leaves_its_path(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            LayoutServer(path, LayoutRecord(LAYOUT))
+    assert not path.exists()
+    with LayoutServer(path, LayoutRecord(LAYOUT)) as server, LayoutClient(server.path, "a") as client:
+        assert client.connected
+
+
+def test_an_endless_message_ends_its_connection_alone(server: LayoutServer, path: Path) -> None:
+    with raw(path) as connection:
+        reply = ask(connection, struct.pack("!I", 1 << 30))
+        assert reply is not None
+        assert reply["reason"] == "a message of 1,073,741,824 bytes; at most 65,632 make sense here"
+        assert connection.recv(1) == b""
+    with LayoutClient(path, "a") as client:
+        assert client.connected
+
+
+def test_a_malformed_message_is_answered_and_the_connection_stays(server: LayoutServer, path: Path) -> None:
+    """An engine with a move under way that says one thing wrong does not lose its presence."""
+    with raw(path) as connection:
+        ask(connection, {"do": "attach", "engine": "a"})
+        ask(connection, {"do": "begin", "layers": [0], "version": 0})
+        for body, reason in [
+            (b"", "no JSON"),
+            (b"\xff\xfe", "no JSON"),
+            (b"[" * 60000, "no JSON"),
+            (b'{"protocol":1,"do":' + b"9" * 5000 + b"}", "no JSON"),
+            (b"[1]", "a JSON list where an object is due"),
+            (b"{}", f"protocol unknown of eplb_core unknown; {ONE}"),
+            (b'{"protocol":true}', "protocol True"),
+            (b'{"protocol":2,"eplb_core":"9.1"}', f"protocol 2 of eplb_core 9.1; {ONE}"),
+            (b'{"protocol":1}', "Unknown request type: 'None'"),
+            (b'{"protocol":1,"do":["attach"]}', "Unknown request type"),
+            (b'{"protocol":1,"do":"attach","engine":"b"}', "this connection is engine 'a' already"),
+            (b'{"protocol":1,"do":"commit","layers":[0],"rows":5}', "`rows` are int, not text"),
+            (b'{"protocol":1,"do":"commit","layers":[0],"rows":"?"}', "`rows` are no base64"),
+            (b'{"protocol":1,"do":"commit","layers":[0],"rows":"AAAA"}', "`rows` hold 3 bytes; 1 rows of 6 slots"),
+            (b'{"protocol":1,"do":"fetch","config":{}}', "keeps a record and no weights"),
+        ]:
+            before = state_of(server)
+            reply = ask(connection, wire.LENGTH.pack(len(body)) + body)
+            assert reply is not None
+            assert reply["status"] == "refused"
+            assert reason in reply["reason"]
+            assert state_of(server) is before
+        rows = wire.encode_rows(LAYOUT.physical_to_logical_map[:1])
+        done = ask(connection, {"do": "commit", "layers": [0], "rows": rows})
+        assert done is not None
+        assert (done["status"], done["version"]) == ("ok", 1)
+
+
+def test_one_line_tells_of_clients_of_another_protocol_and_no_crowd_fills_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keeper = Keeper(LayoutRecord(LAYOUT))
+    for number in range(20):
+        for body in (b'{"protocol":2,"eplb_core":"9.1"}', b"{"):
+            assert keeper.answer(Session(number), body).message["status"] == "refused"
+    assert caplog.messages == [f"a client is refused, for it speaks protocol 2 of eplb_core 9.1; {ONE}"]
+    for number in range(20):
+        keeper.answer(Session(number), b'{"protocol":%d}' % (2 + number))
+    assert len(caplog.messages) == 8
+
+
+class Told:
+    """A weight host that says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def difference(self, config: Any, frame: Any) -> tuple[str, str] | None:
+        self.asked.append("difference")
+        return ("model", "`model` differs") if config else None
+
+    def about(self) -> dict[str, Any]:
+        return {}
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        self.asked.append("export")
+        return {}, []
+
+
+def test_weights_are_handed_out_after_the_configuration_and_then_the_layout_were_compared() -> None:
+    """R11, R14: whatever kind of memory they are in, which nobody is asked about before."""
+    told = Told()
+    keeper, session = Keeper(LayoutRecord(LAYOUT), told), Session(1)
+
+    def fetch(**message: Any) -> dict[str, Any]:
+        return keeper.answer(session, wire.pack({"do": "fetch", "frame": {}, **message})[4:]).message
+
+    assert fetch(config={"model": "other"}, digest="other")["field"] == "model"
+    assert fetch(config={}, digest="other")["field"] == "layout"
+    assert told.asked == ["difference"] * 2
+    assert fetch(config={}, digest=LAYOUT.digest)["status"] == "ok"
+    assert told.asked == ["difference"] * 3 + ["export"]
+
+
+def test_a_keeper_of_a_record_needs_neither_a_gpu_nor_torch() -> None:
+    """R66: whatever happens to a GPU, the record lives on."""
+    code = (
+        "import sys, eplb_core.loading.record.server, eplb_core.loading.record.client, eplb_core.loading.record.file\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
+
+
+class Faulty:
+    """A weight host with a fault."""
+
+    def difference(self, config: Any, frame: Any) -> None:
+        raise ZeroDivisionError("a fault")
+
+    def about(self) -> dict[str, Any]:
+        return {}
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        return {}, []
+
+
+def test_a_fault_of_the_server_costs_the_one_who_met_it(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LayoutServer(path, LayoutRecord(LAYOUT), exports=Faulty()) as server, LayoutClient(path, "a") as client:
+        with raw(path) as connection, caplog.at_level(logging.ERROR, "eplb_core"):
+            assert ask(connection, {"do": "fetch", "config": {}}) is None
+        assert "ZeroDivisionError: a fault" in caplog.text
+        assert client.begin([0], 0).status == "ok"
+        assert server.state is not None
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(batch=st.lists(messages, min_size=10, max_size=10), mine=st.booleans())
+def test_no_message_raises_or_changes_what_it_must_not(batch: list[bytes], mine: bool) -> None:
+    """Two engines are attached, so nobody may begin, and what is pending is the other one's; `make fuzz` sends more."""
+    record = LayoutRecord(LAYOUT)
+    keeper, first, second = Keeper(record), Session(1), Session(2)
+    for session, name in ((first, "a"), (second, "b")):
+        keeper.answer(session, wire.pack({"do": "attach", "engine": name})[4:])
+        if session is first and not mine:
+            keeper.answer(first, wire.pack({"do": "begin", "layers": [0], "version": 0})[4:])
+    before = record.state
+    for body in batch:
+        answer = keeper.answer(second, body)
+        assert answer.message["status"] in ("ok", "busy", "refused")
+        assert wire.unpack(wire.pack(answer.message)[4:])
+        assert kept(record.state) == kept(before)
+        assert record.state.engines == before.engines
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.lists(st.binary(max_size=40) | messages.map(lambda m: wire.LENGTH.pack(len(m)) + m), max_size=5))
+def test_no_bytes_stop_the_server(server: LayoutServer, path: Path, data: list[bytes]) -> None:
+    with raw(path) as connection:
+        try:
+            for chunk in data:
+                connection.sendall(chunk)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it declared a message too long
+    with raw(path) as connection:
+        reply = ask(connection, {"do": "query"})
+    assert reply is not None
+    assert (reply["version"], reply["digest"]) == (0, LAYOUT.digest)
+
+
+# ---- the path --------------------------------------------------------------------------------------------------------
+
+
+def test_the_socket_is_for_this_user_alone(server: LayoutServer, path: Path) -> None:
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_second_server_on_the_path_is_an_error_and_the_first_stays(server: LayoutServer, path: Path) -> None:
+    with pytest.raises(
+        SocketInUseError, match=rf"{path} is served by another process \(process {os.getpid()}"
+    ) as caught:
+        LayoutServer(path, LayoutRecord(LAYOUT))
+    assert caught.value.path == str(path)
+    with LayoutClient(path, "a") as client:
+        assert client.connected
+
+
+def test_two_servers_cannot_keep_their_records_in_one_file(path: Path, tmp_path: Path) -> None:
+    """Each would overwrite what the other has promised: a restart would take a layout for clean that is none."""
+    file = tmp_path / "record.json"
+    (tmp_path / "link.json").symlink_to(file)
+    with LayoutServer(path, LayoutRecord(LAYOUT), state_file=file, memory="m"), LayoutClient(path, "a") as client:
+        client.begin([0], version=0)
+        before = file.read_bytes()
+        for other in (file, tmp_path / "link.json"):
+            with pytest.raises(SocketInUseError, match=r"record\.json holds the record of another server that runs"):
+                LayoutServer(f"{path}2", LayoutRecord(LAYOUT), state_file=other, memory="m")
+        assert file.read_bytes() == before
+    LayoutServer(f"{path}2", LayoutRecord(LAYOUT), state_file=file, memory="m").close()
+
+
+def test_a_stale_socket_is_replaced(path: Path) -> None:
+    """R65."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    assert LayoutClient(path, "a").present is False
+    with LayoutServer(path, LayoutRecord(LAYOUT)), LayoutClient(path, "a") as client:
+        assert client.connected
+
+
+def test_a_path_where_something_else_lives_is_left_alone(path: Path) -> None:
+    path.write_text("notes")
+    with pytest.raises(SocketInUseError, match="is there already and is no socket; move it away"):
+        LayoutServer(path, LayoutRecord(LAYOUT))
+    assert path.read_text() == "notes"
+    path.unlink()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(SocketInUseError, match="is served by a process that holds no lock"):
+            LayoutServer(path, LayoutRecord(LAYOUT))
+
+
+def test_a_socket_of_somebody_else_is_neither_used_nor_removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    if os.geteuid() == 0:
+        os.chown(path, 4242, 4242)
+        uid = 4242
+    else:
+        uid = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(SocketOwnerError, match=rf"{path} belongs to user {uid}") as caught:
+        LayoutServer(path, LayoutRecord(LAYOUT))
+    assert caught.value.uid == uid
+    assert path.exists()
+    client = LayoutClient(path, "a")
+    assert isinstance(client.error, SocketOwnerError)
+    assert client.begin([0], 0).status == "refused"
+
+
+def test_a_peer_of_another_user_is_told_from_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        socket_path.check_peer(left, "here")
+        monkeypatch.setattr(socket_path, "_CREDENTIALS", Swapped())
+        with pytest.raises(SocketOwnerError, match="user 4242 is at the other end of here"):
+            socket_path.check_peer(left, "here")
+
+
+class Swapped:
+    """Credentials as another user's process would have them."""
+
+    size = 12
+
+    def unpack(self, raw: bytes) -> tuple[int, int, int]:
+        return 1, 4242, 4242
+
+
+def test_a_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 120)
+    for make in (lambda: LayoutServer(long, LayoutRecord(LAYOUT)), lambda: LayoutClient(long, "a")):
+        with pytest.raises(ValueError, match=r"`path` \(\d+ bytes\) must have 1 to 107"):
+            make()
+    with pytest.raises(TypeError, match="must be text or a path"):
+        LayoutServer(b"bytes", None)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError):
+        LayoutServer(tmp_path / "no" / "s", None)
+    with pytest.raises(TypeError, match=r"`record` \(=ExpertLayout\) must be a LayoutRecord or None"):
+        LayoutServer(tmp_path / "s", LAYOUT)  # type: ignore[arg-type]
+
+
+def test_an_engine_without_a_name_is_refused(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`engine_id` \(=''\) must be printable"):
+        LayoutClient(path, "")
+
+
+# ---- a keeper that restarts ------------------------------------------------------------------------------------------
+
+
+def test_a_move_is_on_disk_before_begin_is_answered(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    with LayoutServer(path, LayoutRecord(LAYOUT), state_file=file, memory="m1"), LayoutClient(path, "a") as client:
+        assert record_file.load_record(file)[0].engines == ("a",)
+        client.begin([1], 0)
+        state, memory = record_file.load_record(file)
+        assert (state.pending, memory) == (("a", (1,), 0), "m1")
+        assert client.commit([1], [ROW]).status == "ok"
+        state = record_file.load_record(file)[0]
+        assert (state.pending, state.version, state.layout.physical_to_logical_map[1].tolist()) == (None, 1, ROW)
+        client.begin([0], 1)
+        client.close()
+        until(lambda: record_file.load_record(file)[0].dirty)
+
+
+@pytest.mark.slow
+def test_a_keeper_killed_with_its_memory_kept_knows_what_it_holds(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    for died_during, version in (("nothing", 1), ("a move", 1)):
+        file.unlink(missing_ok=True)
+        keeper = serve(path, file, tmp_path)
+        with LayoutClient(path, "a", wait=30.0) as client:
+            client.begin([0], 0)
+            client.commit([0], [ROW])
+            if died_during == "a move":
+                client.begin([1], 1)
+            keeper.kill()
+            keeper.wait()
+            assert client.begin([1], 1).status == "refused"
+        record = record_file.open_record(file, LAYOUT, memory="m1")
+        assert record.version == version
+        assert record.layout.physical_to_logical_map[0].tolist() == ROW
+        assert record.state.num_non_followers == 1
+        assert ("was pending when the keeper of the record died" in record.state.dirty) == (died_during == "a move")
+
+
+def serve(path: Path, file: Path, folder: Path) -> subprocess.Popen[bytes]:
+    code = (
+        "import sys, eplb_core as e\n"
+        "from eplb_core.loading import layout_server, record_file\n"
+        f"layout = e.ExpertLayout({LAYOUT.physical_to_logical_map.tolist()}, 4, topology=e.Topology(2))\n"
+        "record = record_file.open_record(sys.argv[2], layout, memory='m1')\n"
+        "server = layout_server.LayoutServer(sys.argv[1], record, state_file=sys.argv[2], memory='m1')\n"
+        "server._thread.join()\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, str(path), str(file)], cwd=Path(__file__).parents[3])
+
+
+def test_a_keeper_says_when_it_does_not_know(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    assert record_file.open_record(file, LAYOUT, memory="").state == RecordState(LAYOUT)
+    record_file.save_record(file, RecordState(LAYOUT, version=3, engines=("a",)), memory="m1")
+    kept = record_file.open_record(file, LAYOUT, memory="m1")
+    assert (kept.version, kept.state.num_non_followers, kept.state.dirty) == (3, 1, "")
+    anew = record_file.open_record(file, LAYOUT, memory="m2")
+    assert (anew.version, anew.state.num_non_followers) == (0, 0)
+    unknown = record_file.open_record(file, LAYOUT, memory="").query()
+    assert unknown.status == "refused"
+    assert "nobody said whether the memory was kept (it was at version 3)" in unknown.reason
+    file.write_text(file.read_text().replace(LAYOUT.digest, "0" * 64))
+    broken = record_file.open_record(file, LAYOUT, memory="m1").query()
+    assert "the record's file cannot be read" in broken.reason
+    with pytest.raises(FileFormatError, match="a map of digest"):
+        record_file.load_record(file)
+    file.write_text('{"format": "other"}')
+    with pytest.raises(FileFormatError, match="another kind of file"):
+        record_file.load_record(file)
+
+
+def test_what_cannot_be_written_down_is_not_promised() -> None:
+    """A full disk: attaching and beginning are refused and undone; what is over already is only logged."""
+    full = [False]
+
+    def write(state: RecordState) -> None:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+
+    keeper = Keeper(LayoutRecord(LAYOUT), write=write)
+    session, late = Session(1), Session(2)
+
+    def say(session: Session, **message: Any) -> dict[str, Any]:
+        return keeper.answer(session, wire.pack(message)[4:]).message
+
+    assert say(session, do="attach", engine="a")["status"] == "ok"
+    full[0] = True
+    assert "cannot be written down: [Errno 28]" in say(session, do="begin", layers=[0], version=0)["reason"]
+    assert say(late, do="attach", engine="b")["status"] == "refused"
+    assert keeper.state is not None
+    assert (keeper.state.pending, keeper.state.engines, late.engine) == (None, ("a",), None)
+    full[0] = False
+    say(session, do="begin", layers=[0], version=0)
+    full[0] = True
+    rows = wire.encode_rows(LAYOUT.physical_to_logical_map[:1])
+    assert say(session, do="commit", layers=[0], rows=rows)["version"] == 1
+    keeper.leave(session)
+    assert keeper.state.engines == ()
+
+
+def test_a_record_s_file_that_cannot_be_seen_is_not_taken_for_none(tmp_path: Path) -> None:
+    """A link to itself, as a folder without permission: there may be a version in it that weights were moved to."""
+    (tmp_path / "file").symlink_to(tmp_path / "file")
+    record = record_file.open_record(tmp_path / "file", LAYOUT, memory="m1")
+    assert re.search("the record's file cannot be read: .*symbolic links", record.state.dirty)
