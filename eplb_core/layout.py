@@ -22,6 +22,7 @@ from eplb_core._arrays import (
     to_ids,
     to_numpy,
 )
+from eplb_core._html import HTML_LAYERS
 from eplb_core._text import quoted
 from eplb_core.errors import LayoutError, MissingExpertError
 from eplb_core.topology import Topology
@@ -353,9 +354,7 @@ class ExpertLayout:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        from eplb_core._html import layout_html
-
-        return layout_html(self)
+        return _html(self)
 
     def __str__(self) -> str:
         return self.format(np.arange(min(self.num_layers, 8))) + (
@@ -473,3 +472,48 @@ def check_map(p2l: IntArray, num_experts: int, topology: Topology) -> None:
             layer=layer,
             expert=expert,
         )
+
+
+_CELLS = 400
+_CELL = "padding:1px 4px;text-align:center;border:1px solid #ccc;font:11px monospace;white-space:nowrap"
+
+
+def _html(layout: ExpertLayout) -> str:
+    """What the layout is, and what the slots of its first layers hold: replicas shaded, pairs on a rank red."""
+    topology, size = layout.topology, layout.slots_per_rank
+    facts = (
+        f"<b>ExpertLayout</b>: {layout.num_layers} layers, {layout.num_experts} experts in {layout.num_slots} slots, "
+        f"{topology.num_ranks} ranks of {size} slots, {topology.num_nodes} node{'s' * (topology.num_nodes > 1)}; "
+        f"digest <code>{layout.digest[:12]}</code>"
+    )
+    if not layout.num_layers:
+        return f"<div>{facts}</div>"
+    ranks = min(topology.num_ranks, max(1, _CELLS // (HTML_LAYERS * size)))
+    head = "".join(
+        f'<th colspan="{size}" style="{_CELL};border-left:2px solid #000">rank {r}</th>' for r in range(ranks)
+    )
+    rows = []
+    for layer in range(min(layout.num_layers, HTML_LAYERS)):
+        row, count = layout.physical_to_logical_map[layer], layout.replica_count[layer]
+        cells = []
+        for slot in range(ranks * size):
+            expert = int(row[slot])
+            mine = row[slot // size * size : slot // size * size + size]
+            shade = "#fff"
+            if expert >= 0 and int((mine == expert).sum()) > 1:
+                shade = "#f88"
+            elif expert >= 0 and count[expert] > 1:
+                shade = "#ccc" if count[expert] == 2 else "#aaa"
+            edge = ";border-left:2px solid #000" if slot % size == 0 else ""
+            cells.append(
+                f'<td style="{_CELL}{edge};background:{shade};color:#000">{expert if expert >= 0 else "-"}</td>'
+            )
+        rows.append(f'<tr><th style="{_CELL}">layer {layer}</th>{"".join(cells)}</tr>')
+    left_out = [
+        f"{count - shown} more {word}"
+        for word, count, shown in (("layers", layout.num_layers, HTML_LAYERS), ("ranks", topology.num_ranks, ranks))
+        if count > shown
+    ]
+    more = f"<div>{', '.join(left_out)}</div>" if left_out else ""
+    table = f'<table style="border-collapse:collapse"><tr><th></th>{head}</tr>{"".join(rows)}</table>'
+    return f'<div style="overflow-x:auto">{facts}{table}{more}</div>'

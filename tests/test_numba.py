@@ -159,6 +159,6 @@ def test_every_import_of_a_file_with_kernels_is_a_module_that_the_stamp_finds(fi
 
 
 def test_the_stamp_reaches_what_is_imported_through_another_file() -> None:
-    names = {name for name, *_ in _stamp(ROOT / "placement" / "_solve.py")}
-    assert {"_solve.py", "_refine.py", "_kernels.py", "_numba.py"} <= names
+    names = {name for name, *_ in _stamp(ROOT / "placement" / "pack" / "layers.py")}
+    assert {"layers.py", "refine.py", "block.py", "_numba.py"} <= names
     assert "simulation.py" not in names

@@ -13,7 +13,9 @@ from hypothesis.extra import numpy as hnp
 
 import eplb_core
 from eplb_core.errors import FileFormatError
-from eplb_core.trace import Trace, demo_trace, load_trace, save_trace
+from eplb_core.files.formats import demo_trace, load_trace
+from eplb_core.files.trace_file import save_trace
+from eplb_core.trace import Trace
 
 
 @given(

@@ -7,10 +7,10 @@ import sys
 
 from eplb_core._text import plain
 from eplb_core.errors import MAX_TEXT
-from eplb_core.files.layout_file import read_layout_file
+from eplb_core.files.formats import load_trace, read_layout_file
 from eplb_core.layout import ExpertLayout
 from eplb_core.topology import Topology
-from eplb_core.trace import Trace, load_trace
+from eplb_core.trace import Trace
 
 
 def note(*notes: str) -> None:

@@ -13,7 +13,8 @@ from eplb_core._text import lines
 from eplb_core.cli.inputs import note, note_faults, read_trace, topology_of
 from eplb_core.cli.terminal import to_json
 from eplb_core.files import formats
-from eplb_core.files.layout_file import LayoutFile, read_layout_file
+from eplb_core.files.formats import read_layout_file
+from eplb_core.files.layout_file import LayoutFile
 from eplb_core.layout import ExpertLayout
 from eplb_core.trace import Trace
 

@@ -22,11 +22,12 @@ from eplb_core.cli.inspect import pairs_on_a_rank
 from eplb_core.cli.plan_words import conclude_plan
 from eplb_core.cli.terminal import number, progress, to_json
 from eplb_core.files import formats
+from eplb_core.files.formats import demo_trace
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load, transfers
 from eplb_core.simulation.links import LINKS
 from eplb_core.topology import Topology
-from eplb_core.trace import Trace, demo_trace
+from eplb_core.trace import Trace
 
 
 def _place_options(arguments: argparse.Namespace) -> dict[str, object]:

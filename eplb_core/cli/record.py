@@ -18,7 +18,8 @@ from typing import Any
 from eplb_core._text import lines
 from eplb_core.cli.inputs import note, topology_of
 from eplb_core.cli.terminal import to_json
-from eplb_core.files.layout_file import LayoutFile, read_layout_file
+from eplb_core.files.formats import read_layout_file
+from eplb_core.files.layout_file import LayoutFile
 from eplb_core.loading.record.client import LayoutClient
 from eplb_core.loading.record.file import open_record
 from eplb_core.loading.record.record import LayoutRecord

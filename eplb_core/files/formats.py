@@ -1,15 +1,22 @@
-"""Which formats files can be converted to, and telling layouts from traces."""
+"""Any file in, any file out: which format a file has, and reading and writing all of them.
+
+Reading looks at the content, never at the name; each engine's own formats are in the file of its name.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from importlib import resources
 
-from eplb_core.files import reading, tensorrt_llm, vllm_ascend
+from eplb_core.files import layout_file, reading, tensorrt_llm, trace_file, vllm_ascend
 from eplb_core.files import sglang as sglang_files
-from eplb_core.files.layout_file import save_layout
-from eplb_core.files.reading import PathLike
+from eplb_core.files.layout_file import LayoutFile, layout_of_map, own_layout, save_layout
+from eplb_core.files.reading import PathLike, bad_file
+from eplb_core.files.trace_file import save_trace, trace_from_arrays, trace_from_json
 from eplb_core.layout import ExpertLayout
-from eplb_core.trace import Trace, save_trace
+from eplb_core.topology import Topology
+from eplb_core.trace import Trace
 
 LAYOUT_FORMATS = ("eplb", "sglang", "vllm-ascend", "tensorrt-llm")
 TRACE_FORMATS = ("eplb", "sglang")
@@ -75,3 +82,105 @@ def write_trace(trace: Trace, path: PathLike, to: str) -> None:
 def _check_target(path: PathLike, to: str) -> None:
     if path == INLINE and to != "sglang":
         raise ValueError(f"OUT (={INLINE}) must be a file with --to {to}; only sglang's JSON is taken inline")
+
+
+def load_layout(path: PathLike, topology: Topology | None = None, num_experts: int | None = None) -> ExpertLayout:
+    """Read a layout: this library's JSON or .npz, or an engine's file.
+
+    Args:
+        path: File of `save_layout`, SGLang's expert location (.pt, .json), vllm-ascend's expert map (.json),
+            TensorRT-LLM's load-balancer YAML, or an .npz/.npy with a map `[L, P]`.
+        topology: Ranks and nodes, for files that do not say them; for others it must agree.
+        num_experts: Logical experts, likewise. Default for files that do not say it: the largest id and one more.
+
+    Returns:
+        The layout.
+
+    Raises:
+        FileFormatError: Truncated, foreign or hostile, not a valid layout, a digest that does not fit, or numbers
+            other than those given.
+        OSError: No such file, or no permission.
+    """
+    return read_layout_file(path, topology=topology, num_experts=num_experts).layout
+
+
+def read_layout_file(path: PathLike, *, topology: Topology | None = None, num_experts: int | None = None) -> LayoutFile:
+    """As `load_layout`, with the layer ids, the format and what was assumed."""
+    kind = reading.sniff(path)
+    given = {"topology": topology, "num_experts": num_experts}
+    with reading.reading(path, layout_file.WANTED, layout_file.MEND):
+        if kind in ("npz", "npy"):
+            arrays = reading.read_npz(path)
+            if "format" in arrays:
+                found = {name: array.item() if array.ndim == 0 else array for name, array in arrays.items()}
+                return own_layout(path, found, topology, num_experts)
+            name = layout_file.MAP if layout_file.MAP in arrays else ""
+            if name not in arrays:
+                raise bad_file(
+                    path, f"an array `{layout_file.MAP}`", ", ".join(arrays) or "no array", "a trace is no layout"
+                )
+            return layout_of_map(path, arrays[name], topology=topology, num_experts=num_experts, format="numpy")
+        if kind == "torch":
+            return sglang_files.read_expert_location(path, topology=topology, num_experts=num_experts)
+        if kind == "json":
+            found = reading.read_json(path)
+            keys = set(found) if isinstance(found, dict) else set()
+            if "format" in keys:
+                return own_layout(path, found, topology, num_experts)
+            if "layer_list" in keys:
+                return vllm_ascend.read_expert_map(path, **given)  # type: ignore[arg-type]
+            return sglang_files.read_expert_location(path, topology=topology, num_experts=num_experts)
+        if kind == "text":
+            return tensorrt_llm.read_config(path, **given)  # type: ignore[arg-type]
+    raise bad_file(
+        path, layout_file.WANTED, "an empty file" if kind == "empty" else f"{kind} content", "give a layout file"
+    )
+
+
+def load_trace(path: PathLike, *, key: str | None = None) -> Trace:
+    """Read a recorded load: a trace file, plain arrays, or what an engine wrote.
+
+    Read are: this library's .npz; any .npz or .npy with one `[T, L, E]` or `[L, E]` array (several `[L, E]` of one
+    shape become windows); JSON with `logical_count`; SGLang's recorder files (.pt, or a folder of them per rank);
+    a folder of TensorRT-LLM's expert statistics.
+
+    Args:
+        path: File or folder.
+        key: Name of the array to take where a file has several.
+
+    Returns:
+        The trace; `notes` says what reading had to do, `faults` what is wrong with the recording.
+
+    Raises:
+        FileFormatError: Truncated, foreign, hostile or absurdly large; the text says what was expected and found.
+        OSError: No such file, or no permission.
+
+    Cost:
+        Reads the file once, whole. Files that declare more than 4 GiB are refused before memory is taken.
+    """
+    kind = reading.sniff(path)
+    with reading.reading(path, trace_file.WANTED, "record it again, or mend the file"):
+        if kind == "folder":
+            if os.path.exists(os.path.join(path, "meta_info.json")):
+                return tensorrt_llm.read_statistics(path)
+            return sglang_files.read_recorder_folder(path)
+        if kind in ("npz", "npy"):
+            return trace_from_arrays(path, reading.read_npz(path), key)
+        if kind == "torch":
+            return sglang_files.read_recorder_file(path)
+        if kind == "json":
+            return trace_from_json(path)
+    found = f"{kind} content" if kind != "empty" else "an empty file"
+    raise bad_file(
+        path, trace_file.WANTED, found, 'save the counts by `numpy.save`, or as JSON {"logical_count": [[...]]}'
+    )
+
+
+def demo_trace() -> Trace:
+    """The trace that comes with the package: a stretch of text routing with a sudden change of topic.
+
+    112 windows of 8,192 tokens through a 16-layer model of 128 experts, top-8, trained on text in 26 languages and
+    on code; the mixture of texts drifts, and switches at window 56.
+    """
+    with resources.as_file(resources.files("eplb_core") / "data" / "moe128_demo.npz") as path:
+        return load_trace(path)

@@ -1,4 +1,4 @@
-"""Layouts on disk: this library's format, and reading those of engines.
+"""Layout files: `eplb-layout-1`, and plain maps.
 
 `eplb-layout-1` is JSON or .npz with `num_experts`, `num_slots`, `rank_to_node`, `rank_speed`,
 `physical_to_logical_map`, the layout's `digest` (checked when read) and, where known, `layer_ids`, the model's number
@@ -21,9 +21,9 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.topology import Topology
 
 LAYOUT_FORMAT = "eplb-layout-1"
-_MAP = "physical_to_logical_map"
-_WANTED = "a layout (eplb-layout-1, or an engine's expert map)"
-_MEND = "save the layout again"
+MAP = "physical_to_logical_map"
+WANTED = "a layout (eplb-layout-1, or an engine's expert map)"
+MEND = "save the layout again"
 
 
 class LayoutFile(NamedTuple):
@@ -52,6 +52,7 @@ def save_layout(layout: ExpertLayout, path: PathLike, *, layer_ids: Sequence[int
 
     Example:
         >>> import tempfile
+        >>> from eplb_core import load_layout
         >>> layout = ExpertLayout([[0, 1, 1, 0]], num_experts=2, topology=Topology(num_ranks=2))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_layout(layout, folder + "/layout.json")
@@ -89,60 +90,8 @@ def save_layout(layout: ExpertLayout, path: PathLike, *, layer_ids: Sequence[int
     }
     lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     rows = ",\n".join(f"    {json.dumps(row)}" for row in p2l.tolist())
-    lines.append(f'  "{_MAP}": [\n{rows}\n  ]')
+    lines.append(f'  "{MAP}": [\n{rows}\n  ]')
     _files.write_atomic(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
-
-
-def load_layout(path: PathLike, topology: Topology | None = None, num_experts: int | None = None) -> ExpertLayout:
-    """Read a layout: this library's JSON or .npz, or an engine's file.
-
-    Args:
-        path: File of `save_layout`, SGLang's expert location (.pt, .json), vllm-ascend's expert map (.json),
-            TensorRT-LLM's load-balancer YAML, or an .npz/.npy with a map `[L, P]`.
-        topology: Ranks and nodes, for files that do not say them; for others it must agree.
-        num_experts: Logical experts, likewise. Default for files that do not say it: the largest id and one more.
-
-    Returns:
-        The layout.
-
-    Raises:
-        FileFormatError: Truncated, foreign or hostile, not a valid layout, a digest that does not fit, or numbers
-            other than those given.
-        OSError: No such file, or no permission.
-    """
-    return read_layout_file(path, topology=topology, num_experts=num_experts).layout
-
-
-def read_layout_file(path: PathLike, *, topology: Topology | None = None, num_experts: int | None = None) -> LayoutFile:
-    """As `load_layout`, with the layer ids, the format and what was assumed."""
-    from eplb_core.files import sglang as sglang_files
-    from eplb_core.files import tensorrt_llm, vllm_ascend
-
-    kind = _files.sniff(path)
-    given = {"topology": topology, "num_experts": num_experts}
-    with reading(path, _WANTED, _MEND):
-        if kind in ("npz", "npy"):
-            arrays = _files.read_npz(path)
-            if "format" in arrays:
-                found = {name: array.item() if array.ndim == 0 else array for name, array in arrays.items()}
-                return _own(path, found, topology, num_experts)
-            name = _MAP if _MAP in arrays else ""
-            if name not in arrays:
-                raise bad_file(path, f"an array `{_MAP}`", ", ".join(arrays) or "no array", "a trace is no layout")
-            return layout_of_map(path, arrays[name], topology=topology, num_experts=num_experts, format="numpy")
-        if kind == "torch":
-            return sglang_files.read_expert_location(path, topology=topology, num_experts=num_experts)
-        if kind == "json":
-            found = _files.read_json(path)
-            keys = set(found) if isinstance(found, dict) else set()
-            if "format" in keys:
-                return _own(path, found, topology, num_experts)
-            if "layer_list" in keys:
-                return vllm_ascend.read_expert_map(path, **given)  # type: ignore[arg-type]
-            return sglang_files.read_expert_location(path, topology=topology, num_experts=num_experts)
-        if kind == "text":
-            return tensorrt_llm.read_config(path, **given)  # type: ignore[arg-type]
-    raise bad_file(path, _WANTED, "an empty file" if kind == "empty" else f"{kind} content", "give a layout file")
 
 
 def layout_of_map(
@@ -158,7 +107,7 @@ def layout_of_map(
     """A layout from a map that a file has, or FileFormatError with the layer and slot at fault."""
     if topology is None:
         raise bad_file(path, "a file that says its ranks", f"format {format}", "give the topology (--ranks, --nodes)")
-    array = to_numpy(p2l, _MAP)
+    array = to_numpy(p2l, MAP)
     with reading(path, "a valid layout", "mend the file, or the number of ranks or experts given for it"):
         if array.dtype.kind == "u":
             raise TypeError(f"the map is {array.dtype}, which cannot hold -1")
@@ -172,18 +121,19 @@ def layout_of_map(
         return LayoutFile(ExpertLayout(array, num_experts, topology=topology), tuple(layer_ids), format, notes)
 
 
-def _own(path: PathLike, found: dict[str, Any], topology: Topology | None, num_experts: int | None) -> LayoutFile:
+def own_layout(path: PathLike, found: dict[str, Any], topology: Topology | None, num_experts: int | None) -> LayoutFile:
+    """The layout of a file that says `format`."""
     if found["format"] != LAYOUT_FORMAT:
         raise bad_file(path, f"format {LAYOUT_FORMAT}", repr(found["format"]), "it is no layout, or of another version")
-    missing = {"num_experts", "num_slots", "rank_to_node", "rank_speed", "digest", _MAP} - found.keys()
+    missing = {"num_experts", "num_slots", "rank_to_node", "rank_speed", "digest", MAP} - found.keys()
     if missing:
-        raise bad_file(path, "a whole layout file", f"no {', '.join(sorted(missing))}", _MEND)
+        raise bad_file(path, "a whole layout file", f"no {', '.join(sorted(missing))}", MEND)
     rank_to_node = to_ids(found["rank_to_node"], "rank_to_node")
     if rank_to_node.max(initial=0) >= rank_to_node.size:  # before anything as long as the largest node is allocated
-        raise bad_file(path, "`rank_to_node` with nodes below R", f"node {rank_to_node.max()}", _MEND)
+        raise bad_file(path, "`rank_to_node` with nodes below R", f"node {rank_to_node.max()}", MEND)
     own = Topology(rank_to_node=rank_to_node, rank_speed=found["rank_speed"])
     experts, slots = (check_int(found[name], name, 1) for name in ("num_experts", "num_slots"))
-    p2l = np.asarray(found[_MAP])
+    p2l = np.asarray(found[MAP])
     if p2l.size == 0:
         p2l = np.empty((0, slots), dtype=np.int64)
     layer_ids = tuple(check_int(layer, "layer_ids", 0) for layer in found.get("layer_ids", ()))
@@ -191,7 +141,7 @@ def _own(path: PathLike, found: dict[str, Any], topology: Topology | None, num_e
     if read.layout.digest != found["digest"]:
         raise bad_file(path, f"digest {read.layout.digest}", found["digest"], "the map was changed after it was saved")
     if len(layer_ids) not in (0, read.layout.num_layers):
-        raise bad_file(path, f"{read.layout.num_layers} layer_ids", str(len(layer_ids)), _MEND)
+        raise bad_file(path, f"{read.layout.num_layers} layer_ids", str(len(layer_ids)), MEND)
     if topology is not None and topology != own:
         raise bad_file(
             path, f"a layout for {topology}", f"one for {own}", "leave the ranks and nodes out, or mend them"

@@ -21,6 +21,7 @@ from eplb_core._arrays import (
     to_list,
     to_numpy,
 )
+from eplb_core._html import HTML_LAYERS, table_html
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.layout import ExpertLayout, layer_rows
 
@@ -68,9 +69,7 @@ class PullPlan:
         return count
 
     def _repr_html_(self) -> str:
-        from eplb_core._html import plan_html
-
-        return plan_html(self)
+        return _html(self)
 
 
 def plan_pull(
@@ -349,3 +348,22 @@ def _sort_needs(needs: int, ranks: int, need_choices: IntArray, order: IntArray,
     for k in range(needs):
         order[count[need_choices[k]]] = k
         count[need_choices[k]] += 1
+
+
+def _html(plan: PullPlan) -> str:
+    """How many slots of a pull plan are kept, copied and read, in all and layer by layer."""
+    words = {
+        "kept": KEEP,
+        "copied from the old slots": COPY_OLD,
+        "copied from what is read": COPY_NEW,
+        "read from peers": READ,
+        "restored": RESTORE,
+        "empty": EMPTY,
+    }
+    layers = plan.kind.shape[0]
+    rows: list[list[object]] = [["all", *(int((plan.kind == kind).sum()) for kind in words.values())]]
+    rows += [
+        [at, *(int((plan.kind[at] == kind).sum()) for kind in words.values())] for at in range(min(layers, HTML_LAYERS))
+    ]
+    more = f"<div>{layers - HTML_LAYERS} more layers</div>" if layers > HTML_LAYERS else ""
+    return f"<div><b>PullPlan</b>: slots of one rank{table_html(['row', *words], rows)}{more}</div>"

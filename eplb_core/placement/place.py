@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from eplb_core._arrays import (
     read_only,
     to_numpy,
 )
+from eplb_core._html import HTML_LAYERS, table_html
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known
 from eplb_core.placement.from_current import find_homes, score, start_from
@@ -78,9 +80,7 @@ class Placement:
         )
 
     def _repr_html_(self) -> str:
-        from eplb_core._html import placement_html
-
-        return placement_html(self)
+        return _html(self)
 
 
 def place(
@@ -362,3 +362,19 @@ def _bound(problem: Problem, windows: FloatArray, weights: FloatArray, solution:
     speed = problem.topology.rank_speed
     bound_layers(windows, weights, problem.capacity, speed, solution.limit, proved, solution.scratch, bound)
     return bound
+
+
+def _html(placement: Placement) -> str:
+    """Balance against its bound, layer by layer, and the layout."""
+    known = ~np.isnan(placement.balancedness)
+    facts = f"<b>Placement</b> for {escape(placement.dispatch)} dispatch: {int(placement.transfers.sum())} transfers"
+    if known.any():
+        mean, bound = float(placement.balancedness[known].mean()), float(placement.bound[known].mean())
+        facts += f", balancedness {mean:.4f} on average, bound {bound:.4f}"
+    worst = np.argsort(np.where(known, placement.balancedness, np.inf), kind="stable")[: min(HTML_LAYERS, known.sum())]
+    rows = [
+        [layer, f"{placement.balancedness[layer]:.4f}", f"{placement.bound[layer]:.4f}", placement.transfers[layer]]
+        for layer in worst.tolist()
+    ]
+    table = table_html(["least even layers", "balancedness", "bound", "transfers"], rows) if rows else ""
+    return f"<div>{facts}{table}</div>{placement.layout._repr_html_()}"

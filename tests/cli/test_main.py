@@ -17,7 +17,8 @@ from eplb_core.cli.inspect import pairs_on_a_rank
 from eplb_core.cli.main import main
 from eplb_core.cli.plan import _program
 from eplb_core.cli.plan_words import conclude_plan
-from eplb_core.trace import Trace, demo_trace
+from eplb_core.files.formats import demo_trace
+from eplb_core.trace import Trace
 
 PLACE = ["--ranks", "4", "--nodes", "2", "--slots", "20"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, Topology, load_layout, save_layout
 from eplb_core.errors import FileFormatError
-from eplb_core.files.layout_file import read_layout_file
+from eplb_core.files.formats import read_layout_file
 
 UNEVEN = Topology(rank_to_node=[0, 0, 1], rank_speed=[1.0, 0.1 + 0.2, 2.0])
 LAYOUT = ExpertLayout([[0, 1, 2, -1, 0, 2], [2, 2, 1, 0, 0, 0]], 3, topology=UNEVEN)

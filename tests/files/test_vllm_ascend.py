@@ -11,7 +11,7 @@ import pytest
 from eplb_core import ExpertLayout, Topology, load_layout
 from eplb_core.errors import FileFormatError
 from eplb_core.files import reading, vllm_ascend
-from eplb_core.files.layout_file import read_layout_file
+from eplb_core.files.formats import read_layout_file
 
 TWO = Topology(num_ranks=2)
 LAYOUT = ExpertLayout([[0, 1, 2, 2, 3, 0], [3, 2, 1, 0, 1, 2]], 4, topology=TWO)

@@ -218,7 +218,7 @@ MUTATIONS = [
     # the plug-in acts without being asked for
     (
         SGLANG,
-        '    if not _hooking.asked_for("sglang") or _registered:\n        return\n',
+        '    if not hooking.asked_for("sglang") or _registered:\n        return\n',
         "",
         f"{TEST_SGLANG}::test_an_installed_plug_in_does_nothing_unless_asked_for",
         "rule 11",

@@ -268,7 +268,7 @@ MUTATIONS = [
     # ranks with different targets go on
     (
         PASSES,
-        "if run.lowest + value != _words.BITS:",
+        "if run.lowest + value != words.BITS:",
         "if run.lowest + value < 0:",
         f"{TEST_MIGRATOR}::test_ranks_with_different_targets_move_nothing",
     ),
@@ -350,8 +350,8 @@ MUTATIONS = [
     # a rank in doubt serves on
     (
         PASSES,
-        "_words.word(run.number, _words.MOVING, 2 * run.installed + 1):",
-        "_words.word(run.number, _words.MOVING, 2 * run.installed + 2):",
+        "words.word(run.number, words.MOVING, 2 * run.installed + 1):",
+        "words.word(run.number, words.MOVING, 2 * run.installed + 2):",
         f"{TEST_STOPS}::test_a_rank_that_missed_the_last_agreement_catches_up_when_they_rejoin",
     ),
     # ranks install though one could not read
@@ -430,7 +430,7 @@ MUTATIONS = [
     # the number of steps is this rank's own
     (
         RUN,
-        "return len(self.steps) if self.phase == _words.MOVING else 0",
+        "return len(self.steps) if self.phase == words.MOVING else 0",
         "return len(self.steps)",
         f"{TEST_MIGRATOR}::test_the_number_of_steps_is_the_same_on_a_rank_that_has_no_plan",
         "rule 5",

@@ -26,7 +26,7 @@ _HOMES = {
     "Mooncake": "mooncake",
     "Nixl": "nixl",
     "SharedMemory": "shared_memory",
-    "TorchDistributed": "torch_distributed",
+    "TorchDistributed": "two_sided.torch_distributed",
 }
 
 __all__ = sorted(_HOMES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from eplb_core._arrays import (
     check_real,
     read_only,
 )
+from eplb_core._html import HTML_LAYERS, table_html
 from eplb_core.errors import MissingExpertError
 from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.placement.place import Placement
@@ -81,9 +83,7 @@ class Verdict:
         return bool(self.layers.any())
 
     def _repr_html_(self) -> str:
-        from eplb_core._html import verdict_html
-
-        return verdict_html(self)
+        return _html(self)
 
     def __repr__(self) -> str:
         return f"Verdict({self.reason})"
@@ -303,3 +303,21 @@ def _say(
         f"{reasons.count(why)} {why}" for why in (UNCHANGED, FROZEN, NO_LOAD, TOO_LITTLE, TOO_DEAR) if why in reasons
     ]
     return "; ".join([text, *others])
+
+
+def _html(verdict: Verdict) -> str:
+    """The verdict, and the layers that gain most with their reasons."""
+    order = np.argsort(-verdict.layer_gain, kind="stable")[:HTML_LAYERS].tolist()
+    rows = [
+        [
+            layer,
+            "moves" if verdict.layers[layer] else "stays",
+            f"{verdict.layer_gain[layer]:.3g}",
+            f"{verdict.layer_cost[layer]:.3g}",
+            verdict.layer_transfers[layer],
+            verdict.layer_reasons[layer],
+        ]
+        for layer in order
+    ]
+    head = ["layer", "", "gain a pass", "cost", "transfers", "why"]
+    return f"<div><b>Verdict</b>: {escape(verdict.reason)}{table_html(head, rows)}</div>"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, check_load, check_real, to_list
+from eplb_core._html import table_html, words_html
 from eplb_core._text import filled
 from eplb_core.layout import ExpertLayout, rank_capacity
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load
@@ -88,9 +89,7 @@ class GainReport:
         return "\n".join([*lines, "", filled(self.conclusion)])
 
     def _repr_html_(self) -> str:
-        from eplb_core._html import gain_report_html
-
-        return gain_report_html(self)
+        return _html(self)
 
 
 def gain_report(
@@ -237,3 +236,21 @@ def _conclude(row: GainRow, ceiling: float, pays: bool, ranks: int) -> str:
     each = "" if np.isnan(row.saved_s) else f", {row.saved_s * 1e3:.3g} ms of a pass"
     memory = f" for {row.memory_bytes / 1e9:.3g} GB a rank" if row.memory_bytes else ""
     return f"Pays: {gives}{each}{memory}; perfect balance would save {ceiling:.1%}."
+
+
+def _html(report: GainReport) -> str:
+    """One row for each number of slots; the one to take is marked."""
+    rows = [
+        [
+            "*" if number == report.best else "",
+            row.redundant,
+            row.num_slots,
+            f"{row.seen:.3f}",
+            f"{row.bound:.3f}",
+            "-" if np.isnan(row.unseen) else f"{row.unseen:.3f}",
+            f"{row.saved:.1%}",
+        ]
+        for number, row in enumerate(report.rows)
+    ]
+    head = ["", "redundant", "slots", "seen", "bound", "unseen", "time saved"]
+    return f"<div><b>GainReport</b>: {words_html(report.conclusion)}{table_html(head, rows)}</div>"

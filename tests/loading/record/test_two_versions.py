@@ -93,10 +93,10 @@ def test_another_version_that_starts_is_named(blob: bytes) -> None:
 # ---- two installations, each in a process of its own -----------------------------------------------------------------
 
 FORMATS = {
-    "loading/_wire.py": ("PROTOCOL = 1", "PROTOCOL = 2"),
-    "loading/_joining.py": ("_FORMAT = 1", "_FORMAT = 2"),
+    "loading/record/wire.py": ("PROTOCOL = 1", "PROTOCOL = 2"),
+    "loading/moves/joining.py": ("_FORMAT = 1", "_FORMAT = 2"),
     "loading/transports/_base.py": ("_FORMAT = 1", "_FORMAT = 2"),
-    "loading/record_file.py": ("eplb-record-1", "eplb-record-2"),
+    "loading/record/file.py": ("eplb-record-1", "eplb-record-2"),
     "layout_file.py": ('LAYOUT_FORMAT = "eplb-layout-1"', 'LAYOUT_FORMAT = "eplb-layout-2"'),
 }
 
