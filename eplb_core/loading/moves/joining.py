@@ -16,6 +16,7 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.loading.install.installer import Staging
 from eplb_core.loading.moves.steps import Step
 from eplb_core.loading.store import ExpertStore, check_stores
+from eplb_core.loading.tables import lacks_room
 from eplb_core.loading.transport import Region
 
 _FORMAT = 1
@@ -182,22 +183,6 @@ def check_frame(stores: Sequence[ExpertStore], layout: ExpertLayout, rank: int) 
     if rank >= layout.topology.num_ranks:
         raise ValueError(f"`rank` (={rank}) must be in [0, {layout.topology.num_ranks})")
     return stores
-
-
-def check_tables(tables: Any, layout: ExpertLayout) -> None:
-    """Raise ValueError if tables say that they dispatch by another layout than the weights are in."""
-    held = getattr(tables, "layout", None)
-    if isinstance(held, ExpertLayout) and held != layout:
-        raise ValueError(
-            f"`tables` dispatch by the layout {held.digest[:12]} and the weights are in {layout.digest[:12]}; install "
-            "that first"
-        )
-
-
-def lacks_room(tables: Any, replica_count: IntArray) -> str:
-    """Why tables cannot hold so many replicas of each expert, or nothing: no install may fail half way."""
-    limit, most = getattr(tables, "max_replicas", None), int(replica_count.max(initial=0))
-    return f"an expert has {most} replicas and `tables` hold {limit}" if limit is not None and most > limit else ""
 
 
 def lacks_room_on_the_way(tables: Any, step: Step) -> str:

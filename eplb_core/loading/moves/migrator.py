@@ -15,8 +15,7 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install.installer import Installer, Staging
 from eplb_core.loading.moves import words as _words
-from eplb_core.loading.moves.joining import check_frame, check_tables
-from eplb_core.loading.moves.mover import Tables
+from eplb_core.loading.moves.joining import check_frame
 from eplb_core.loading.moves.passes import Passes, log
 from eplb_core.loading.moves.progress import MigratorStatus as MigratorStatus
 from eplb_core.loading.moves.pull import POLL_S, Backup, Puller, finish_writes
@@ -25,6 +24,7 @@ from eplb_core.loading.moves.run import RunWorker
 from eplb_core.loading.moves.stage import to_reference
 from eplb_core.loading.moves.warm import warm_moves
 from eplb_core.loading.store import ExpertStore
+from eplb_core.loading.tables import Tables, check_tables
 from eplb_core.loading.transport import Transport
 
 

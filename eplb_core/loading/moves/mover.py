@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,24 +13,15 @@ from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install.installer import Installer, Staging
-from eplb_core.loading.moves.joining import check_frame, check_tables, lacks_room, lacks_room_on_the_way
+from eplb_core.loading.moves.joining import check_frame, lacks_room_on_the_way
 from eplb_core.loading.moves.pull import RAISED, Backup, Pull, Puller, Trouble
 from eplb_core.loading.moves.recorder import MoveRecord, Recorder
 from eplb_core.loading.moves.stage import check_staged, to_reference
 from eplb_core.loading.moves.steps import Step, plan_steps
 from eplb_core.loading.pull_plan import RESTORE, check_senders
 from eplb_core.loading.store import ExpertStore
+from eplb_core.loading.tables import Tables, check_tables, lacks_room
 from eplb_core.loading.transport import Transport
-
-
-class Tables(Protocol):
-    """What dispatch reads the layout from, such as `DispatchTables`."""
-
-    def install(
-        self, layout: ExpertLayout, *, layers: ArrayLike | None = None, shares: ArrayLike | None = None
-    ) -> object:
-        """Fill the rows of `layers`, on the current stream."""
-        ...
 
 
 def move_experts(

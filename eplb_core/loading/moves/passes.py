@@ -16,12 +16,12 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install.installer import Installer
 from eplb_core.loading.moves import words
-from eplb_core.loading.moves.mover import Tables
 from eplb_core.loading.moves.progress import Ending, MigratorStatus
 from eplb_core.loading.moves.pull import Trouble
 from eplb_core.loading.moves.recorder import Recorder
 from eplb_core.loading.moves.run import Run, RunWorker, Target
 from eplb_core.loading.moves.workers import Worker
+from eplb_core.loading.tables import Tables
 
 log = logging.getLogger("eplb_core")
 

@@ -15,15 +15,15 @@ from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_kind
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.install.installer import Copies, Installer
 from eplb_core.loading.moves import words
-from eplb_core.loading.moves.joining import lacks_room, lacks_room_on_the_way
-from eplb_core.loading.moves.mover import Tables, restore
+from eplb_core.loading.moves.joining import lacks_room_on_the_way
+from eplb_core.loading.moves.mover import restore
 from eplb_core.loading.moves.pull import POLL_S, Backup, Pull, Puller, Trouble
 from eplb_core.loading.moves.recorder import Recorder
 from eplb_core.loading.moves.stage import check_staged
 from eplb_core.loading.moves.steps import Step, plan_steps
 from eplb_core.loading.moves.workers import breathe
 from eplb_core.loading.pull_plan import RESTORE
-from eplb_core.loading.tables import check_shares
+from eplb_core.loading.tables import Tables, check_shares, lacks_room
 
 Plan: TypeAlias = (
     "ExpertLayout | tuple[ExpertLayout, ArrayLike | None] "

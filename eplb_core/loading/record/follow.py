@@ -20,10 +20,9 @@ import torch
 from eplb_core.errors import EplbError, LayoutAgreementError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.agreement import Agreement, check_agreement
-from eplb_core.loading.moves.joining import lacks_room
-from eplb_core.loading.moves.mover import Tables
 from eplb_core.loading.record.client import LayoutClient
 from eplb_core.loading.record.state import RecordState
+from eplb_core.loading.tables import Tables, lacks_room
 
 _log = logging.getLogger("eplb_core")
 
