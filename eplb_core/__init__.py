@@ -18,9 +18,9 @@ chooses the replica for a token; loading fills and moves weights.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
+from eplb_core._extras import needed
 from eplb_core._version import __version__ as __version__
 
 # Where each public name lives. Loaded when first used: `import eplb_core` costs nothing and touches neither torch nor
@@ -88,7 +88,7 @@ __all__ = sorted(_HOME_OF)
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'eplb_core' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"eplb_core.{_HOME_OF[name]}"), name)
+    value = getattr(needed(f"eplb_core.{_HOME_OF[name]}", "torch", f"`{name}`"), name)
     globals()[name] = value
     return value
 

@@ -73,3 +73,16 @@ def test_placement_does_not_need_torch() -> None:
     code = "import sys, eplb_core; eplb_core.place; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.slow
+def test_a_name_that_needs_torch_says_which_extra_brings_it() -> None:
+    code = (
+        "import sys, eplb_core\n"
+        "sys.modules['torch'] = None\n"
+        "eplb_core.place\n"
+        "try: eplb_core.Migrator\n"
+        "except ModuleNotFoundError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "`Migrator` needs torch: pip install 'eplb-core[torch]'\n"

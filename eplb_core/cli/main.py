@@ -40,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error)
-    except ModuleNotFoundError as error:
-        return _complain("this needs torch: pip install torch" if error.name == "torch" else error)
     except (EplbError, ValueError, TypeError, IndexError, OverflowError, MemoryError, ImportError) as error:
         return _complain(error)
     return status

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core._arrays import to_numpy
+from eplb_core._extras import needed
 from eplb_core._text import plain, quoted
 from eplb_core.errors import FileFormatError
 from eplb_core.files.pickles import check_pickle
@@ -187,8 +188,7 @@ def _check_shape(name: str, shape: Sequence[int], itemsize: int) -> None:
 
 def read_torch(path: PathLike) -> Any:
     """What `torch.save` wrote: tensors and plain Python values only (`weights_only`), on the CPU."""
-    import torch
-
+    torch = needed("torch", "torch", f"reading {os.fspath(path)!r}")
     mend = "save tensors, lists and dicts with torch.save; anything that would run code is refused"
     with open_regular(path, MAX_BYTES) as file, reading(path, "a file of torch.save", mend):
         with zipfile.ZipFile(file) as archive:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from eplb_core._arrays import BoolArray, IntArray
+from eplb_core._extras import needed
 from eplb_core.files import reading as _files
 from eplb_core.files.layout_file import LayoutFile, layout_of_map
 from eplb_core.files.reading import PathLike, bad_file, reading, tensor_array
@@ -200,8 +201,7 @@ def write_expert_location(layout: ExpertLayout, path: PathLike, *, binary: bool 
     """
     p2l = full_map(layout, _EMPTY)
     if binary if binary is not None else os.fspath(path).endswith(".pt"):
-        import torch
-
+        torch = needed("torch", "torch", "writing a .pt file")
         stream = io.BytesIO()
         torch.save({_MAP: torch.from_numpy(p2l.copy())}, stream)
         _files.write_atomic(path, stream.getvalue())
@@ -217,8 +217,7 @@ def inline_expert_location(layout: ExpertLayout) -> str:
 def write_logical_count(trace: Trace, path: PathLike) -> None:
     """Write a load for `--init-expert-location`, from which SGLang plans at start: .pt by the ending, else JSON."""
     if os.fspath(path).endswith(".pt"):
-        import torch
-
+        torch = needed("torch", "torch", "writing a .pt file")
         stream = io.BytesIO()
         torch.save({"logical_count": torch.from_numpy(trace.load.copy())}, stream)
         _files.write_atomic(path, stream.getvalue())

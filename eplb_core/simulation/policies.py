@@ -9,6 +9,7 @@ import numpy as np
 
 import eplb_core
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, add_up, check_word
+from eplb_core._extras import needed
 from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import even_shares
@@ -111,7 +112,7 @@ def _gated(setting: PolicySetting) -> Policy:
 
 
 def _deepseek(num_slots: int, num_groups: int) -> Policy:
-    import torch
+    torch = needed("torch", "torch", 'the policy "deepseek"')
 
     def choose(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
         total = add_up(windows)

@@ -531,7 +531,7 @@ def test_without_torch_what_needs_it_is_said(
     torch.save({"logical_count": torch.ones(2, 3, 4)}, tmp_path / "recorder.pt")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["inspect", str(tmp_path / "recorder.pt")]) == 2
-    assert capsys.readouterr().err == "eplb: this needs torch: pip install torch\n"
+    assert "needs torch: pip install 'eplb-core[torch]'" in capsys.readouterr().err
 
 
 def test_the_main_module_runs_nothing_when_it_is_imported() -> None:
