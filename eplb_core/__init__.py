@@ -18,9 +18,7 @@ chooses the replica for a token; loading fills and moves weights.
 
 from __future__ import annotations
 
-from typing import Any
-
-from eplb_core._extras import needed
+from eplb_core._lazy import lazy
 from eplb_core._version import __version__ as __version__
 
 # Where each public name lives. Loaded when first used: `import eplb_core` costs nothing and touches neither torch nor
@@ -81,17 +79,13 @@ _HOMES = {
     "SocketInUseError SocketOwnerError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+# Modules by the name under which users reach them: `eplb.transports.CudaIpc`.
+_MODULES = {
+    "errors": "errors",
+    "simulation": "simulation",
+    "testing": "testing",
+    "transports": "loading.transports",
+}
 
 __all__ = sorted(_HOME_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'eplb_core' has no attribute {name!r}")
-    value = getattr(needed(f"eplb_core.{_HOME_OF[name]}", "torch", f"`{name}`"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+__getattr__, __dir__ = lazy(__name__, _HOME_OF, _MODULES)

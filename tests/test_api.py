@@ -19,17 +19,20 @@ NEED_TORCH = {
     *("HostBackup", "Migrator", "MigratorStatus", "move_experts"),
     *("WeightHost", "attach_weights"),
 }
+MODULES = vars(eplb_core)["_MODULES"]
 
 
 def test_the_table_and_the_stub_have_the_same_names() -> None:
     typed = {
-        alias.name: node.module.removeprefix("eplb_core.")
+        alias.name: f"{node.module}."[len("eplb_core.") :].rstrip(".")
         for node in ast.parse(SOURCE.with_suffix(".pyi").read_text("utf-8")).body
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
         if alias.name == alias.asname
     }
     assert typed.pop("__version__") == "_version"
+    for name, module in MODULES.items():
+        assert typed.pop(name) == module.rpartition(".")[0]
     assert typed == vars(eplb_core)["_HOME_OF"]
 
 
@@ -41,6 +44,24 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
     assert value.__name__ == name
     assert len(value.__doc__) > 20
     assert name in dir(eplb_core)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_modules_for_users_are_reached_by_one_name(name: str) -> None:
+    module = getattr(eplb_core, name)
+    assert module.__name__ == f"eplb_core.{MODULES[name]}"
+    assert name in dir(eplb_core)
+
+
+@pytest.mark.parametrize("name", eplb_core.transports.__all__)
+def test_every_transport_is_under_its_module(name: str) -> None:
+    if name in NEED_TORCH:
+        pytest.importorskip("torch", reason="its module works on tensors")
+    value = getattr(eplb_core.transports, name)
+    assert (value.__name__, vars(eplb_core.transports)[name]) == (name, value)
+    assert name in dir(eplb_core.transports)
+    with pytest.raises(AttributeError, match=r"module 'eplb_core\.loading\.transports' has no attribute 'Smoke'"):
+        eplb_core.transports.Smoke  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -5,8 +5,9 @@ Optional packages are imported by the constructor, whose error names the extra t
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from eplb_core._lazy import lazy
 
 if TYPE_CHECKING:
     from eplb_core.loading.transports.cuda_ipc import CudaIpc as CudaIpc
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from eplb_core.loading.transports.shared_memory import SharedMemory as SharedMemory
     from eplb_core.loading.transports.two_sided.torch_distributed import TorchDistributed as TorchDistributed
 
-_HOMES = {
+_HOME_OF = {
     "CudaIpc": "cuda_ipc",
     "DeferredCopy": "local",
     "Faulty": "faulty",
@@ -29,16 +30,6 @@ _HOMES = {
     "TorchDistributed": "two_sided.torch_distributed",
 }
 
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__all__ = sorted(_HOME_OF)
+if not TYPE_CHECKING:  # else any name would be right
+    __getattr__, __dir__ = lazy(__name__, _HOME_OF)
