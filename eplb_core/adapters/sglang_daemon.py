@@ -1,4 +1,4 @@
-"""SGLang's weight cache daemon with a record of the layout of its weights; see `sglang_record`.
+"""SGLang's weight cache daemon with a record of the layout of its weights; see `adapters.sglang.record`.
 
     python -m eplb_core.adapters.sglang_daemon --model-path MODEL --tp-size 4 ...
 
@@ -10,19 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from eplb_core.adapters.sglang import record as sglang_record
-
-
-def run_daemon(*args: Any, **kwargs: Any) -> None:  # pragma: no cover  needs SGLang: tests/engines
-    """SGLang's `run_weight_cache_daemon`, with a record; runs in a process of its own."""
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.weight_cache import daemon
-
-    load_plugins()  # SGLang does not here, and a daemon too must fill all slots
-    sglang_record.keep_records(daemon.WeightCacheDaemon)
-    daemon.run_weight_cache_daemon(*args, **kwargs)
+from eplb_core.adapters.sglang.daemon import run_daemon, spawn
 
 
 def main(argv: Sequence[str] | None = None) -> int:  # pragma: no cover  as above
@@ -37,8 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:  # pragma: no cover  as abov
     server_args = prepare_server_args(rest)
     asked = daemon.WeightCacheDaemonArgs.from_cli_args(known)
     if asked.gpu_id is None and asked.tp_rank is None:
-        # By its name in this module: the children import it from here.
-        sglang_record.spawn(
+        spawn(
             daemon.launch_weight_cache_daemons,
             server_args,
             dist_init_method=asked.dist_init_method,

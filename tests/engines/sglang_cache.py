@@ -91,9 +91,9 @@ def live() -> Any:
 def serve(path: str) -> None:
     live()
     if "EPLB_CORE" in os.environ:  # what `python -m eplb_core.adapters.sglang_daemon` does in each daemon
-        from eplb_core.adapters.sglang import record as sglang_record
+        from eplb_core.adapters.sglang import daemon as sglang_daemon
 
-        sglang_record.keep_records(cache.WeightCacheDaemon)
+        sglang_daemon.keep_records(cache.WeightCacheDaemon)
     made = cache.WeightCacheDaemon.__new__(cache.WeightCacheDaemon)
     send = cache.send_msg
     transport = SimpleNamespace(

@@ -39,3 +39,16 @@ def live_metadata() -> Any:  # pragma: no cover  as above
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     return get_global_expert_location_metadata()
+
+
+def cpu_group() -> Any:  # pragma: no cover  needs SGLang: tests/engines
+    """The engine's own group of all its ranks on the CPU; the default group where that is gloo; or None."""
+    from sglang.srt.runtime_context import get_parallel
+
+    try:
+        return get_parallel().world_group.cpu_group
+    except Exception:
+        import torch
+
+        own = torch.distributed.get_backend() == "gloo"
+        return torch.distributed.group.WORLD if own else None

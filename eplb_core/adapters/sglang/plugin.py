@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from eplb_core.adapters import hooking
-from eplb_core.adapters.sglang import context as _sglang
+from eplb_core.adapters.sglang import context
+from eplb_core.adapters.sglang import daemon as sglang_daemon
 from eplb_core.adapters.sglang import maps as sglang_maps
 from eplb_core.adapters.sglang import moves as sglang_moves
 from eplb_core.adapters.sglang import rebalance as sglang_rebalance
@@ -151,7 +152,7 @@ def _rebalance_hooks() -> Iterator[_Hook]:
         "ModelRunner.load_model": ("moves", sglang_rebalance.register_after_load),
         "IpcModelLoader._fetch_from_cache": ("record", sglang_record.fetch),
         "ipc_loader.send_msg": ("record", sglang_record.claim_layout),
-        "daemon.spawn_weight_cache_daemon": ("record", sglang_record.spawn),
+        "daemon.spawn_weight_cache_daemon": ("record", sglang_daemon.spawn),
         "ExpertLocationUpdater.update": ("record", sglang_record.record_update),
     }
     for target, parameters in {**sglang_rebalance.PARAMETERS, **sglang_record.PARAMETERS}.items():
@@ -189,7 +190,7 @@ def place_from_live(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     def place() -> Any:
         algorithm = asked["algorithm"].name
-        if algorithm.startswith("elasticity") or _sglang.bypassed.get():
+        if algorithm.startswith("elasticity") or context.bypassed.get():
             return original(*args, **kwargs)
         live = _live_metadata()
         options = {name: value for name, value in _options.items() if name in _PLACE_OPTIONS}
@@ -216,12 +217,12 @@ def build_candidates(
     """Around `_compute_logical_to_all_physical_map`: without a Python loop over slots and a sync for each."""
 
     def build() -> torch.Tensor:
-        context = _context()
+        engine = _context()
         layout = ExpertLayout(
-            physical_to_logical_map.cpu(), num_logical_experts, topology=Topology(ep_size, context.num_nodes)
+            physical_to_logical_map.cpu(), num_logical_experts, topology=Topology(ep_size, engine.num_nodes)
         )
-        rank = moe_ep_rank if context.narrows else None
-        lists = sglang_maps.candidates(layout, rank, prefer_same_node=context.prefer_same_node)
+        rank = moe_ep_rank if engine.narrows else None
+        lists = sglang_maps.candidates(layout, rank, prefer_same_node=engine.prefer_same_node)
         lists = lists.to(physical_to_logical_map.device)
         vars(lists)[_NOTED] = layout, rank  # the tables are built from it next
         return lists
@@ -244,16 +245,16 @@ def build_static_table(
     given = logical_to_all_physical_map
 
     def build() -> torch.Tensor:
-        context = _context()
+        engine = _context()
         layout, rank = vars(given).get(_NOTED, (None, None))
         if layout is None:
-            topology = Topology(ep_size, context.num_nodes)
+            topology = Topology(ep_size, engine.num_nodes)
             layout = sglang_maps.layout_of_candidates(given, num_physical_experts, topology)
         table = sglang_maps.static_table(
             layout,
             ep_rank,
             seed=seed,
-            prefer_same_node=context.prefer_same_node,
+            prefer_same_node=engine.prefer_same_node,
             narrowed=rank is not None,
             even=_options.get("tables") == "even",
         )

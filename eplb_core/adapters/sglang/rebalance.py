@@ -15,7 +15,7 @@ import torch
 
 from eplb_core._warm_up import warm_up
 from eplb_core.adapters import hooking
-from eplb_core.adapters.sglang import context as _sglang
+from eplb_core.adapters.sglang import context
 from eplb_core.adapters.sglang import moves as sglang_moves
 from eplb_core.adapters.sglang import record as sglang_record
 
@@ -56,7 +56,7 @@ def _leave(*_: Any) -> None:
 
 
 def _register(runner: Any, manager: Any) -> None:
-    metadata = _sglang.live_metadata()
+    metadata = context.live_metadata()
     reason = sglang_record.barred() or _why_not(runner, metadata)
     if reason:
         hooking.log_once(f"moves are left to SGLang: {reason}", logging.INFO)
@@ -66,23 +66,23 @@ def _register(runner: Any, manager: Any) -> None:
         warm_up()  # compiled here, or the first migration would wait for it
     except Exception as error:  # said to all ranks, which would wait for this one
         trouble = f"{type(error).__name__}: {error}"
-    context, options = _sglang.context(), _sglang.options
+    engine, options = context.context(), context.options
     transport = options.get("transport", "torch_distributed")
     moves = sglang_moves.open_moves(
         metadata,
         lambda: runner.model.routed_experts_weights_of_layer,
         sglang_moves.Picks(
             torch.distributed.get_rank(),
-            prefer_same_node=context.prefer_same_node,
+            prefer_same_node=engine.prefer_same_node,
             even=options.get("tables") == "even",
         ),
         transport=transport,
         facts={
             "eplb_core": _version(),
-            "hooks": sorted(_sglang.registered),
+            "hooks": sorted(context.registered),
             "options": sorted((name, str(value)) for name, value in options.items()),
         },
-        num_nodes=context.num_nodes,
+        num_nodes=engine.num_nodes,
         record=sglang_record.client(),
         window=_recorder_window,
         trouble=trouble,
@@ -159,7 +159,7 @@ def rebalance(original: Callable[..., Any], manager: Any) -> Generator[None, Non
 
 def _places() -> bool:
     """Placement is ours, which sees windows; algorithms of the engine get its passes as they are."""
-    return "sglang.srt.eplb.eplb_algorithms.rebalance_experts" in _sglang.registered
+    return "sglang.srt.eplb.eplb_algorithms.rebalance_experts" in context.registered
 
 
 def _recorded(manager: Any) -> Any:  # pragma: no cover  needs SGLang: tests/engines
@@ -207,11 +207,11 @@ class _Problem:
         if self._trouble is not None:
             raise self._trouble
         counts = self._counts()
-        token = _sglang.bypassed.set(own)
+        token = context.bypassed.set(own)
         try:
             return _solve(counts if counts.dim() == 3 else counts[None], self._asked)
         finally:
-            _sglang.bypassed.reset(token)
+            context.bypassed.reset(token)
 
 
 def _asked_of(manager: Any) -> dict[str, Any]:  # pragma: no cover  needs SGLang: tests/engines
@@ -254,14 +254,14 @@ def agree_on_metadata(
         return original(manager, logical_count, broadcast_over_world=False)
 
     def engine_own() -> Any:
-        token = _sglang.bypassed.set(True)
+        token = context.bypassed.set(True)
         try:
             return ours()
         finally:
-            _sglang.bypassed.reset(token)
+            context.bypassed.reset(token)
 
-    gather = hooking.gather_over(cpu_group())
-    return hooking.settle("placement", gather, ours, engine_own, digest_of=digest_of, otherwise=_sglang.live_metadata)
+    gather = hooking.gather_over(context.cpu_group())
+    return hooking.settle("placement", gather, ours, engine_own, digest_of=digest_of, otherwise=context.live_metadata)
 
 
 def digest_of(metadata: Any) -> str:
@@ -270,18 +270,7 @@ def digest_of(metadata: Any) -> str:
 
 
 def _gather_works() -> bool:
-    return torch.distributed.is_initialized() and cpu_group() is not None
-
-
-def cpu_group() -> Any:  # pragma: no cover  needs SGLang: tests/engines
-    """The engine's own group of all its ranks on the CPU; the default group where that is gloo; or None."""
-    from sglang.srt.runtime_context import get_parallel
-
-    try:
-        return get_parallel().world_group.cpu_group
-    except Exception:
-        own = torch.distributed.get_backend() == "gloo"
-        return torch.distributed.group.WORLD if own else None
+    return torch.distributed.is_initialized() and context.cpu_group() is not None
 
 
 # ---- weights that change ---------------------------------------------------------------------------------------------

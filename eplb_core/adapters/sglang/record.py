@@ -12,11 +12,10 @@ Engines get this by `EPLB_CORE=sglang`. A daemon loads no plug-ins: start it by
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,8 +29,6 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.loading.agreement import Agreement, GroupAgreement, LocalAgreement
 from eplb_core.loading.record.agree import agree_on_layout
 from eplb_core.loading.record.client import LayoutClient
-from eplb_core.loading.record.record import LayoutRecord
-from eplb_core.loading.record.server import LayoutServer
 from eplb_core.topology import Topology
 
 PARAMETERS = {
@@ -53,13 +50,8 @@ PARAMETERS = {
         "rank",
     ),
 }
-DAEMON_PARAMETERS = {
-    "serve": ("self",),
-    "_handle_connection": ("self", "conn"),
-}
 SUFFIX = ".layout"
 """What the record's socket is called, after the daemon's."""
-_KEEPS = "_eplb_core_keeps_records"
 CLAIM = "eplb_core"
 """Key of a request for weights under which an engine says by which layout it routes."""
 _claim: ContextVar[dict[str, Any] | None] = ContextVar("_claim", default=None)
@@ -283,146 +275,7 @@ def _gather(own: tuple[str, str]) -> list[tuple[str, str]]:
 def _gather_over(own: tuple[str, str]) -> list[Any]:  # pragma: no cover  needs SGLang: tests/engines
     import torch.distributed as dist
 
-    from eplb_core.adapters.sglang import rebalance as sglang_rebalance
-
-    group = sglang_rebalance.cpu_group()
+    group = context.cpu_group()
     answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, own, group=group)
     return answers
-
-
-# ---- the daemon ------------------------------------------------------------------------------------------------------
-
-
-class _NothingMore:
-    """The daemon gives the weights by its own socket; here is asked only whether it may."""
-
-    def difference(self, config: Mapping[str, Any], frame: Mapping[str, Any]) -> tuple[str, str] | None:
-        return None
-
-    def export(self) -> tuple[dict[str, Any], list[int]]:
-        return {}, []
-
-    def about(self) -> dict[str, Any]:
-        return {}
-
-
-def spawn(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `spawn_weight_cache_daemon`: the child keeps a record; it is told by the function that it runs."""
-    from sglang.srt.weight_cache import daemon
-
-    from eplb_core.adapters import sglang_daemon
-
-    before = daemon.run_weight_cache_daemon
-    daemon.run_weight_cache_daemon = sglang_daemon.run_daemon
-    try:
-        return original(*args, **kwargs)
-    finally:
-        daemon.run_weight_cache_daemon = before
-
-
-def keep_records(daemon_class: Any) -> str:
-    """Let all daemons of this process keep a record, from now on.
-
-    Args:
-        daemon_class: `WeightCacheDaemon`, or what stands in for it.
-
-    Returns:
-        Why it is left as it is, or nothing.
-    """
-    if vars(daemon_class).get(_KEEPS):
-        return ""
-    for name, parameters in DAEMON_PARAMETERS.items():
-        trouble = hooking.mismatch(vars(daemon_class).get(name), f"WeightCacheDaemon.{name}", parameters)
-        if trouble:
-            hooking.log_once(f"record is left to SGLang, written for 0.5.23: {trouble}", logging.ERROR)
-            return trouble
-    daemon_class.serve = _around(daemon_class.serve, serve)
-    daemon_class._handle_connection = _around(daemon_class._handle_connection, answer_request)
-    setattr(daemon_class, _KEEPS, True)
-    return ""
-
-
-def _around(engine_own: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(engine_own)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return hook(engine_own, *args, **kwargs)
-
-    return call
-
-
-def serve(original: Callable[..., Any], daemon: Any) -> Any:
-    """Around `WeightCacheDaemon.serve`: keep the record of what was loaded, for as long as it serves."""
-    metadata = context.live_metadata()
-    if metadata is None:
-        hooking.log_once("record: this model has no expert location, so none is kept", logging.INFO)
-        return original(daemon)
-    layout = sglang_moves.layout_of(metadata, None, Topology(metadata.ep_size))
-    path = daemon.socket_path + SUFFIX
-    with LayoutServer(path, LayoutRecord(layout), exports=_NothingMore()) as server:
-        vars(daemon)["_eplb_core_server"] = server
-        hooking.log_once(f"in effect in SGLang: record at {path} ({layout.digest[:12]})", logging.INFO)
-        return original(daemon)
-
-
-def answer_request(original: Callable[..., Any], daemon: Any, conn: Any) -> Any:
-    """Around `_handle_connection`: who asks for weights gets them if it routes by what they hold."""
-    server = vars(daemon).get("_eplb_core_server")
-    if server is None:
-        return original(daemon, conn)
-    from sglang.srt.weight_cache.protocol import recv_msg, send_msg
-
-    heard = _Heard(conn)
-    request = recv_msg(heard)
-    if isinstance(request, dict) and request.get("type") == "fetch_state" and _fits(daemon.config, request):
-        reason = may_map(server.path, request.get(CLAIM))
-        if reason:
-            hooking.log_once(f"record: weights are not given: {reason}")
-            send_msg(conn, {"status": "mismatch", "daemon_config": {**daemon.config.to_dict(), CLAIM: reason}})
-            return None
-    return original(daemon, heard.again())
-
-
-def _fits(config: Any, request: Mapping[str, Any]) -> bool:
-    """Others are refused by the engine's own code, and are no users of these weights."""
-    try:
-        return bool(config.matches(type(config).from_dict(request["config"])))
-    except Exception:
-        return False
-
-
-def may_map(path: str, claim: Any) -> str:
-    """Why an engine that says this may not map the weights, or nothing; the record remembers who did."""
-    said = claim if isinstance(claim, dict) else {}
-    engine, version, digest = (said.get(name) for name in ("engine", "version", "digest"))
-    with LayoutClient(path, "the daemon", attach=False) as look:
-        look.adopted = version if isinstance(version, int) else 0
-        try:
-            reply, fds = look.fetch({}, digest if isinstance(digest, str) else "", {}, engine=engine)
-        except EplbError as error:
-            return str(error)
-    for fd in fds:  # pragma: no cover  there are none
-        os.close(fd)
-    return "" if reply["status"] == "ok" else str(reply["reason"])
-
-
-class _Heard:
-    """A connection whose first message is read once and can be read again."""
-
-    def __init__(self, conn: Any, data: bytes = b"") -> None:
-        self._conn, self._data, self._all = conn, data, bytearray()
-
-    def recv(self, size: int) -> bytes:
-        if self._data:
-            part, self._data = self._data[:size], self._data[size:]
-            return part
-        part = self._conn.recv(size)
-        self._all += part
-        return part  # type: ignore[no-any-return]
-
-    def again(self) -> _Heard:
-        """The connection as it was before its first message was read."""
-        return _Heard(self._conn, bytes(self._all))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._conn, name)

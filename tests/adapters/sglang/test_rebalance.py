@@ -291,7 +291,7 @@ def test_where_one_rank_places_otherwise_all_take_sglang_s_own_map(
         return gather
 
     monkeypatch.setattr(sglang_rebalance, "_gather_works", lambda: True)
-    monkeypatch.setattr(sglang_rebalance, "cpu_group", lambda: None)
+    monkeypatch.setattr(context, "cpu_group", lambda: None)
     monkeypatch.setattr(hooking, "gather_over", gather_over)
     with caplog.at_level(logging.WARNING):
         found = sglang_rebalance.agree_on_metadata(compute, None, None, broadcast_over_world=False)

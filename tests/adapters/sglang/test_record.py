@@ -17,6 +17,7 @@ import torch
 import eplb_core as eplb
 from eplb_core.adapters import hooking
 from eplb_core.adapters.sglang import context
+from eplb_core.adapters.sglang import daemon as sglang_daemon
 from eplb_core.adapters.sglang import moves as sglang_moves
 from eplb_core.adapters.sglang import record as sglang_record
 from eplb_core.errors import LayoutAgreementError
@@ -121,12 +122,12 @@ def ask(daemon: Any, request: Any) -> Any:
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[list[int]] = ROWS) -> tuple[Any, Any]:
     """A daemon whose class keeps records, and the server of its record."""
     daemon_class: Any = type("Daemon", (Daemon,), {n: vars(Daemon)[n] for n in ("serve", "_handle_connection")})
-    assert sglang_record.keep_records(daemon_class) == ""
+    assert sglang_daemon.keep_records(daemon_class) == ""
     daemon = daemon_class(tmp_path / "cache.sock")
     server = eplb.LayoutServer(
         daemon.socket_path + sglang_record.SUFFIX,
         eplb.LayoutRecord(layout_of(rows)),
-        exports=sglang_record._NothingMore(),
+        exports=sglang_daemon._NothingMore(),
     )
     vars(daemon)["_eplb_core_server"] = server
     return daemon, server
@@ -166,11 +167,11 @@ def test_the_daemon_keeps_a_record_of_what_it_loaded_while_it_serves(
             assert look.found is not None
             seen.append(look.found.digest)
 
-    sglang_record.serve(engine_own, Daemon(tmp_path / "cache.sock"))
+    sglang_daemon.serve(engine_own, Daemon(tmp_path / "cache.sock"))
     assert seen == [layout_of(ROWS).digest]
     assert not os.path.exists(tmp_path / "cache.sock.layout")
     monkeypatch.setattr(context, "live_metadata", lambda: None)
-    sglang_record.serve(lambda daemon: seen.append("dense"), Daemon(tmp_path / "cache.sock"))
+    sglang_daemon.serve(lambda daemon: seen.append("dense"), Daemon(tmp_path / "cache.sock"))
     assert seen[1] == "dense"
 
 
@@ -299,7 +300,7 @@ def test_a_daemon_keeps_one_record_however_often_it_is_asked_to(
     daemon, server = serving(tmp_path, monkeypatch)
     with server:
         serve = type(daemon).serve
-        assert sglang_record.keep_records(type(daemon)) == ""
+        assert sglang_daemon.keep_records(type(daemon)) == ""
         assert type(daemon).serve is serve
 
 
@@ -424,11 +425,11 @@ def test_a_layer_that_another_rank_may_not_move_is_taken_back_here(
 
 
 def test_a_connection_to_a_daemon_that_keeps_no_record_is_the_daemons() -> None:
-    assert sglang_record.answer_request(lambda daemon, conn: conn, SimpleNamespace(), "its own") == "its own"
+    assert sglang_daemon.answer_request(lambda daemon, conn: conn, SimpleNamespace(), "its own") == "its own"
 
 
 def test_an_engine_may_not_map_what_a_keeper_that_is_gone_knew(tmp_path: Path) -> None:
-    assert "nobody listens at" in sglang_record.may_map(str(tmp_path / "none"), {})
+    assert "nobody listens at" in sglang_daemon.may_map(str(tmp_path / "none"), {})
 
 
 def test_without_a_record_the_engine_s_updater_runs_as_it_is() -> None:
@@ -443,7 +444,7 @@ def test_a_daemon_of_another_signature_is_left_as_it_is(caplog: pytest.LogCaptur
 
     before = dict(vars(Other))
     with caplog.at_level(logging.ERROR):
-        trouble = sglang_record.keep_records(Other)
+        trouble = sglang_daemon.keep_records(Other)
     assert trouble.startswith(
         "expected WeightCacheDaemon._handle_connection(self, conn), found WeightCacheDaemon._handle_connection(self, "
     )
@@ -452,13 +453,11 @@ def test_a_daemon_of_another_signature_is_left_as_it_is(caplog: pytest.LogCaptur
 
 
 def test_children_of_an_engine_get_the_daemon_that_keeps_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    from eplb_core.adapters import sglang_daemon
-
     daemon: Any = ModuleType("sglang.srt.weight_cache.daemon")
     daemon.run_weight_cache_daemon = engine_own = object()
     monkeypatch.setitem(sys.modules, daemon.__name__, daemon)
     vars(sys.modules["sglang.srt.weight_cache"])["daemon"] = daemon
-    run = sglang_record.spawn(lambda *_, **__: daemon.run_weight_cache_daemon, None, gpu_id=0)
+    run = sglang_daemon.spawn(lambda *_, **__: daemon.run_weight_cache_daemon, None, gpu_id=0)
     assert pickle.loads(pickle.dumps(run)) is sglang_daemon.run_daemon
     assert daemon.run_weight_cache_daemon is engine_own
 
