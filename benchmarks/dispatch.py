@@ -23,8 +23,7 @@ import torch
 import eplb_core as eplb
 from benchmarks import measure, peers, traces
 from eplb_core.dispatch import quota
-from eplb_core.dispatch._rows import MOST_SLOTS
-from eplb_core.dispatch.tables import Mode
+from eplb_core.dispatch.constants import MOST_SLOTS, Mode
 
 PEER_OPTIONS = ("--peers-dir", "--loads")
 Array = npt.NDArray[Any]

@@ -28,8 +28,7 @@ import torch  # noqa: E402
 
 import eplb_core as eplb  # noqa: E402
 from benchmarks import measure as measure_tools  # noqa: E402
-from eplb_core.dispatch.ops import SOLVED_MODES  # noqa: E402
-from eplb_core.dispatch.tables import MODES  # noqa: E402
+from eplb_core.dispatch.constants import MODES, SOLVED_MODES  # noqa: E402
 
 SEED = 0
 EXPERTS, SLOTS, RANKS, TOPK = 256, 288, 32, 8

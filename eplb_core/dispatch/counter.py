@@ -9,11 +9,9 @@ import torch
 
 from eplb_core._arrays import ArrayLike, IntArray, check_flag, check_id, check_int, check_kind, check_made
 from eplb_core._text import quoted
+from eplb_core.dispatch.constants import FINISHED, RECORDING, WINDOW, has_triton
 from eplb_core.errors import EplbError
 from eplb_core.layout import ExpertLayout, layer_rows
-
-WINDOW, RECORDING, FINISHED, ARRIVED = range(4)
-"""Places in `LoadCounter.state`."""
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -87,10 +85,10 @@ class LoadCounter:
 
     def roll(self) -> None:
         """End the current window and begin an empty one in place of the oldest. No host synchronization."""
-        if self.device.type == "cuda" and _has_triton():
-            from eplb_core.dispatch import _triton
+        if self.device.type == "cuda" and has_triton():
+            from eplb_core.dispatch import gpu
 
-            _triton.roll(self.count, self.state)
+            gpu.roll(self.count, self.state)
             return
         state = self.state
         state[WINDOW] = (state[WINDOW] + 1) % (self.windows + 1)
@@ -215,9 +213,3 @@ class _Buffers:
         self.host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self.host_state = torch.empty(4, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
-
-
-def _has_triton() -> bool:  # pragma: no cover  needs a GPU
-    from eplb_core.dispatch.ops import has_triton
-
-    return has_triton()

@@ -20,7 +20,7 @@ from eplb_core._arrays import (
     to_reals,
 )
 from eplb_core._numba import inline_kernel, kernel
-from eplb_core.dispatch._kernels import group_slots
+from eplb_core.dispatch.rows import group_slots
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import even_shares
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,18 +10,25 @@ import torch
 from eplb_core._arrays import check_kind
 from eplb_core._text import quoted
 from eplb_core.dispatch import quota
-from eplb_core.dispatch._host import BASE_PHASE, DRAWS, GOLDEN, KEY, MASK, RANK_PHASE, TAG, map_rows
-from eplb_core.dispatch._rows import FIRST_BITS, MOST_REPLICAS, MOST_SLOTS
-from eplb_core.dispatch.counter import RECORDING, WINDOW
-
-SOLVED_MODES = ("quota", "fewest")
-"""Modes that solve each batch: they count first, and choose by a token's place among its expert's."""
-
-NUM_BLOCKS = 256
-"""Blocks of a batch whose counts are kept apart, so that places within an expert's tokens can be counted through."""
-
-OUT_OF_RANGE, MAPPED_TWICE = range(2)
-"""Places in `LayerTables.errors`."""
+from eplb_core.dispatch.constants import (
+    BASE_PHASE,
+    DRAWS,
+    FIRST_BITS,
+    GOLDEN,
+    KEY,
+    MAPPED_TWICE,
+    MASK,
+    MOST_REPLICAS,
+    MOST_SLOTS,
+    OUT_OF_RANGE,
+    RANK_PHASE,
+    RECORDING,
+    SOLVED_MODES,
+    TAG,
+    WINDOW,
+    has_triton,
+)
+from eplb_core.dispatch.host import map_rows
 
 
 class LayerTables(NamedTuple):
@@ -167,16 +173,6 @@ def topk_to_slots(
             num_shared, t.num_experts, t.num_entries, t.mode, t.debug,
         )  # fmt: skip
     return out
-
-
-@functools.cache
-def has_triton() -> bool:  # pragma: no cover  asked where tensors are on a GPU
-    """Whether Triton can be imported: else CUDA tensors take the torch path."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 # ---- the torch path --------------------------------------------------------------------------------------------------
@@ -421,9 +417,9 @@ def _on_cuda(name: str, plain: Callable[..., None]) -> Callable[..., None]:
 
     def call(*args: object) -> None:  # pragma: no cover  needs a GPU
         if has_triton():
-            from eplb_core.dispatch import _triton
+            from eplb_core.dispatch import gpu
 
-            getattr(_triton, name)(*args)
+            getattr(gpu, name)(*args)
         else:
             plain(*args)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from eplb_core.dispatch._rows import FIRST_BITS, MOST_SLOTS
+from eplb_core.dispatch.constants import FIRST_BITS, MOST_SLOTS
 
 STEPS = 32
 """Common steps: they end within 0.5% of the optimum on all layouts and loads of docs/dispatch.md."""

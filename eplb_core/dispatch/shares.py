@@ -6,7 +6,7 @@ import numpy as np
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_kind, check_load, read_only
 from eplb_core._numba import inline_kernel, kernel
-from eplb_core.dispatch._kernels import group_slots
+from eplb_core.dispatch.rows import group_slots
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import even_shares
 

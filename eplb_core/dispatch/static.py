@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from eplb_core._arrays import IntArray, check_flag, check_int, check_kind, check_word
 from eplb_core._numba import inline_kernel, kernel
-from eplb_core.dispatch._kernels import group_slots
+from eplb_core.dispatch.rows import group_slots
 from eplb_core.layout import ExpertLayout
 
 

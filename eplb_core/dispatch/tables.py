@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -22,24 +21,26 @@ from eplb_core._arrays import (
     to_ids,
     to_reals,
 )
-from eplb_core.dispatch import _rows, even, static
-from eplb_core.dispatch._host import GOLDEN, MASK, TAG
-from eplb_core.dispatch.counter import LoadCounter, check_device
-from eplb_core.dispatch.ops import (
+from eplb_core.dispatch import even, static
+from eplb_core.dispatch.constants import (
+    GOLDEN,
     MAPPED_TWICE,
+    MASK,
+    MODES,
+    MOST_REPLICAS,
+    MOST_SLOTS,
     NUM_BLOCKS,
     OUT_OF_RANGE,
     SOLVED_MODES,
-    LayerTables,
-    topk_to_slots,
+    STATIC_MODES,
+    TAG,
+    Mode,
 )
+from eplb_core.dispatch.counter import LoadCounter, check_device
+from eplb_core.dispatch.ops import LayerTables, topk_to_slots
+from eplb_core.dispatch.rows import Int32Array, RowShape, check_row, fill_row
 from eplb_core.errors import LayoutError
 from eplb_core.layout import ExpertLayout, layer_rows
-
-Mode = Literal["static", "even", "random", "row", "weighted", "quota", "fewest", "fake"]
-STATIC_MODES: tuple[Mode, ...] = ("static", "even")
-MODES: tuple[Mode, ...] = get_args(Mode)
-
 
 SOLVER_ARMS = 8192
 """Most candidates (experts with several replicas, times `max_replicas`, in powers of two) that the solver can hold."""
@@ -123,7 +124,7 @@ class DispatchTables:
             )
         solved = mode in SOLVED_MODES
         num_shared = max(1, min(experts, slots - experts)) if solved else 0
-        room = _rows.MOST_REPLICAS
+        room = MOST_REPLICAS
         if solved:
             room = min(room, SOLVER_ARMS // (1 << (num_shared - 1).bit_length()))
         most = min(slots - experts + 1, room) if max_replicas is None else check_int(max_replicas, "max_replicas", 1)
@@ -132,15 +133,15 @@ class DispatchTables:
                 f"`max_replicas` (={most}) must be at most {room} for mode {mode!r} with {slots - experts} redundant "
                 "experts: there is no room for more"
             )
-        if slots > _rows.MOST_SLOTS:
-            raise ValueError(f"`layout` has {slots} slots a layer; tables hold at most {_rows.MOST_SLOTS}")
+        if slots > MOST_SLOTS:
+            raise ValueError(f"`layout` has {slots} slots a layer; tables hold at most {MOST_SLOTS}")
         self._layout: ExpertLayout | None = layout
         self._p2l = layout.physical_to_logical_map.copy()
         self._num_experts, self._topology = experts, layout.topology
         self.rank, self.mode, self.debug = int(rank), mode, bool(debug)
         self.device = check_device(device)
         self.max_replicas = most
-        self._shape = _rows.RowShape(
+        self._shape = RowShape(
             num_experts=experts,
             num_slots=slots,
             width=1 if mode in STATIC_MODES else most,
@@ -355,7 +356,7 @@ class DispatchTables:
             self._check_row(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
 
     def _check_row(self, layer: int, row: IntArray, shares: FloatArray) -> None:
-        found = _rows.check_row(row, shares, self._num_experts, self.max_replicas, self._scratch)
+        found = check_row(row, shares, self._num_experts, self.max_replicas, self._scratch)
         if found[0]:
             self._raise(layer, *found)
 
@@ -382,7 +383,7 @@ class DispatchTables:
                 self._check_row(layer, row, shares)
             np.take(self._slot_ids, self._filler(layer, row), out=packed[: shape.num_experts], mode="clip")
         else:
-            found = _rows.fill_row(
+            found = fill_row(
                 row, shares, self._slot_ids, shape.num_experts, shape.width, shape.slots_per_rank, shape.num_shared,
                 self._scratch, packed,
             )  # fmt: skip
@@ -405,7 +406,7 @@ def _event(layer: int) -> torch.cuda.Event:  # pragma: no cover  needs a GPU
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def _check_slot_ids(slot_ids: ArrayLike | None, num_slots: int) -> _rows.Int32Array:
+def _check_slot_ids(slot_ids: ArrayLike | None, num_slots: int) -> Int32Array:
     ids = np.arange(num_slots) if slot_ids is None else to_ids(slot_ids, "slot_ids")
     if ids.shape != (num_slots,):
         raise ValueError(f"`slot_ids` (shape {list(ids.shape)}) must be [{num_slots}], a name a slot")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from eplb_core import DispatchTables, ExpertLayout, LoadCounter, Topology, replica_shares, topk_to_slots
 from eplb_core.dispatch import ops
-from eplb_core.dispatch._host import TAG
-from eplb_core.dispatch.tables import MODES
+from eplb_core.dispatch.constants import MAPPED_TWICE, MODES, OUT_OF_RANGE, SOLVED_MODES, TAG
 from tests.dispatch.cases import PAIR, layouts, random_layout
 
 HOLDING_MODES = [mode for mode in MODES if mode != "fake"]
@@ -151,9 +150,7 @@ def test_ids_that_are_no_experts_are_refused() -> None:
         DispatchTables(PAIR, mode="quota").map(0, torch.tensor([[9]]))
 
 
-@given(
-    layouts(), st.sampled_from([mode for mode in MODES if mode not in ops.SOLVED_MODES]), st.integers(0, 20), st.data()
-)
+@given(layouts(), st.sampled_from([mode for mode in MODES if mode not in SOLVED_MODES]), st.integers(0, 20), st.data())
 @settings(max_examples=150, deadline=None)
 def test_one_loop_on_the_host_does_what_the_torch_path_does(
     layout: ExpertLayout, mode: str, rows: int, data: st.DataObject
@@ -382,10 +379,10 @@ def test_ids_and_slots_of_another_type_are_refused() -> None:
 
 def test_faults_that_a_device_counted_are_told_once() -> None:
     tables = DispatchTables(PAIR, debug=True)
-    tables.layer(0).errors[ops.MAPPED_TWICE] = 2
+    tables.layer(0).errors[MAPPED_TWICE] = 2
     with pytest.raises(IndexError, match=r"^2 ids were mapped twice"):
         tables.check()
     tables.check()
-    tables.layer(0).errors[ops.OUT_OF_RANGE] = 4
+    tables.layer(0).errors[OUT_OF_RANGE] = 4
     with pytest.raises(IndexError, match=r"4 ids were neither -1 nor a logical expert in \[0, 4\)"):
         tables.check()

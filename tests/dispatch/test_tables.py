@@ -18,7 +18,7 @@ from eplb_core import (
     replica_shares,
     topk_to_slots,
 )
-from eplb_core.dispatch.tables import MODES, Mode
+from eplb_core.dispatch.constants import MODES, Mode
 from tests.dispatch.cases import PAIR, layouts, random_layout
 
 TENSORS = [

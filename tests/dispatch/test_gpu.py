@@ -13,9 +13,8 @@ import torch
 
 from eplb_core import DispatchTables, ExpertLayout, LoadCounter, replica_shares
 from eplb_core._arrays import FloatArray
-from eplb_core.dispatch._host import TAG
-from eplb_core.dispatch.ops import SOLVED_MODES, LayerTables, topk_to_slots
-from eplb_core.dispatch.tables import MODES
+from eplb_core.dispatch.constants import MODES, SOLVED_MODES, TAG
+from eplb_core.dispatch.ops import LayerTables, topk_to_slots
 from tests.dispatch.cases import random_layout
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -48,17 +47,17 @@ def map_by_kernels(
     """As `topk_to_slots`, with the kernels also on CPU tensors, which they take when interpreted."""
     if ON_CUDA:
         return topk_to_slots(ids, t, num_tokens=num_tokens, num_shared=num_shared, out=out)
-    from eplb_core.dispatch import _triton
+    from eplb_core.dispatch import gpu
 
     if t.mode in SOLVED_MODES:
-        _triton.count_batch(ids, t.batch, t.blocks, t.count, t.state, t.errors, num_tokens, num_shared, t.rank, t.debug)
+        gpu.count_batch(ids, t.batch, t.blocks, t.count, t.state, t.errors, num_tokens, num_shared, t.rank, t.debug)
         if t.all_reduce is not None:
             t.all_reduce(t.batch)
-        _triton.solve_batch(
+        gpu.solve_batch(
             t.batch, t.bounds, t.blocks, t.runs, t.span, t.shared, t.arm_rank, t.on_rank, ids, num_shared, t.rank,
             t.mode,
         )  # fmt: skip
-    _triton.map(
+    gpu.map(
         ids, out, t.table, t.settings, t.draws, t.count, t.state, t.errors, t.bounds, t.blocks, num_tokens, num_shared,
         t.num_experts, t.num_entries, t.mode, t.debug,
     )  # fmt: skip
@@ -214,13 +213,13 @@ def test_debugging_kernels_note_ids_out_of_range_and_mapped_twice(mode: str) -> 
 
 @needs_kernels
 def test_rolling_kernel_agrees_with_the_torch_path() -> None:
-    from eplb_core.dispatch import _triton
+    from eplb_core.dispatch import gpu
 
     plain, other = LoadCounter(3, 5, windows=2), LoadCounter(3, 5, windows=2, device=DEVICE)
     for _ in range(7):
         for counter in (plain, other):
             counter.count.add_(torch.arange(5, device=counter.device).to(torch.int32))
         plain.roll()
-        _triton.roll(other.count, other.state)
+        gpu.roll(other.count, other.state)
         assert torch.equal(plain.count, other.count.cpu())
         assert torch.equal(plain.state, other.state.cpu())

@@ -15,8 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from eplb_core.dispatch._rows import FIRST_BITS
-from eplb_core.dispatch.ops import NUM_BLOCKS, SOLVED_MODES
+from eplb_core.dispatch.constants import FIRST_BITS, NUM_BLOCKS, SOLVED_MODES
 from eplb_core.dispatch.quota import SCALE_BITS, SHORTEST_STEP, STEP_BITS, STEPS
 
 _FIRST_BITS: tl.constexpr = tl.constexpr(FIRST_BITS)
@@ -417,6 +416,7 @@ def map(
     count: torch.Tensor, state: torch.Tensor, errors: torch.Tensor, bounds: torch.Tensor, blocks: torch.Tensor,
     num_tokens: torch.Tensor | None, num_shared: int, num_experts: int, num_entries: int, mode: str, debug: bool,
 ) -> None:  # fmt: skip
+    """The operator `map` in one launch."""
     rows, columns, ids_row, ids_column = _strides(ids)
     _, _, out_row, out_column = _strides(out)
     elements = rows * columns
@@ -447,6 +447,7 @@ def count_batch(
     ids: torch.Tensor, batch: torch.Tensor, blocks: torch.Tensor, count: torch.Tensor, state: torch.Tensor,
     errors: torch.Tensor, num_tokens: torch.Tensor | None, num_shared: int, rank: int, debug: bool,
 ) -> None:  # fmt: skip
+    """The operator `count_batch` in one launch."""
     rows, columns, ids_row, ids_column = _strides(ids)
     if rows * columns == 0:
         return
@@ -466,6 +467,7 @@ def solve_batch(
     shared: torch.Tensor, arm_rank: torch.Tensor, on_rank: torch.Tensor, ids: torch.Tensor, num_shared: int, rank: int,
     mode: str,
 ) -> None:  # fmt: skip
+    """The operator `solve_batch` in one launch."""
     ranks, experts = batch.shape
     (num, width), per_rank = arm_rank.shape, on_rank.shape[1]
     rows, columns, _, _ = _strides(ids)

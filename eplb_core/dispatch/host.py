@@ -6,17 +6,19 @@ import torch
 
 from eplb_core._arrays import IntArray
 from eplb_core._numba import inline_kernel, kernel
-from eplb_core.dispatch._rows import FIRST_BITS, MOST_SLOTS
-from eplb_core.dispatch.counter import RECORDING, WINDOW
-
-GOLDEN = 0x9E3779B9
-MASK = 0xFFFFFFFF
-TAG = 1 << 30
-"""Set in every slot that a debugging table gives."""
-DRAWS = 0
-"""Calls that the random mode has made, in `LayerTables.draws`."""
-BASE_PHASE, RANK_PHASE, KEY = range(3)
-"""Places in `LayerTables.settings`."""
+from eplb_core.dispatch.constants import (
+    BASE_PHASE,
+    DRAWS,
+    FIRST_BITS,
+    GOLDEN,
+    KEY,
+    MASK,
+    MOST_SLOTS,
+    RANK_PHASE,
+    RECORDING,
+    TAG,
+    WINDOW,
+)
 
 _STATIC, _ROTATED, _OF_RANK, _RANDOM, _FAKE = range(5)
 _HOW = {"static": _STATIC, "even": _ROTATED, "row": _ROTATED, "weighted": _OF_RANK, "random": _RANDOM, "fake": _FAKE}

@@ -9,15 +9,9 @@ import numpy.typing as npt
 
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import inline_kernel, kernel
-from eplb_core.dispatch._kernels import group_slots
+from eplb_core.dispatch.constants import FIRST_BITS, UNIT
 
 Int32Array = npt.NDArray[np.int32]
-
-UNIT = 1 << 30
-"""Thresholds are in units of 1 / UNIT."""
-FIRST_BITS = 20
-"""A run's word holds where the run begins in its low bits, and how long it is above."""
-MOST_SLOTS, MOST_REPLICAS = 1 << FIRST_BITS, (1 << (31 - FIRST_BITS)) - 1
 
 
 class RowShape(NamedTuple):
@@ -67,6 +61,28 @@ class RowShape(NamedTuple):
         """Length of the row, a multiple of 16 bytes: the device reads pairs of names at once."""
         end = self.on_rank + (self.num_ranks * self.slots_per_rank if self.num_shared else 0)
         return -(-end // 4) * 4
+
+
+@inline_kernel
+def group_slots(row: IntArray, starts: IntArray, by_expert: IntArray) -> None:
+    """Sort slots by expert: those of e are `by_expert[starts[e]:starts[e + 1]]`, ascending; empty slots are left out.
+
+    `starts` is `[E + 1]`, `by_expert` at least as long as `row`.
+    """
+    experts = starts.size - 1
+    starts[:] = 0
+    for slot in range(row.size):
+        if row[slot] >= 0:
+            starts[row[slot]] += 1
+    end = 0
+    for expert in range(experts):
+        end += starts[expert]
+        starts[expert] = end  # one past the run; the pass from the back makes it the run's start
+    starts[experts] = end
+    for slot in range(row.size - 1, -1, -1):
+        if row[slot] >= 0:
+            starts[row[slot]] -= 1
+            by_expert[starts[row[slot]]] = slot
 
 
 @inline_kernel

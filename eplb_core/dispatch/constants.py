@@ -1,0 +1,46 @@
+"""Modes, and the numbers by which the host's code, the GPU's kernels and engines read the tensors of dispatch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, get_args
+
+Mode = Literal["static", "even", "random", "row", "weighted", "quota", "fewest", "fake"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+STATIC_MODES: tuple[Mode, ...] = ("static", "even")
+"""Modes with one slot for each expert."""
+SOLVED_MODES: tuple[Mode, ...] = ("quota", "fewest")
+"""Modes that solve each batch: they count first, and choose by a token's place among its expert's."""
+
+WINDOW, RECORDING, FINISHED, ARRIVED = range(4)
+"""Places in `LoadCounter.state`."""
+DRAWS = 0
+"""Calls that the random mode has made, in `LayerTables.draws`."""
+BASE_PHASE, RANK_PHASE, KEY = range(3)
+"""Places in `LayerTables.settings`."""
+OUT_OF_RANGE, MAPPED_TWICE = range(2)
+"""Places in `LayerTables.errors`."""
+
+GOLDEN = 0x9E3779B9
+MASK = 0xFFFFFFFF
+TAG = 1 << 30
+"""Set in every slot that a debugging table gives."""
+
+UNIT = 1 << 30
+"""Thresholds are in units of 1 / UNIT."""
+FIRST_BITS = 20
+"""A run's word holds where the run begins in its low bits, and how long it is above."""
+MOST_SLOTS, MOST_REPLICAS = 1 << FIRST_BITS, (1 << (31 - FIRST_BITS)) - 1
+
+NUM_BLOCKS = 256
+"""Blocks of a batch whose counts are kept apart, so that places within an expert's tokens can be counted through."""
+
+
+@functools.cache
+def has_triton() -> bool:  # pragma: no cover  asked where tensors are on a GPU
+    """Whether Triton can be imported: else CUDA tensors take the torch path."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
