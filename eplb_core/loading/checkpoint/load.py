@@ -19,9 +19,9 @@ from eplb_core._arrays import BoolArray, read_only, to_list
 from eplb_core._text import plain, quoted
 from eplb_core.errors import FileFormatError
 from eplb_core.files.reading import check_path, open_regular, read_json, reading
-from eplb_core.loading.checkpoint.plan import CheckpointError as CheckpointError
 from eplb_core.loading.checkpoint.plan import Copy, Header, LoadPlan
-from eplb_core.loading.checkpoint.templates import CheckpointTemplate, find_template
+from eplb_core.loading.checkpoint.templates import CheckpointError as CheckpointError
+from eplb_core.loading.checkpoint.templates import CheckpointTemplate, check_naming
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.loading.store import ExpertStore, check_names
 
@@ -87,10 +87,8 @@ def load_checkpoint(
     plan = LoadPlan(
         to_list(stores, "stores"),
         resolver,
-        find_template(template),
-        names_of(rename),
+        check_naming(template, rename, ignore),
         frozenset(check_names(derived, "derived")),
-        check_names(ignore, "ignore"),
         None if shared_stores is None else to_list(shared_stores, "shared_stores"),
     )
     headers = read_headers(files)
@@ -98,14 +96,6 @@ def load_checkpoint(
         plan.add(name, header)
     plan.check_complete()
     return _run(plan, headers)
-
-
-def names_of(rename: Mapping[str, str] | None) -> dict[str, str]:
-    """A dict of names, or TypeError."""
-    given: object = {} if rename is None else rename
-    if not isinstance(given, Mapping):
-        raise TypeError(f"`rename` (={quoted(rename, 80)}) must be a dict of names")
-    return dict(given)
 
 
 def _run(plan: LoadPlan, headers: Mapping[str, Header]) -> LoadReport:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 
+from eplb_core._arrays import to_list
 from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
-from eplb_core.loading.checkpoint.load import load_checkpoint, names_of, read_headers
-from eplb_core.loading.checkpoint.plan import DTYPES, CheckpointError, Header
-from eplb_core.loading.checkpoint.templates import CheckpointTemplate, find_template
+from eplb_core.loading.checkpoint.load import load_checkpoint, read_headers
+from eplb_core.loading.checkpoint.plan import DTYPES, Header
+from eplb_core.loading.checkpoint.templates import CheckpointError, CheckpointTemplate, Names, check_naming
 from eplb_core.loading.resolver import SlotResolver
-from eplb_core.loading.store import ExpertStore, check_names
+from eplb_core.loading.store import ExpertStore
 
 Key = tuple[int, str]
 """Layer of the model, and tensor."""
@@ -62,9 +62,9 @@ def load_rank(
     Threads:
         Any; nobody else knows the tensors.
     """
-    found, names, patterns = find_template(template), names_of(rename), check_names(ignore, "ignore")
-    wanted = files if isinstance(files, (str, Path)) else [Path(file) for file in files]
-    rows = _row_shapes(read_headers(wanted), found, names, patterns)
+    naming = check_naming(template, rename, ignore)
+    wanted = files if isinstance(files, (str, Path)) else to_list(files, "files")
+    rows = _row_shapes(read_headers(wanted), naming)
     layers = _layers(layer_ids, sorted({layer for layer, _ in rows}), layout)
     tensors: dict[str, torch.Tensor] = {}
     stores = []
@@ -79,26 +79,19 @@ def load_rank(
         tensors |= {f"layers.{layer}.{name}": tensor for name, tensor in own.items()}
         stores.append(ExpertStore(own))
     resolver = SlotResolver(layout, rank, layer_ids=layers)
-    load_checkpoint(wanted, stores, resolver, template=found, rename=names, ignore=patterns)
+    load_checkpoint(wanted, stores, resolver, **naming._asdict())
     return tensors
 
 
-def _row_shapes(
-    headers: Mapping[str, Header], template: CheckpointTemplate, rename: Mapping[str, str], ignore: tuple[str, ...]
-) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
+def _row_shapes(headers: Mapping[str, Header], naming: Names) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of one slot's row of each tensor, in order of layers and names."""
     rows: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, header in headers.items():
-        if any(fnmatchcase(name, pattern) for pattern in ignore):
-            continue
-        try:
-            parsed = template.parse(name)
-        except ValueError as error:
-            raise CheckpointError(str(error), tensor=name) from None
+        parsed = naming.parse(name)
         if parsed is None or parsed.shared:
             continue
         part = parsed.part
-        key = (parsed.layer, rename.get(part.tensor, part.tensor))
+        key = (parsed.layer, part.tensor)
         if key in rows:
             continue  # others of another shape are an error when they are loaded
         shape = list(header.shape if parsed.expert is not None else header.shape[1:])

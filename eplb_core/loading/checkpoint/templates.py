@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 from eplb_core._text import quoted
+from eplb_core.errors import EplbError
+from eplb_core.loading.store import check_names
+
+
+class CheckpointError(EplbError, ValueError):
+    """A checkpoint that does not fill the slots: the text names the tensor or the slots.
+
+    Attributes:
+        tensor: Name in the checkpoint at fault, or None.
+        slots: Slots that nothing would write, `(layer, local slot)` each.
+    """
+
+    def __init__(self, message: str, *, tensor: str | None = None, slots: tuple[tuple[int, int], ...] = ()) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+        self.slots = slots
 
 
 class Part(NamedTuple):
@@ -57,18 +74,18 @@ class CheckpointTemplate:
         """Read a name; None = no expert's tensor.
 
         Raises:
-            ValueError: The name is an expert's, and this template does not know it.
+            CheckpointError: The name is an expert's, and this template does not know it.
         """
-        match = re.fullmatch(self.expert, name)
-        shared = match is None and self.shared is not None
-        if shared and self.shared is not None:
-            match = re.fullmatch(self.shared, name)
+        match, shared = re.fullmatch(self.expert, name), False
+        if match is None and self.shared is not None:
+            match, shared = re.fullmatch(self.shared, name), True
         part = None if match is None else self.parts.get(match["part"])
         if match is None or part is None:
             if match is not None or re.search(self.claims, name):
-                raise ValueError(
+                raise CheckpointError(
                     f"{quoted(name)} is an expert's tensor that template {self.family!r} does not know; "
-                    "name it in `ignore`, or pass a CheckpointTemplate that has it"
+                    "name it in `ignore`, or pass a CheckpointTemplate that has it",
+                    tensor=name,
                 )
             return None
         expert = match.groupdict().get("expert")
@@ -129,11 +146,33 @@ TEMPLATES = {
 """By family."""
 
 
-def find_template(template: object) -> CheckpointTemplate:
-    """A family's template by its name, or one of a caller's own; ValueError for anything else."""
-    found = TEMPLATES.get(template) if isinstance(template, str) else template
+class Names(NamedTuple):
+    """How a checkpoint's names become those of the stores."""
+
+    template: CheckpointTemplate
+    rename: Mapping[str, str]
+    ignore: tuple[str, ...]
+
+    def parse(self, name: str) -> ExpertName | None:
+        """Read a name as the template does, with the store's own name of the tensor; None = nothing to load."""
+        if any(fnmatchcase(name, pattern) for pattern in self.ignore):
+            return None
+        parsed = self.template.parse(name)
+        return parsed and parsed._replace(part=parsed.part._replace(tensor=self.stored(parsed.part)))
+
+    def stored(self, part: Part) -> str:
+        """The stores' name of a tensor."""
+        return self.rename.get(part.tensor, part.tensor)
+
+
+def check_naming(template: str | CheckpointTemplate, rename: Mapping[str, str] | None, ignore: Iterable[str]) -> Names:
+    """The three arguments that say what tensors are called, checked: a family's name, or a template of the caller's."""
+    found: object = TEMPLATES.get(template) if isinstance(template, str) else template
     if not isinstance(found, CheckpointTemplate):
         raise ValueError(
             f"`template` (={quoted(template, 80)}) must be a CheckpointTemplate or one of {', '.join(TEMPLATES)}"
         )
-    return found
+    given: object = {} if rename is None else rename
+    if not isinstance(given, Mapping):
+        raise TypeError(f"`rename` (={quoted(rename, 80)}) must be a dict of names")
+    return Names(found, dict(given), check_names(ignore, "ignore"))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
-from eplb_core import __version__
 from eplb_core._arrays import check_flag, check_kind, check_real
 from eplb_core._text import plain
+from eplb_core._version import __version__
 from eplb_core.errors import EplbError, LayoutAgreementError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.agreement import Agreement, check_agreement
 from eplb_core.loading.record.client import LayoutClient
-from eplb_core.loading.record.state import Move, RecordState
+from eplb_core.loading.record.state import RecordState
 
 log = logging.getLogger("eplb_core")
 
@@ -133,10 +133,10 @@ def decide(found: Sequence[Finding], deadline: float) -> Decision:
         found: What each rank found, by rank.
         deadline: Seconds after which a move that is still under way is a failure.
     """
-    failed = _where(found, lambda each: bool(each.failure))
+    failed = _where(found, lambda each: each.failure)
     if failed:
         return _fail(failed, "; ".join(f"rank {rank}: {found[rank].failure}" for rank in failed[:4]))
-    pending = _where(found, lambda each: bool(each.pending))
+    pending = _where(found, lambda each: each.pending)
     if pending:
         if max(each.waited for each in found) < deadline:
             return Decision("wait")
@@ -166,15 +166,10 @@ def decide(found: Sequence[Finding], deadline: float) -> Decision:
 
 def _decide_recorded(found: Sequence[Finding]) -> Decision:
     """Every rank has a record that can be read."""
-    first = found[0]
-    differ = _where(found, lambda each: (each.version, each.digest) != (first.version, first.digest))
+    version = found[0].version
+    differ, why = compare_records([(each.version, each.digest) for each in found])
     if differ:
-        other = found[differ[0]]
-        return _fail(
-            differ,
-            f"the records differ: rank 0 is at version {first.version}, digest {first.digest[:12]}, rank {differ[0]} "
-            f"at version {other.version}, digest {other.digest[:12]}; restart the keepers of the weights",
-        )
+        return _fail(differ, why)
     misfits = _where(found, lambda each: each.shape != each.record_shape)
     if misfits:
         mine, theirs = found[misfits[0]].shape, found[misfits[0]].record_shape
@@ -185,11 +180,27 @@ def _decide_recorded(found: Sequence[Finding]) -> Decision:
     if stuck:
         return _fail(
             stuck,
-            f"rank {stuck[0]}: experts have moved (version {first.version}), and the engine routes by its initial "
+            f"rank {stuck[0]}: experts have moved (version {version}), and the engine routes by its initial "
             "layout only; turn its load balancing on, or restart the keepers of the weights",
         )
     action: Literal["own", "adopt"] = "own" if all(each.own == each.digest for each in found) else "adopt"
-    return Decision(action, version=first.version)
+    return Decision(action, version=version)
+
+
+def compare_records(found: Sequence[tuple[int, str]]) -> tuple[tuple[int, ...], str]:
+    """Ranks whose record is at another version or digest than rank 0's, and that in words.
+
+    Args:
+        found: Version and digest of each rank's record.
+    """
+    differ = tuple(rank for rank, each in enumerate(found) if each != found[0])
+    if not differ:
+        return (), ""
+    (version, digest), (other, others) = found[0], found[differ[0]]
+    return differ, (
+        f"the records differ: rank 0 is at version {version}, digest {digest[:12]}, rank {differ[0]} at version "
+        f"{other}, digest {others[:12]}; restart the keepers of the weights"
+    )
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -202,7 +213,7 @@ def _fail(ranks: Sequence[int], reason: str) -> Decision:
     return Decision("fail", reason, tuple(ranks))
 
 
-def _where(found: Sequence[Finding], condition: Any) -> list[int]:
+def _where(found: Sequence[Finding], condition: Callable[[Finding], object]) -> list[int]:
     return [rank for rank, each in enumerate(found) if condition(each)]
 
 
@@ -223,16 +234,10 @@ def _look(
         return None, finding._replace(failure=str(error))
     if state is None:
         return None, finding
+    finding = finding._replace(record=True, version=state.version, digest=state.digest)
     if state.dirty:
-        return state, finding._replace(record=True, failure=f"nobody knows what the slots hold: {state.dirty}")
-    pending: Move | str = state.pending or ""
-    return state, finding._replace(
-        record=True,
-        version=state.version,
-        digest=state.digest,
-        record_shape=_shape(state.layout),
-        pending=str(pending),
-    )
+        return state, finding._replace(failure=f"nobody knows what the slots hold: {state.dirty}")
+    return state, finding._replace(record_shape=_shape(state.layout), pending=str(state.pending or ""))
 
 
 def _check_versions(told: Sequence[bytes]) -> None:
@@ -255,12 +260,12 @@ def _version_of(blob: bytes) -> str:
 
 def _parse(blob: bytes, rank: int) -> Finding:
     try:
-        _, own, shape, adopts, record, version, digest, record_shape, *rest = json.loads(blob)
-        return Finding(own, _to_shape(shape), adopts, record, version, digest, _to_shape(record_shape), *rest)
-    except (ValueError, TypeError) as error:
+        finding = Finding(*json.loads(blob)[1:])
+        return finding._replace(shape=_to_shape(finding.shape), record_shape=_to_shape(finding.record_shape))
+    except (ValueError, TypeError, LookupError) as error:
         raise LayoutAgreementError(
-            f"rank {rank} says of its layout what this version of eplb_core does not understand ({error}); install one "
-            "version on all ranks",
+            f"cannot decode what rank {rank} says of its layout ({error}); install the same eplb_core (this one: "
+            f"{__version__}) on all ranks",
             ranks=(rank,),
         ) from error
 

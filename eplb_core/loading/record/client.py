@@ -9,13 +9,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from types import TracebackType
-from typing import Any
 
 from eplb_core._arrays import ArrayLike, check_int, check_kind, check_real, to_ids, to_list
 from eplb_core._text import plain, quoted
 from eplb_core.errors import EplbError, RecordLostError, SocketOwnerError
-from eplb_core.layout import ExpertLayout
 from eplb_core.loading.record import wire
 from eplb_core.loading.record.keeper import NO_RECORD, UNKNOWN_REQUEST
 from eplb_core.loading.record.socket_path import check_owner, check_path, check_peer
@@ -119,10 +116,7 @@ class LayoutClient:
             RecordLostError: There was one, and it cannot be asked any more, or nobody listens.
             SocketOwnerError: The socket is somebody else's.
         """
-        found = self.found
-        known = None if found is None else found.layout
-        reply, _ = self._ask({"do": "query", "known": known and known.digest})
-        self._take_state(reply, known)
+        self._ask_state({"do": "query"})
         return self.found
 
     def begin(self, layers: Iterable[int], version: int) -> Reply:
@@ -178,19 +172,14 @@ class LayoutClient:
         Raises:
             RecordLostError: The keeper has gone, or `close` was called.
         """
-        found = self.found
-        known = None if found is None else found.layout
-        message = {"do": "watch", "seen": seen, "known": known and known.digest}
-        reply, _ = self._ask(message, deadline=None)
-        self._take_state(reply, known)
-        return int(reply.get("number", -1))
+        return int(self._ask_state({"do": "watch", "seen": seen}, deadline=None).get("number", -1))
 
     def refuse_moves(self, reason: str) -> None:
         """From now on `begin` is refused for this reason, without asking."""
         self._moves_off = reason
 
     def fetch(
-        self, config: Mapping[str, Any], digest: str, frame: Mapping[str, int], *, engine: str | None = None
+        self, config: Mapping[str, object], digest: str, frame: Mapping[str, int], *, engine: str | None = None
     ) -> tuple[Message, list[int]]:
         """Ask a weight host for its memory: its whole reply and the file descriptors, which are the caller's to close.
 
@@ -203,9 +192,8 @@ class LayoutClient:
         Raises:
             RecordLostError: The host cannot be asked any more.
         """
-        claim = {"version": self.adopted, "digest": digest or None}
-        asked = {"do": "fetch", "config": dict(config), "frame": dict(frame), **claim}
-        return self._ask(asked if engine is None else {**asked, "engine": engine})
+        claim = {"version": self.adopted, "digest": digest or None, **({} if engine is None else {"engine": engine})}
+        return self._ask({"do": "fetch", "config": dict(config), "frame": dict(frame), **claim})
 
     def close(self) -> None:
         """Leave. A move that is pending makes the record dirty. Ends a request that waits. Idempotent."""
@@ -229,9 +217,7 @@ class LayoutClient:
     def __enter__(self) -> LayoutClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ---- the connection ------------------------------------------------------------------------------------------
@@ -242,6 +228,7 @@ class LayoutClient:
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(self._deadline)
+            found: EplbError | None = None
             try:
                 check_owner(self.path)
                 connection.connect(self.path)
@@ -249,43 +236,42 @@ class LayoutClient:
                 self._socket, self.error = connection, None
                 return
             except (FileNotFoundError, ConnectionRefusedError):
-                connection.close()  # nobody is there: absent, not in error
-            except BlockingIOError:
-                connection.close()  # the server's queue is full: it is there, and soon accepts
+                pass  # nobody is there: absent, not in error
+            except BlockingIOError:  # the server's queue is full: it is there, and soon accepts
                 end = max(end, start + self._deadline)
-                if time.monotonic() >= end:
-                    self.error = RecordLostError(f"{self.path} accepts nobody", path=self.path)
+                found = RecordLostError(f"{self.path} accepts nobody", path=self.path)
             except SocketOwnerError as error:
-                connection.close()
-                self.error = error
-                return
+                found, end = error, start
             except OSError as error:
-                connection.close()
-                self.error = RecordLostError(f"{self.path} cannot be reached: {error}", path=self.path)
-                return
+                found, end = RecordLostError(f"{self.path} cannot be reached: {error}", path=self.path), start
+            connection.close()
             if time.monotonic() >= end:
+                self.error = found or self.error
                 return
             time.sleep(min(0.05, max(end - time.monotonic(), 0.0)))
 
     def _attach(self, hello: Message) -> None:
         try:
-            reply, _ = self._ask(hello)
-            self._take_state(reply)
+            reply = self._ask_state(hello)
             self.engine_id = str(reply.get("engine") or self.engine_id)
             if hello["do"] == "attach" and reply["status"] != "ok" and reply.get("code") not in _WITHOUT_RECORD:
                 raise self._lost(f"refused to attach this engine: {reply['reason']}", ended=True)
         except RecordLostError:
             return  # `error` holds it
 
-    def _take_state(self, reply: Message, known: ExpertLayout | None = None) -> None:
+    def _ask_state(self, message: Message, deadline: float | None = math.inf) -> Message:
+        """Ask for something whose reply has the record's state; the map comes only if it is another one than here."""
+        known = None if self.found is None else self.found.layout
+        reply, _ = self._ask({**message, "known": known and known.digest}, deadline=deadline)
         self.about = dict(reply.get("about") or {})
         if reply.get("code") in _WITHOUT_RECORD:
             self.found = None
-            return
+            return reply
         try:
             self.found = wire.decode_state(reply.get("state") or {}, known)
         except WireError as error:
             raise self._lost(f"answers with {error}") from error
+        return reply
 
     def _request(self, message: Message) -> Reply:
         return _reply(self._answer(message))
@@ -356,7 +342,7 @@ class LayoutClient:
 
 
 def _reply(answer: Message) -> Reply:
-    return Reply(answer["status"], answer["reason"], answer["version"], answer["digest"])
+    return Reply(answer["status"], answer["reason"], answer.get("version"), answer.get("digest"))
 
 
 def _receive(connection: socket.socket, deadline: float | None) -> tuple[Message, list[int]]:
@@ -365,18 +351,16 @@ def _receive(connection: socket.socket, deadline: float | None) -> tuple[Message
     before = connection.gettimeout()
     inbox, fds = wire.Inbox(), list[int]()
     try:
-        while True:
-            body = inbox.take(wire.MAX_REPLY)
-            if body is not None:
-                message = wire.unpack(body)
-                _check_reply(message)
-                return message, fds
+        while (body := inbox.take(wire.MAX_REPLY)) is None:
             connection.settimeout(None if end is None else max(end - time.monotonic(), 1e-3))
             data, more, _, _ = socket.recv_fds(connection, 1 << 18, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             fds += more
             if not data:
                 raise ConnectionError("it ended")
             inbox.add(data)
+        message = wire.unpack(body)
+        _check_reply(message)
+        return message, fds
     except BaseException:
         for fd in fds:
             os.close(fd)

@@ -12,14 +12,16 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from eplb_core._arrays import check_kind
 from eplb_core.errors import EplbError, LayoutAgreementError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.agreement import Agreement, check_agreement
+from eplb_core.loading.record.agree import compare_records
 from eplb_core.loading.record.client import LayoutClient
 from eplb_core.loading.record.state import RecordState
 from eplb_core.loading.tables import Tables, lacks_room
@@ -64,17 +66,10 @@ def settle(found: Sequence[Look], version: int, digest: str) -> Settled:
         return Settled("fail", "; ".join(f"rank {rank}: {found[rank].trouble}" for rank in troubled[:4]), troubled)
     if any(look.moving for look in found):
         return Settled("wait")
-    first = found[0]
-    differ = tuple(rank for rank, look in enumerate(found) if look[:2] != first[:2])
+    differ, why = compare_records([look[:2] for look in found])
     if differ:
-        other = found[differ[0]]
-        return Settled(
-            "fail",
-            f"the records differ: rank 0 is at version {first.version}, digest {first.digest[:12]}, rank {differ[0]} "
-            f"at version {other.version}, digest {other.digest[:12]}; restart the keepers of the weights",
-            differ,
-        )
-    return Settled("resume" if first[:2] == (version, digest) else "switch")
+        return Settled("fail", why, differ)
+    return Settled("resume" if found[0][:2] == (version, digest) else "switch")
 
 
 class LayoutFollower:
@@ -116,8 +111,7 @@ class LayoutFollower:
         tables: Tables | None = None,
         on_switch: Callable[[int, ExpertLayout], object] | None = None,
     ) -> None:
-        if not isinstance(layout, ExpertLayout):
-            raise TypeError(f"`layout` (={type(layout).__name__}) must be an ExpertLayout")
+        check_kind(layout, "layout", ExpertLayout)
         check_agreement(agreement)
         self._client, self._layout, self._agreement = client, layout, agreement
         self._tables, self._on_switch = tables, on_switch
@@ -144,10 +138,7 @@ class LayoutFollower:
         reason = reply.reason
         if reply.status == "ok" and state is None:
             reason = f"{self._watcher.path} cannot be watched: {self._watcher.error or 'nobody listens there'}"
-        told = [
-            json.loads(blob)
-            for blob in self._agreement.gather(json.dumps([reason, reply.version, self._layout.digest]).encode())
-        ]
+        told = self._gather([reason, reply.version, self._layout.digest])
         bad = tuple(rank for rank, (why, _, _) in enumerate(told) if why)
         if bad:
             raise LayoutAgreementError(f"rank {bad[0]} cannot follow: {told[bad[0]][0]}", ranks=bad)
@@ -160,6 +151,10 @@ class LayoutFollower:
             )
         self._state = state
         return reply.version
+
+    def _gather(self, word: Sequence[object]) -> list[list[Any]]:
+        """What all ranks say, by rank."""
+        return [json.loads(blob) for blob in self._agreement.gather(json.dumps(word).encode())]
 
     @property
     def layout(self) -> ExpertLayout:
@@ -212,7 +207,7 @@ class LayoutFollower:
         if self._client.engine_id in state.awaited and state.version == self.version and self._held is not state:
             self._client.hold(self.version, state.begun)
             self._held = state
-        found = [Look(*json.loads(blob)) for blob in self._agreement.gather(json.dumps(self._look(state)).encode())]
+        found = [Look(*each) for each in self._gather(self._look(state))]
         settled = settle(found, self.version, self._layout.digest)
         if settled.action == "fail":
             self._failure = settled.reason

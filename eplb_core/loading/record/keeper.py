@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from eplb_core._text import plain
 from eplb_core.loading.record import wire
 from eplb_core.loading.record.record import LayoutRecord
-from eplb_core.loading.record.state import MAX_ENGINE_ID, RecordState, Reply
+from eplb_core.loading.record.state import MAX_ENGINE_ID, RecordState, Reply, Status
 from eplb_core.loading.record.wire import Message, OtherProtocolError, WireError
 
 log = logging.getLogger("eplb_core")
@@ -23,7 +24,7 @@ MALFORMED = "malformed"
 class Exports(Protocol):
     """What a weight host adds to a record: memory to map."""
 
-    def difference(self, config: Mapping[str, Any], frame: Mapping[str, Any]) -> tuple[str, str] | None:
+    def difference(self, config: Mapping[str, object], frame: Mapping[str, object]) -> tuple[str, str] | None:
         """First field in which an engine's configuration differs from the host's, and in what; None if in none."""
         ...
 
@@ -31,29 +32,28 @@ class Exports(Protocol):
         """What there is, for `eplb record status`."""
         ...
 
-    def export(self) -> tuple[Message, list[int]]:
+    def export(self) -> tuple[Message, Sequence[int]]:
         """What engines need to map the tensors, and the file descriptors that go with it."""
         ...
 
 
+@dataclass(slots=True)
 class Session:
     """One connection."""
 
-    __slots__ = ("engine", "number")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.engine: str | None = None
+    number: int
+    engine: str | None = None
+    """Who is attached by it."""
 
 
 class Answer(NamedTuple):
     """A reply and the file descriptors that go with it."""
 
     message: Message
-    fds: list[int]
+    fds: Sequence[int] = ()
 
 
-LATER = Answer({}, [])
+LATER = Answer({})
 """No answer yet."""
 
 
@@ -76,17 +76,6 @@ class Keeper:
         self.exports = exports
         self._write = write
         self._foreign: set[str] = set()
-        self._requests = {
-            "attach": self._attach,
-            "query": self._query,
-            "begin": self._begin,
-            "commit": self._commit,
-            "abort": self._abort,
-            "fetch": self._fetch,
-            "follow": self._follow,
-            "hold": self._hold,
-            "watch": self._watch,
-        }
         self._changes, self._last = 0, self.state
 
     @property
@@ -109,36 +98,37 @@ class Keeper:
         try:
             message = wire.unpack(body)
             request = message.get("do")
-            known = self._requests.get(request) if isinstance(request, str) else None
+            if request == "fetch":
+                return self._fetch(session, message)
+            known = _REQUESTS.get(request) if isinstance(request, str) else None
             if known is None:
                 return _say("refused", f"Unknown request type: {plain(request, 40)!r}", code=UNKNOWN_REQUEST)
-            if self.record is None and request != "fetch":
+            if self.record is None:
                 return _say("refused", "this server keeps no record of a layout", code=NO_RECORD, about=self._about())
-            return known(session, message)
+            return known(self, self.record, session, message)
         except WireError as error:
             if isinstance(error, OtherProtocolError) and str(error) not in self._foreign and len(self._foreign) < 8:
-                self._foreign.add(str(error))  # a line for each, and no log full of them
-                log.warning("a client is refused, for it speaks %s", error)
+                self._foreign.add(str(error))  # one line for each version, so that no crowd fills the log
+                log.warning("refused a client that speaks %s", error)
             return _say("refused", str(error), code=MALFORMED)
 
     def leave(self, session: Session, *, dropped: bool = False) -> None:
         """The connection has ended; `dropped`: from this side."""
-        if self.record is None or session.engine is None:
+        record, engine = self.record, session.engine
+        if record is None or engine is None:
             return
-        was_dirty = self.record.state.dirty
+        session.engine, was_dirty = None, record.state.dirty
         if dropped:
-            self.record.lose(session.engine)
+            record.lose(engine)
         else:
-            self.record.detach(session.engine)
-        if self.record.state.dirty != was_dirty:
-            log.error("nobody knows what the slots hold any more: %s", self.record.state.dirty)
-        session.engine = None
-        self._write_down()
+            record.detach(engine)
+        if record.state.dirty != was_dirty:
+            log.error("nobody knows what the slots hold any more: %s", record.state.dirty)
+        self._write_down(record)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
-    def _attach(self, session: Session, message: Message) -> Answer:
-        record = self._record()
+    def _attach(self, record: LayoutRecord, session: Session, message: Message) -> Answer:
         if session.engine is not None:
             return _of(Reply("refused", f"this connection is engine {session.engine!r} already"))
         before = record.state
@@ -147,53 +137,41 @@ class Keeper:
             ends = itertools.chain([f"#{session.number}"], (f"#{session.number}.{k}" for k in itertools.count(1)))
             names = (f"{engine[: MAX_ENGINE_ID - len(end)]}{end}" for end in ends)
             engine = next(name for name in names if name not in before.engines)
-        reply = self._promised(record.attach(engine), before)  # type: ignore[arg-type]
+        reply = self._promised(record, record.attach(engine), before)  # type: ignore[arg-type]
         if reply.status == "ok":
             session.engine = engine
         return _of(reply, engine=engine, state=wire.encode_state(record.state))
 
-    def _query(self, session: Session, message: Message) -> Answer:
-        record = self._record()
+    def _query(self, record: LayoutRecord, session: Session, message: Message) -> Answer:
         state = wire.encode_state(record.state, message.get("known"))
         return _of(record.query(), state=state, about=self._about())
 
-    def _begin(self, session: Session, message: Message) -> Answer:
-        record = self._record()
+    def _begin(self, record: LayoutRecord, session: Session, message: Message) -> Answer:
         before = record.state
         reply = record.begin(session.engine or "", message.get("layers"), message.get("version"))  # type: ignore[arg-type]
-        reply = self._promised(reply, before)
+        reply = self._promised(record, reply, before)
         move = record.state.pending
-        asked = record.state.asking and move is not None and move.engine == session.engine
-        return _of(reply, asked=asked)
+        return _of(reply, asked=record.state.asking and move is not None and move.engine == session.engine)
 
-    def _commit(self, session: Session, message: Message) -> Answer:
-        record = self._record()
+    def _commit(self, record: LayoutRecord, session: Session, message: Message) -> Answer:
         layers = message.get("layers")
         count = len(layers) if isinstance(layers, list) else 0
         rows = wire.decode_rows(message.get("rows"), (count, record.layout.num_slots))
-        reply = record.commit(session.engine or "", layers, rows)  # type: ignore[arg-type]
-        if reply.status == "ok":
-            self._write_down()
-        return _of(reply)
+        return self._ended(record, record.commit(session.engine or "", layers, rows))  # type: ignore[arg-type]
 
-    def _abort(self, session: Session, message: Message) -> Answer:
-        reply = self._record().abort(session.engine or "", message.get("layers"))  # type: ignore[arg-type]
-        if reply.status == "ok":
-            self._write_down()
-        return _of(reply)
+    def _abort(self, record: LayoutRecord, session: Session, message: Message) -> Answer:
+        return self._ended(record, record.abort(session.engine or "", message.get("layers")))  # type: ignore[arg-type]
 
-    def _follow(self, session: Session, message: Message) -> Answer:
-        digest = message.get("digest")
-        return _of(self._record().follow(session.engine or "", digest if isinstance(digest, str) else None))
+    def _follow(self, record: LayoutRecord, session: Session, message: Message) -> Answer:
+        return _of(record.follow(session.engine or "", message.get("digest")))
 
-    def _hold(self, session: Session, message: Message) -> Answer:
-        reply = self._record().hold(session.engine or "", message.get("version"), message.get("move"))  # type: ignore[arg-type]
-        return _of(reply)
+    def _hold(self, record: LayoutRecord, session: Session, message: Message) -> Answer:
+        return _of(record.hold(session.engine or "", message.get("version"), message.get("move")))  # type: ignore[arg-type]
 
-    def _watch(self, session: Session, message: Message) -> Answer:
+    def _watch(self, record: LayoutRecord, session: Session, message: Message) -> Answer:
         if message.get("seen") == self.changes:
             return LATER
-        state = wire.encode_state(self._record().state, message.get("known"))
+        state = wire.encode_state(record.state, message.get("known"))
         return _of(Reply("ok", "", state["version"], state["digest"]), state=state, number=self.changes)
 
     def _fetch(self, session: Session, message: Message) -> Answer:
@@ -205,54 +183,63 @@ class Keeper:
         differs = self.exports.difference(config, frame)
         if differs is not None:
             return _say("refused", differs[1], field=differs[0])
-        reply = Reply("ok")
-        if self.record is not None:
-            before = self.record.state
-            claim = message.get("engine")
+        reply, record = Reply("ok"), self.record
+        if record is not None:
+            before = record.state
+            claim, digest = message.get("engine"), message.get("digest")
             name = session.engine or (claim if isinstance(claim, str) else None)
-            digest = message.get("digest")
-            reply = self.record.check_fetch(name, message.get("version"), digest if isinstance(digest, str) else None)
-            reply = self._promised(reply, before)
+            reply = record.check_fetch(name, message.get("version"), digest if isinstance(digest, str) else None)
+            reply = self._promised(record, reply, before)
         if reply.status != "ok":
             return _of(reply, field="layout")
         exported, fds = self.exports.export()
-        return Answer({**_of(reply).message, "weights": exported}, fds)
+        return Answer({**reply._asdict(), "weights": exported}, fds)
 
     # ---- writing down --------------------------------------------------------------------------------------------
 
-    def _promised(self, reply: Reply, before: RecordState) -> Reply:
+    def _promised(self, record: LayoutRecord, reply: Reply, before: RecordState) -> Reply:
         """The reply, or a refusal where it could not be written down: then nothing happened."""
-        record = self._record()
-        if reply.status != "ok" or record.state is before:
+        if reply.status != "ok" or record.state is before or self._write is None:
             return reply
         try:
-            if self._write is not None:
-                self._write(record.state)
+            self._write(record.state)
         except OSError as error:
             record.revert(before)
             return Reply("refused", f"the record cannot be written down: {error}", record.version, record.digest)
         return reply
 
-    def _write_down(self) -> None:
+    def _ended(self, record: LayoutRecord, reply: Reply) -> Answer:
+        if reply.status == "ok":
+            self._write_down(record)
+        return _of(reply)
+
+    def _write_down(self, record: LayoutRecord) -> None:
         """Best effort: what the file then still says is a pending move, which a restart takes as dirty."""
         try:
             if self._write is not None:
-                self._write(self._record().state)
+                self._write(record.state)
         except OSError as error:
             log.error("the record cannot be written down: %s; a restart will not know what the slots hold", error)
 
     def _about(self) -> Message:
         return {} if self.exports is None else self.exports.about()
 
-    def _record(self) -> LayoutRecord:
-        if self.record is None:  # pragma: no cover  `answer` has asked
-            raise WireError("no record")
-        return self.record
+
+_REQUESTS = {
+    "attach": Keeper._attach,
+    "query": Keeper._query,
+    "begin": Keeper._begin,
+    "commit": Keeper._commit,
+    "abort": Keeper._abort,
+    "follow": Keeper._follow,
+    "hold": Keeper._hold,
+    "watch": Keeper._watch,
+}
 
 
 def _of(reply: Reply, **more: object) -> Answer:
-    return Answer({**reply._asdict(), **more}, [])
+    return Answer({**reply._asdict(), **more})
 
 
-def _say(status: str, reason: str, **more: object) -> Answer:
-    return Answer({"status": status, "reason": reason, "version": None, "digest": None, **more}, [])
+def _say(status: Status, reason: str, **more: object) -> Answer:
+    return _of(Reply(status, reason), **more)

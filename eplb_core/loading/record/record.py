@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from eplb_core._arrays import ArrayLike, check_int, to_ids
-from eplb_core._text import plain, quoted
+from eplb_core._arrays import ArrayLike, check_int, check_kind, to_ids
+from eplb_core._text import counted, plain, quoted
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.record.state import (
     MAX_ENGINE_ID,
@@ -32,6 +32,7 @@ from eplb_core.loading.record.state import (
     is_among,
     is_engine_id,
     is_int,
+    name_engines,
     name_layers,
     names_of,
     to_layers,
@@ -58,7 +59,7 @@ class LayoutRecord:
         >>> record.commit("a", [0], [[1, 0, 0, 1]]).version
         1
         >>> record.attach("b").status, record.begin("a", [0], version=1)[:2]
-        ('ok', ('busy', "engine 'b' is attached too; experts may move only under an engine that is alone"))
+        ('ok', ('busy', "engine 'b' is attached too; experts may move only while every other engine follows"))
 
     Source:
         The protocol of sgl-project/sglang#45341; differs: it knows no transport, and `check_fetch` during a move is
@@ -68,9 +69,7 @@ class LayoutRecord:
     __slots__ = ("_state",)
 
     def __init__(self, layout: ExpertLayout, *, version: int = 0) -> None:
-        if not isinstance(layout, ExpertLayout):
-            raise TypeError(f"`layout` (={type(layout).__name__}) must be an ExpertLayout")
-        self._state = RecordState(layout, check_int(version, "version", 0))
+        self._state = RecordState(check_kind(layout, "layout", ExpertLayout), check_int(version, "version", 0))
 
     @classmethod
     def of_state(cls, state: RecordState) -> LayoutRecord:
@@ -237,8 +236,8 @@ class LayoutRecord:
             reason = f"`layers` (={plain(layers, 80)}) {rule}"
         elif state.num_non_followers:
             reason = (
-                f"{state.num_non_followers} engine{'s' * (state.num_non_followers > 1)} that do not follow the layout "
-                f"use the weights ({names_of(state.non_followers)}); restart the keeper of the weights to move experts"
+                f"{counted(state.num_non_followers, 'engine')} outside the record may still read the weights "
+                f"({names_of(state.non_followers)}); restart the keeper of the weights to move experts"
             )
         if reason or rows is None:
             return self._refused(reason)
@@ -246,17 +245,14 @@ class LayoutRecord:
             return self._busy(f"{state.pending} is pending")
         others = [name for name in state.engines if name != engine and name not in state.followers]
         if others:
-            verb = "is" if len(others) == 1 else "are"
             return self._busy(
-                f"engine{'s' * (len(others) > 1)} {names_of(others)} {verb} attached too; "
-                "experts may move only under an engine that is alone"
+                f"{name_engines(others)} attached too; experts may move only while every other engine follows"
             )
         if state.pending is None:
             self._set(pending=Move(engine, rows, state.version), asking=True, begun=state.begun + 1)
         awaited = self._state.awaited
         if awaited:
-            who = f"engine{'s' * (len(awaited) > 1)} {names_of(awaited)}"
-            return self._busy(f"{who} must stop reading {name_layers(rows)} first, and has not")
+            return self._busy(f"{name_engines(awaited)} still reading {name_layers(rows)}")
         self._set(asking=False)
         return self._ok()
 

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from types import TracebackType
+from collections.abc import Sequence
 
 from eplb_core.errors import SocketOwnerError
 from eplb_core.loading.record import wire
@@ -120,9 +120,7 @@ class LayoutServer:
     def __enter__(self) -> LayoutServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -140,7 +138,7 @@ class _Connection:
         self.session = Session(number)
         self.inbox = Inbox()
         self.out = memoryview(b"")
-        self.fds: list[int] = []
+        self.fds: Sequence[int] = ()
         self.closing = False
         """Ends when `out` has gone."""
         self.queued = False
@@ -303,7 +301,7 @@ class _Loop:
         try:
             if connection.fds:
                 sent = socket.send_fds(connection.socket, [connection.out], connection.fds)
-                connection.fds = []
+                connection.fds = ()
             else:
                 sent = connection.socket.send(connection.out)
             connection.out = connection.out[sent:]

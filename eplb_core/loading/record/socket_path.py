@@ -69,28 +69,40 @@ class SocketPlace:
     def __init__(self, path: str | os.PathLike[str], state_file: str | os.PathLike[str] | None = None) -> None:
         self.path = check_path(path)
         self._process = os.getpid()
-        self._state_lock = -1
-        lock = self.path + ".lock"
-        for place in (self.path, lock):
+        self._locks: list[int] = []
+        self._inode: tuple[int, int] | None = None
+        for place in (self.path, self.path + ".lock"):
             if os.path.lexists(place):
                 check_owner(place)
-        self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        self._inode: tuple[int, int] | None = None
         try:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):  # pragma: no cover  a folder without locks
-                    raise
-                raise self._in_use(f"is served by another process{_holder(self._lock)}") from error
+            lock = self._take(self.path)
             self._check_free()
             if state_file is not None:
-                self._state_lock = _lock_state(os.path.realpath(check_text_path(state_file, "state_file")))
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+                self._take(os.path.realpath(check_text_path(state_file, "state_file")), record=True)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
         except BaseException:
             self.release()
             raise
+
+    def _take(self, path: str, *, record: bool = False) -> int:
+        """Lock what is at `path`, by the file beside it; the descriptor that holds the lock."""
+        try:
+            lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "No such folder", os.path.dirname(path)) from None
+        self._locks.append(lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):  # pragma: no cover  a folder without locks
+                raise
+            if record:
+                what = "holds the record of another server that runs; give each server a state file of its own"
+            else:
+                what = f"is served by another process{_holder(lock)}"
+            raise SocketInUseError(f"{path} {what}", path=path) from error
+        return lock
 
     def listen(self) -> socket.socket:
         """A listening socket at the path, for this user only, in place of a stale one."""
@@ -109,7 +121,7 @@ class SocketPlace:
 
     def release(self) -> None:
         """Remove the socket, if it is still the one that was made here by this process, and let others serve."""
-        if self._lock < 0:
+        if not self._locks:
             return
         try:
             status = os.lstat(self.path)
@@ -117,48 +129,26 @@ class SocketPlace:
                 os.unlink(self.path)
         except OSError:
             pass  # somebody removed it, or the folder
-        os.close(self._lock)
-        self._lock = -1
-        if self._state_lock >= 0:
-            os.close(self._state_lock)
-            self._state_lock = -1
+        while self._locks:
+            os.close(self._locks.pop())
 
     def _check_free(self) -> None:
         """With the lock held: nothing is there, or a socket at which nobody listens."""
+        what = "is served by a process that holds no lock"
         if not os.path.lexists(self.path):
             return
         if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
-            raise self._in_use("is there already and is no socket; move it away, or choose another path")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            try:
-                probe.connect(self.path)
-            except (ConnectionRefusedError, FileNotFoundError):
-                return
-            except BlockingIOError:
-                pass  # a full queue: somebody listens
-        raise self._in_use("is served by a process that holds no lock")
-
-    def _in_use(self, what: str) -> SocketInUseError:
-        return SocketInUseError(f"{self.path} {what}", path=self.path)
-
-
-def _lock_state(path: str) -> int:
-    """Descriptor that holds the lock beside the record's file."""
-    try:
-        lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except FileNotFoundError:
-        raise FileNotFoundError(errno.ENOENT, "No such folder for the record's file", path) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):  # pragma: no cover  a folder without locks
-            raise
-        raise SocketInUseError(
-            f"{path} holds the record of another server that runs; give each server a state file of its own", path=path
-        ) from error
-    return lock
+            what = "is there already and is no socket; move it away, or choose another path"
+        else:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.setblocking(False)
+                try:
+                    probe.connect(self.path)
+                except (ConnectionRefusedError, FileNotFoundError):
+                    return
+                except BlockingIOError:
+                    pass  # a full queue: somebody listens
+        raise SocketInUseError(f"{self.path} {what}", path=self.path)
 
 
 def _holder(lock: int) -> str:

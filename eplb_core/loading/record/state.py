@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -114,8 +114,15 @@ def to_layers(layers: object, num_layers: int) -> tuple[int, ...] | None:
 
 
 def is_int(value: object) -> bool:
+    """Whether a stranger's word is a whole number."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def names_of(names: Iterable[str]) -> str:
+    """The names, quoted."""
     return ", ".join(repr(name) for name in names)
+
+
+def name_engines(names: Sequence[str]) -> str:
+    """The engines as the subject of a sentence: engine 'a' is, engines 'a', 'b' are."""
+    return f"engine {names_of(names)} is" if len(names) == 1 else f"engines {names_of(names)} are"

@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from eplb_core import __version__
 from eplb_core._arrays import IntArray, check_int
 from eplb_core._text import plain
+from eplb_core._version import __version__
 from eplb_core.layout import ExpertLayout
-from eplb_core.loading.record.record import LayoutRecord
 from eplb_core.loading.record.state import Move, RecordState
 from eplb_core.topology import Topology
 
@@ -134,26 +133,16 @@ def decode_rows(text: object, shape: tuple[int, int]) -> IntArray:
 
 def encode_state(state: RecordState, known: object = None) -> Message:
     """All of a record, for a client or a file; without the map for one that knows the digest."""
-    layout, topology = state.layout, state.layout.topology
+    fields = state._asdict()
+    layout = fields.pop("layout")
     return {
-        "version": state.version,
+        **fields,
         "digest": state.digest,
-        "engines": list(state.engines),
-        "pending": None
-        if state.pending is None
-        else [state.pending.engine, list(state.pending.layers), state.pending.version],
-        "dirty": state.dirty,
-        "followers": list(state.followers),
-        "asking": state.asking,
-        "holding": list(state.holding),
-        "begun": state.begun,
-        "non_followers": list(state.non_followers),
-        "num_non_followers": state.num_non_followers,
         "num_layers": layout.num_layers,
         "num_slots": layout.num_slots,
         "num_experts": layout.num_experts,
-        "rank_to_node": topology.rank_to_node.tolist(),
-        "rank_speed": topology.rank_speed.tolist(),
+        "rank_to_node": layout.topology.rank_to_node.tolist(),
+        "rank_speed": layout.topology.rank_speed.tolist(),
         "map": None if known == state.digest else encode_rows(layout.physical_to_logical_map),
     }
 
@@ -166,22 +155,17 @@ def decode_state(message: Message, known: ExpertLayout | None = None) -> RecordS
     """
     try:
         layout = _decode_layout(message) if known is None or message["map"] is not None else known
-        pending = message["pending"]
-        move = None if pending is None else Move(str(pending[0]), tuple(int(i) for i in pending[1]), int(pending[2]))
-        version = LayoutRecord(layout, version=message["version"]).version
-        state = RecordState(
-            layout,
-            version,
-            tuple(str(name) for name in message["engines"]),
-            move,
-            str(message["dirty"]),
-            tuple(str(name) for name in message["non_followers"]),
-            check_int(message["num_non_followers"], "num_non_followers", 0),
-            tuple(str(name) for name in message.get("followers", ())),  # a keeper of before has none
-            bool(message.get("asking", False)),
-            tuple(str(name) for name in message.get("holding", ())),
-            int(message.get("begun", 0)),
-        )
+        move = message["pending"]
+        fields: dict[str, Any] = {
+            "pending": None if move is None else Move(str(move[0]), tuple(int(i) for i in move[1]), int(move[2])),
+            "dirty": str(message["dirty"]),
+            "asking": bool(message["asking"]),
+        }
+        for name in ("engines", "non_followers", "followers", "holding"):
+            fields[name] = tuple(str(each) for each in message[name])
+        for name in ("version", "num_non_followers", "begun"):
+            fields[name] = check_int(message[name], name, 0)
+        state = RecordState(layout, **fields)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise WireError(f"no whole record: {type(error).__name__}: {error}") from error
     if layout.digest != message.get("digest"):

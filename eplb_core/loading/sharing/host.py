@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -132,9 +131,7 @@ class WeightHost:
     def __enter__(self) -> WeightHost:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -398,7 +398,7 @@ def test_a_fused_tensor_of_another_number_of_experts_is_named(tmp_path: Path) ->
     save_file({"model.layers.0.mlp.experts.down_proj": torch.zeros(3, 2, 2)}, tmp_path / "x.safetensors")
     layout = ExpertLayout([[0, 1, 2, 3]], 4, topology=Topology(num_ranks=1))
     store = ExpertStore({"w2": torch.zeros(4, 2, 2)})
-    with pytest.raises(CheckpointError, match=r"has shape \[3, 2, 2\] and must have 4 experts first"):
+    with pytest.raises(CheckpointError, match=r"has shape \[3, 2, 2\]; its first dimension must be 4 experts"):
         load_checkpoint(tmp_path, [store], SlotResolver(layout, 0), template="gpt_oss")
 
 

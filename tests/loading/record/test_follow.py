@@ -181,7 +181,7 @@ def test_a_standby_switches_with_the_engine_that_moves_and_takes_over(stack: Exi
         assert (ranks.first.status.cause, ranks.first.layout) == ("busy", NEW)
         who = ranks.first.status.rank
         assert who is not None
-        assert "'standby' must stop reading layer 0 first, and has not" in ranks.migrators[who].status.reason
+        assert "'standby' is still reading layer 0" in ranks.migrators[who].status.reason
         stores = ranks.stores
     for each in [*clients.values(), *standby.followers]:
         each.close()
@@ -425,7 +425,7 @@ def test_a_move_that_is_not_answered_is_taken_back(stack: ExitStack, paths: list
     standby = Standby(stack, paths, OLD)
     for client in clients.values():
         reply = client.begin([1], 0)
-        assert reply[:2] == ("busy", "engine 'standby' must stop reading layer 1 first, and has not")
+        assert reply[:2] == ("busy", "engine 'standby' is still reading layer 1")
         state = client.query()
         assert state is not None
         assert (state.pending, state.begun, state.followers) == (None, 1, ("standby",))

@@ -117,7 +117,7 @@ def test_a_second_engine_pauses_moves_and_takes_over_from_the_current_version() 
     record.attach("b")
     assert record.begin("a", [0], 1)[:2] == (
         "busy",
-        "engine 'b' is attached too; experts may move only under an engine that is alone",
+        "engine 'b' is attached too; experts may move only while every other engine follows",
     )
     assert record.state.pending is None
     record.detach("a")
@@ -252,7 +252,7 @@ def test_who_cannot_be_seen_to_leave_or_follow_is_served_and_ends_all_moves(clai
     assert record.check_fetch(*claim).status == "ok"
     reply = record.begin("a", [0], 0)
     assert reply.status == "refused"
-    assert_matches("1 engine that do not follow the layout use the weights", reply.reason)
+    assert_matches("1 engine outside the record may still read the weights", reply.reason)
 
 
 def test_an_engine_without_a_digest_is_refused_once_experts_have_moved() -> None:
@@ -346,10 +346,10 @@ def test_a_move_begins_only_when_every_follower_holds() -> None:
     record = followed("b", "c")
     assert record.begin("a", [0], 0)[:2] == (
         "busy",
-        "engines 'b', 'c' must stop reading layer 0 first, and has not",
+        "engines 'b', 'c' are still reading layer 0",
     )
     assert hold(record, "b").status == "ok"
-    assert record.begin("a", [0], 0)[:2] == ("busy", "engine 'c' must stop reading layer 0 first, and has not")
+    assert record.begin("a", [0], 0)[:2] == ("busy", "engine 'c' is still reading layer 0")
     assert record.state.awaited == ("c",)
     assert record.commit("a", [0], [ROW]).reason == (
         "the move of layer 0 by engine 'a' from version 0 is only asked for; engines that follow still read its layers"

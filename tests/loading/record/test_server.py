@@ -434,7 +434,7 @@ def test_a_warm_standby_pauses_moves_and_takes_over(server: LayoutServer, path: 
             for _ in range(3):
                 assert active.ask("begin", [1], 1)[:2] == [
                     "busy",
-                    "engine 'standby' is attached too; experts may move only under an engine that is alone",
+                    "engine 'standby' is attached too; experts may move only while every other engine follows",
                 ]
             active.kill()
             until(lambda: state_of(server).engines == ("standby",))
@@ -718,7 +718,7 @@ def test_one_line_tells_of_clients_of_another_protocol_and_no_crowd_fills_the_lo
     for number in range(20):
         for body in (b'{"protocol":2,"eplb_core":"9.1"}', b"{"):
             assert keeper.answer(Session(number), body).message["status"] == "refused"
-    assert caplog.messages == [f"a client is refused, for it speaks protocol 2 of eplb_core 9.1; {ONE}"]
+    assert caplog.messages == [f"refused a client that speaks protocol 2 of eplb_core 9.1; {ONE}"]
     for number in range(20):
         keeper.answer(Session(number), b'{"protocol":%d}' % (2 + number))
     assert len(caplog.messages) == 8
@@ -971,10 +971,10 @@ def test_a_keeper_killed_with_its_memory_kept_knows_what_it_holds(path: Path, tm
 def serve(path: Path, file: Path, folder: Path) -> subprocess.Popen[bytes]:
     code = (
         "import sys, eplb_core as e\n"
-        "from eplb_core.loading import layout_server, record_file\n"
+        "from eplb_core.loading.record.file import open_record\n"
         f"layout = e.ExpertLayout({LAYOUT.physical_to_logical_map.tolist()}, 4, topology=e.Topology(2))\n"
-        "record = record_file.open_record(sys.argv[2], layout, memory='m1')\n"
-        "server = layout_server.LayoutServer(sys.argv[1], record, state_file=sys.argv[2], memory='m1')\n"
+        "record = open_record(sys.argv[2], layout, memory='m1')\n"
+        "server = e.LayoutServer(sys.argv[1], record, state_file=sys.argv[2], memory='m1')\n"
         "server._thread.join()\n"
     )
     return subprocess.Popen([sys.executable, "-c", code, str(path), str(file)], cwd=Path(__file__).parents[3])
