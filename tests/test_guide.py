@@ -1,4 +1,4 @@
-"""The guide's listing runs: two ranks as threads, experts move, and every token reaches a slot that holds its expert."""
+"""The guide's listing runs: two ranks as threads, and every token reaches a slot of its expert while experts move."""
 
 from __future__ import annotations
 

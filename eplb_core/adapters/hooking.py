@@ -10,7 +10,7 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 T = TypeVar("T")
@@ -93,6 +93,20 @@ def mismatch(target: object, name: str, parameters: Sequence[str]) -> str:
     if same and all(p.default is not inspect.Parameter.empty or p.kind in variadic for p in extra):
         return ""
     return f"expected {name}({', '.join(parameters)}), found {name}{inspect.signature(target)}"
+
+
+def fits(part: str, engine: str, targets: Iterable[tuple[object, str, Sequence[str]]]) -> bool:
+    """Whether all functions that a part changes are as it expects them; a line in the log if not.
+
+    Args:
+        part: Part of the plug-in.
+        engine: Name of the engine and the version that the part was written for, for the log.
+        targets: The engine's function or None, how the engine calls it, and its parameters (`mismatch`), each.
+    """
+    trouble = next(filter(None, (mismatch(*target) for target in targets)), "")
+    if trouble:
+        log_once(f"{part} is left to {engine}: {trouble}")
+    return not trouble
 
 
 def guarded(ours: Callable[..., T], engine_own: Callable[..., T], part: str) -> Callable[..., T]:

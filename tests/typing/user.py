@@ -1,6 +1,6 @@
 """A user's program, for the type checker alone: what is right passes `mypy --strict`, what is misspelt is found.
 
-An ignored line on which mypy finds nothing fails the check too, so each line here with an ignore is an error that users see.
+An ignored line on which mypy finds nothing fails the check too: each ignore here is an error that users see.
 """
 
 from __future__ import annotations

@@ -81,18 +81,19 @@ def register() -> None:
 
 
 def _fits(part: str) -> bool:
-    """Whether all functions that a part changes are as it expects them; a line in the log if not."""
-    for hook in _hooks():
-        if hook.part == part:
-            try:
-                target = pkgutil.resolve_name(hook.target)
-            except (ImportError, AttributeError):
-                target = None
-            trouble = hooking.mismatch(target, hook.target.removeprefix("sglang.srt."), hook.parameters)
-            if trouble:
-                hooking.log_once(f"{part} is left to SGLang, written for 0.5.23: {trouble}")
-                return False
-    return True
+    targets = (
+        (_found(hook.target), hook.target.removeprefix("sglang.srt."), hook.parameters)
+        for hook in _hooks()
+        if hook.part == part
+    )
+    return hooking.fits(part, "SGLang, written for 0.5.23", targets)
+
+
+def _found(name: str) -> object:
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return None
 
 
 def inactive_hooks() -> list[str]:  # pragma: no cover  needs SGLang: tests/engines

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from eplb_core._version import __version__
 from eplb_core._warm_up import warm_up
 from eplb_core.adapters import hooking
 from eplb_core.adapters.sglang import context
@@ -78,7 +79,7 @@ def _register(runner: Any, manager: Any) -> None:
         ),
         transport=transport,
         facts={
-            "eplb_core": _version(),
+            "eplb_core": __version__,
             "hooks": sorted(context.registered),
             "options": sorted((name, str(value)) for name, value in options.items()),
         },
@@ -95,12 +96,6 @@ def _register(runner: Any, manager: Any) -> None:
         f"{moves.slot_bytes} bytes a slot",
         logging.INFO,
     )
-
-
-def _version() -> str:
-    import eplb_core
-
-    return eplb_core.__version__
 
 
 def _why_not(runner: Any, metadata: Any) -> str:  # pragma: no cover  needs SGLang: tests/engines

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from eplb_core._version import __version__
 from eplb_core.adapters import hooking
 from eplb_core.adapters.vllm import communicator as vllm_communicator
 from eplb_core.adapters.vllm import maps as vllm_maps
@@ -140,13 +141,8 @@ def activate(state_module: Any) -> Active:
 
 
 def _fits(part: str, state_module: Any) -> bool:
-    """Whether the engine's functions are those that the part was written for; a line in the log if not."""
-    for name, parameters in _NEEDS[part]:
-        trouble = hooking.mismatch(_find(state_module, name), name, parameters)
-        if trouble:
-            hooking.log_once(f"{part} is left to vLLM {_version()}, written for 0.33.0: {trouble}")
-            return False
-    return True
+    targets = ((_find(state_module, name), name, parameters) for name, parameters in _NEEDS[part])
+    return hooking.fits(part, f"vLLM {_version()}, written for 0.33.0", targets)
 
 
 def _find(state_module: Any, name: str) -> Any:
@@ -436,7 +432,7 @@ def _agree_on_sender(state_module: Any, active: Active, state: Any, model_state:
         error = failure
     cpu_group = _group_of(state_module, "get_ep_group", group.size()) if rank is None else None
     if cpu_group is not None:
-        said = "" if sender is None else f"eplb_core {_own_version()}, {', '.join(active.parts)}, {sender[1:5]}"
+        said = "" if sender is None else f"eplb_core {__version__}, {', '.join(active.parts)}, {sender[1:5]}"
         told = hooking.gather_over(cpu_group)(hooking.Said(said, "" if error is None else repr(error)))
         for other, each in enumerate(told):
             if each != told[0] or each.failure:
@@ -447,12 +443,6 @@ def _agree_on_sender(state_module: Any, active: Active, state: Any, model_state:
     if sender is None:
         raise EplbError(str(error))
     return sender
-
-
-def _own_version() -> str:
-    import eplb_core
-
-    return eplb_core.__version__
 
 
 def _write_tables(state_module: Any, model_state: Any) -> None:
