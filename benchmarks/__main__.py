@@ -1,7 +1,7 @@
 """All benchmarks, and one screen of what they found.
 
     python -m benchmarks --out FOLDER --loads R1.npz --peers-dir .peers --peer eplb.py
-    python -m benchmarks --table            # runs nothing: docs/claims.md from benchmarks/results
+    python -m benchmarks --table            # runs nothing: docs/claims.md and README.md from benchmarks/results
 
 A benchmark is a module here with `main(argv)` that takes `--quick` and `--json PATH`. The tables go to
 FOLDER/NAME.md, the records to FOLDER/NAME.json; the lines under `summary` in the record make the screen. In the end
@@ -25,20 +25,22 @@ import benchmarks
 from benchmarks import claims
 
 HANDED_ON = ("--loads", "--peers-dir", "--peer")
-HELPERS = {"__main__", "claims", "full_grid", "measure", "moving_gpu_ranks", "on_gpu", "peers", "readme", "traces"}
+HELPERS = {"__main__", "claims", "full_grid", "measure", "moving_gpu_ranks", "on_gpu", "peers", "traces"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small inputs: does it run?")
     parser.add_argument("--out", type=Path, default=Path("benchmark_results"))
-    parser.add_argument("--table", action="store_true", help="run nothing: write docs/claims.md from the records")
+    parser.add_argument("--table", action="store_true", help="run nothing: write claims.md and README.md from records")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     for option in HANDED_ON:
         parser.add_argument(option)
     options = parser.parse_args(argv)
     if options.table:
-        claims.PAGE.write_text(claims.page(claims.found(claims.RESULTS), where="../benchmarks/results"))
+        records = claims.found(claims.RESULTS)
+        claims.PAGE.write_text(claims.page(records, where="../benchmarks/results"))
+        claims.README.write_text(claims.readme(claims.README.read_text(), records))
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     failed = []

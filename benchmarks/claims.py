@@ -1,6 +1,6 @@
 """One table of what the records claim, each beside its peer: on this machine's processor, and on GPUs.
 
-    python -m benchmarks --table            # docs/claims.md, from benchmarks/results
+    python -m benchmarks --table            # docs/claims.md and the table of README.md, from benchmarks/results
     python -m benchmarks --out FOLDER       # runs all, then FOLDER/claims.md from what it found
 
 A function here reads a benchmark's record and gives its claims, so that no figure is typed by hand. Parts that a record
@@ -20,7 +20,10 @@ from benchmarks import measure
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-PAGE = ROOT / "docs" / "claims.md"
+PAGE, README = ROOT / "docs" / "claims.md", ROOT / "README.md"
+MADE_BY = {"engines": "engines_vllm", "soak_engine": "engine --soak 450 --ranks 4"}
+"""Commands of records that have another name than their benchmark."""
+MARKS = "<!-- figures: python -m benchmarks --table -->\n", "<!-- end of figures -->"
 Record = dict[str, Any]
 
 
@@ -36,6 +39,8 @@ class Claim(NamedTuple):
 
     environment: Record | None = None
     """Of this part of the record, where it has one of its own."""
+    headline: str = ""
+    """How the README says it; empty: not there."""
 
     @property
     def row(self) -> list[str]:
@@ -76,6 +81,27 @@ def page(records: Mapping[str, Record], *, where: str) -> str:
             head = ["claim", "ours", "beside", "times better", "record, commit"]
             parts.append(f"## {title}\n\n{'; '.join(machines[on_gpu])}.\n\n{measure.table(head, rows[on_gpu])}\n")
     return "\n".join(parts)
+
+
+def readme(text: str, records: Mapping[str, Record]) -> str:
+    """The README with the headlines of the records between its marks.
+
+    Raises:
+        ValueError: The marks are not there.
+    """
+    rows = [
+        [claim.headline, *claim.row[1:3], f"`python -m benchmarks.{MADE_BY.get(name, name)}`"]
+        for name in CLAIMS
+        if name in records
+        for claim in _made(name, records[name])
+        if claim.headline
+    ]
+    before, start, rest = text.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not start or not end:
+        raise ValueError(f"README.md must have the marks {MARKS[0].strip()} and {MARKS[1]}")
+    table = measure.table(["", "eplb_core", "beside it", "measured by"], rows)
+    return f"{before}{start}{table}\n{end}{after}"
 
 
 HEAD = """# Every claim beside its peer
@@ -132,8 +158,10 @@ def _placement(record: Record) -> Iterator[Claim]:
                 continue
             at = f"58 layers, 256 experts in 288 slots, {ranks} ranks"
             place, drop_in = "eplb_core place", "eplb_core rebalance_experts"
-            yield Claim(f"`place`, {at}, slowest load", slowest[place], "ms", slowest[peer], peer)
-            yield Claim(f"`place`, {at}, lowest balance", lowest[place], "", lowest[peer], peer, True)
+            first = peer.startswith("vLLM") and ranks == 32
+            said = f"plan {at}" if first else "", "balancedness of that plan, worst load" if first else ""
+            yield Claim(f"`place`, {at}, slowest load", slowest[place], "ms", slowest[peer], peer, headline=said[0])
+            yield Claim(f"`place`, {at}, lowest balance", lowest[place], "", lowest[peer], peer, True, None, said[1])
             yield Claim(f"`rebalance_experts`, {at}: equal answers", slowest[drop_in], "ms", slowest[peer], peer)
 
 
@@ -147,8 +175,11 @@ def _over_time(record: Record) -> Iterator[Claim]:
         yield Claim(f"balance {said}", ours["balancedness"], "", theirs["balancedness"], peer, True)
         yield Claim("... transfers for it", ours["transfers"], "", theirs["transfers"], peer)
         if theirs["balancedness"] < frugal["balancedness"]:
-            yield Claim("... at a higher price", frugal["balancedness"], "", theirs["balancedness"], peer, True)
-            yield Claim("... transfers for that", frugal["transfers"], "", theirs["transfers"], peer)
+            known = peer.startswith("vLLM")
+            first = "balancedness on later windows, topics drift" if known else "", "transfers for it" if known else ""
+            balance, moved = (theirs[key] for key in ("balancedness", "transfers"))
+            yield Claim("... at a higher price", frugal["balancedness"], "", balance, peer, True, None, first[0])
+            yield Claim("... transfers for that", frugal["transfers"], "", moved, peer, headline=first[1])
 
 
 def _from_layout(record: Record) -> Iterator[Claim]:
@@ -257,7 +288,8 @@ def _engines(record: Record) -> Iterator[Claim]:
     for way in ("synchronous", "asynchronous"):
         ours, theirs = rows.get(f"{way}, eplb_core"), rows.get(f"{way}, vLLM's default")
         if ours and theirs:
-            yield Claim(f"{at}, {way}: transfers", ours["transfers"], "", theirs["transfers"], "its default")
+            moved, first = theirs["transfers"], "" if way == "asynchronous" else "transfers in vLLM's own EPLB code"
+            yield Claim(f"{at}, {way}: transfers", ours["transfers"], "", moved, "its default", headline=first)
             yield Claim("... balance", ours["balance"], "", theirs["balance"], "its default", True)
     for plan in record["plans"]:
         said = f"a plan inside the adapter, {plan['input']}"
@@ -297,12 +329,11 @@ def _soak_engine(record: Record) -> Iterator[Claim]:
     soak = record["soak"]
     shared = "engines" in soak
     said = "shared weights: engines killed in turn" if shared else "ranks killed, stopped, joined, reloaded at random"
-    yield Claim(
-        f"soaks of {soak['seconds'] / 60:.0f} minutes in all, {said}",
-        soak["engines"] if shared else sum(soak["faults"].values()),
-    )
+    faults = soak["engines"] if shared else sum(soak["faults"].values())
+    yield Claim(f"soaks of {soak['seconds'] / 60:.0f} minutes in all, {said}", faults)
     yield Claim("... tokens compared", soak["tokens_compared"])
-    yield Claim("... of them wrong", soak["wrong_tokens"])
+    first = "" if shared else f"wrong tokens of {soak['tokens_compared']:,}, ranks killed, stopped, joined at random"
+    yield Claim("... of them wrong", soak["wrong_tokens"], headline=first)
 
 
 def _engine_gpu(record: Record) -> Iterator[Claim]:
@@ -323,7 +354,9 @@ def _dispatch_gpu(record: Record) -> Iterator[Claim]:
     us = record["microseconds"]
     for tokens in us["torch: random replicas"]:
         ours, torch = us["weighted: map + count"][tokens][0], us["torch: random replicas"][tokens][0]
-        yield Claim(f"map and count of {int(tokens):,} tokens x 8", ours, "us", torch, "torch operations, map alone")
+        said = f"map and count of {int(tokens):,} tokens x 8"
+        first = f"{said} (H200)" if int(tokens) == 4096 else ""
+        yield Claim(said, ours, "us", torch, "torch operations, map alone", headline=first)
 
 
 def _fingerprint_gpu(record: Record) -> Iterator[Claim]:
@@ -343,9 +376,11 @@ def _moving_gpu(record: Record) -> Iterator[Claim]:
     moving = _asynchronous(decode)
     for ms in ("p50", "p99", "worst"):
         said = f"{ms} pass while 58 layers move"
-        yield Claim(said, moving[ms], "ms", decode["off"]["all"][ms], "no moves")
+        first = "p99 pass while 58 layers move (H200)" if ms == "p99" else ""
+        yield Claim(said, moving[ms], "ms", decode["off"]["all"][ms], "no moves", headline=first)
         buffers = decode["temporary buffers and device synchronize"]["moving"][ms]
-        yield Claim("... the same", moving[ms], "ms", buffers, "temporary buffers, as engines do")
+        whose = "temporary buffers, as engines do"
+        yield Claim("... the same", moving[ms], "ms", buffers, whose, headline="... the same" if first else "")
     attach = record["host"]["first engine"]
     yield Claim(f"mapping {attach['bytes'] / 1e9:.1f} GB of a weight host", attach["attach_s"] * 1e3, "ms")
 

@@ -80,14 +80,6 @@ def test_api_page_lists_the_public_names() -> None:
     assert sorted(rows) == eplb_core.__all__
 
 
-def test_readme_has_the_figures_of_the_records() -> None:
-    pytest.importorskip("torch", reason="benchmarks need torch")
-    from benchmarks import readme
-
-    text = (ROOT / "README.md").read_text()
-    assert readme.rewritten(text) == text, "python -m benchmarks.readme"
-
-
 def test_pages_have_the_figures_of_the_records() -> None:
     shown = [page.name for page in PAGES if SUMMARY.search(page.read_text())]
     assert shown == ["comparison.md", "simulation.md"]

@@ -20,6 +20,13 @@ def test_page_has_the_figures_of_the_records() -> None:
     assert claims.PAGE.read_text() == made, "python -m benchmarks --table"
 
 
+def test_readme_has_the_headlines_of_the_records() -> None:
+    text = claims.README.read_text()
+    assert claims.readme(text, RECORDS) == text, "python -m benchmarks --table"
+    with pytest.raises(ValueError, match="figures"):
+        claims.readme("no marks", RECORDS)
+
+
 def test_every_record_and_every_benchmark_makes_a_claim() -> None:
     assert all(list(claims.CLAIMS[name](record)) for name, record in RECORDS.items())
     assert {name for name, _ in every.found(None)} - NO_CLAIM <= claims.CLAIMS.keys()
