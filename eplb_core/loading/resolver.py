@@ -7,7 +7,8 @@ on purpose. A second replica on the same rank is therefore filled like the first
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -59,10 +60,10 @@ class SlotResolver:
     """
 
     __slots__ = (
-        "_draft",
         "_global",
         "_local",
         "_no_rows",
+        "_options",
         "_row_of_layer",
         "_single",
         "layout",
@@ -80,7 +81,7 @@ class SlotResolver:
     shared: Literal["per_rank", "global"]
     """How whole tensors number shared rows."""
     _row_of_layer: dict[int, int]
-    _draft: Rows
+    _options: dict[str, Any]
     _local: dict[int, dict[int, Rows]]
     _global: dict[int, dict[int, Rows]]
     _no_rows: dict[int, Rows]
@@ -112,27 +113,28 @@ class SlotResolver:
             raise ValueError(f"layer {twice} is named twice by `layer_ids` and `draft_layers`; name each layer once")
         if row_of_layer and min(row_of_layer) < 0:
             raise ValueError(f"`layer_ids` and `draft_layers` (={min(row_of_layer)}) must not be negative")
-        for name, value in (
-            ("layout", layout),
-            ("rank", int(rank)),
-            ("num_shared", check_int(num_shared, "num_shared", 0)),
-            ("shared", shared),
-            ("_row_of_layer", row_of_layer),
-            ("_local", {}),
-            ("_global", {}),
-            ("_draft", tuple(draft)),
+        num_shared = check_int(num_shared, "num_shared", 0)
+        options = {"layer_ids": tuple(ids), "draft_layers": tuple(draft), "num_shared": num_shared, "shared": shared}
+        for name, value in {
+            "layout": layout,
+            "rank": int(rank),
+            "num_shared": num_shared,
+            "shared": shared,
+            "_options": options,
+            "_row_of_layer": row_of_layer,
+            "_local": {},
+            "_global": {},
             # Shared by all layers' tables: what a layer allocates is a dictionary and its few longer tuples.
-            ("_single", [(slot,) for slot in range(layout.num_slots)]),
-            ("_no_rows", dict.fromkeys(range(layout.num_experts), ())),
-        ):
+            "_single": [(slot,) for slot in range(layout.num_slots)],
+            "_no_rows": dict.fromkeys(range(layout.num_experts), ()),
+        }.items():
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a SlotResolver does not change; make another with the new `{name}`")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        ids = [layer for layer, row in self._row_of_layer.items() if row >= 0]
-        return _rebuild, (self.layout, self.rank, ids, self._draft, self.num_shared, self.shared)
+    def __reduce__(self) -> tuple[Callable[..., SlotResolver], tuple[ExpertLayout, int]]:
+        return partial(SlotResolver, **self._options), (self.layout, self.rank)
 
     def __repr__(self) -> str:
         return f"SlotResolver({self.layout!r}, rank={self.rank}, num_shared={self.num_shared}, shared={self.shared!r})"
@@ -198,9 +200,8 @@ class SlotResolver:
         return row if row >= 0 else None
 
     def with_layout(self, layout: ExpertLayout) -> SlotResolver:
-        """The same questions for another layout: what a reload after moves asks. Counts derive from the layout."""
-        ids = [layer for layer, row in self._row_of_layer.items() if row >= 0]
-        return _rebuild(layout, self.rank, ids, self._draft, self.num_shared, self.shared)
+        """Make a resolver of another layout for the same rank and layers, as a reload after moves needs it."""
+        return SlotResolver(layout, self.rank, **self._options)
 
     # ---- tables --------------------------------------------------------------------------------------------------
 
@@ -281,16 +282,3 @@ def _index(value: int, name: str) -> int:
         return operator.index(value)
     except TypeError as error:
         raise TypeError(f"`{name}` (={type(value).__name__}) must be an integer") from error
-
-
-def _rebuild(
-    layout: ExpertLayout,
-    rank: int,
-    layer_ids: list[int],
-    draft_layers: Rows,
-    num_shared: int,
-    shared: Literal["per_rank", "global"],
-) -> SlotResolver:
-    return SlotResolver(
-        layout, rank, layer_ids=layer_ids, draft_layers=draft_layers, num_shared=num_shared, shared=shared
-    )

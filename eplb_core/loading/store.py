@@ -87,21 +87,20 @@ class ExpertStore:
         if twice:
             raise ValueError(f"`whole` names {twice[0]!r}, which `tensors` has too; a tensor is one or the other")
         self._typed = {name: _rows_of(name, value) for name, value in (*tensors.items(), *whole.items())}
-        self._rows = {name: _byte_rows(name, self._typed[name]) for name in tensors}
-        self._whole_rows = {name: _byte_rows(name, self._typed[name]) for name in whole}
+        self._rows, self._whole_rows = _byte_rows(self._typed, tensors), _byte_rows(self._typed, whole)
         _check_lengths("slots", self._rows)
         _check_lengths("rows", self._whole_rows)
-        if self._whole_rows and len(next(iter(self._whole_rows.values()))) % self.num_slots:
-            name, rows = next(iter(self._whole_rows.items()))
-            raise ValueError(
-                f"`whole` tensor {name!r} has {len(rows)} rows, which the {self.num_slots} slots of a rank do not "
-                "divide; it must have one row for each slot of all ranks"
-            )
-        self.device = next(iter(self._rows.values()))[0].device
-        for name, rows in (*self._rows.items(), *self._whole_rows.items()):
-            if rows[0].device != self.device:  # pragma: no cover  needs two devices
+        for name, rows in self._whole_rows.items():
+            if len(rows) % self.num_slots:
                 raise ValueError(
-                    f"tensor {name!r} is on {rows[0].device} and {self.names[0]!r} on {self.device}; "
+                    f"`whole` tensor {name!r} has {len(rows)} rows, which the {self.num_slots} slots of a rank do not "
+                    "divide; it must have one row for each slot of all ranks"
+                )
+        self.device = self._typed[self.names[0]][0].device
+        for name, views in self._typed.items():
+            if views[0].device != self.device:  # pragma: no cover  needs two devices
+                raise ValueError(
+                    f"tensor {name!r} is on {views[0].device} and {self.names[0]!r} on {self.device}; "
                     "all tensors of a layer must be on one device"
                 )
         self.addresses, self.row_bytes = _table(self._rows)
@@ -131,10 +130,8 @@ class ExpertStore:
             ValueError: A tensor whose first dimension is neither S nor P and that `ignore` does not name, or one that
                 `ExpertStore` refuses: better at start-up than at the first move.
         """
-        tensors, whole = find_slot_tensors(
-            module, slots_per_rank, num_slots=num_slots, num_shared=num_shared, ignore=ignore
-        )
-        return cls(tensors, whole)
+        found = find_slot_tensors(module, slots_per_rank, num_slots=num_slots, num_shared=num_shared, ignore=ignore)
+        return cls(*found)
 
     def check_covers(
         self,
@@ -338,14 +335,13 @@ def _rows_of(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[t
             )
     elif isinstance(value, list | tuple) and value and all(isinstance(row, torch.Tensor) for row in value):
         rows = [row.detach() for row in value]
-        other = next(
-            (slot for slot, row in enumerate(rows) if (row.shape, row.dtype) != (rows[0].shape, rows[0].dtype)), 0
-        )
-        if other:
-            raise ValueError(
-                f"tensor {name!r} is {rows[other].dtype} {list(rows[other].shape)} at slot {other} and "
-                f"{rows[0].dtype} {list(rows[0].shape)} at slot 0; all slots must be alike"
-            )
+        first = rows[0]
+        for slot, row in enumerate(rows):
+            if (row.shape, row.dtype) != (first.shape, first.dtype):
+                raise ValueError(
+                    f"tensor {name!r} is {row.dtype} {list(row.shape)} at slot {slot} and {first.dtype} "
+                    f"{list(first.shape)} at slot 0; all slots must be alike"
+                )
     else:
         kind = type(value).__name__
         raise TypeError(f"tensor {name!r} (={kind}) must be a tensor or a list, as all in `tensors` and `whole`")
@@ -356,9 +352,11 @@ def _rows_of(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[t
     return tuple(rows)
 
 
-def _byte_rows(name: str, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _byte_rows(
+    typed: Mapping[str, Sequence[torch.Tensor]], names: Iterable[str]
+) -> dict[str, tuple[torch.Tensor, ...]]:
     """Each row as a view uint8 `[row bytes]`, in order of memory; refuses rows that are not one span."""
-    return tuple(_byte_row(name, slot, row) for slot, row in enumerate(rows))
+    return {name: tuple(_byte_row(name, slot, row) for slot, row in enumerate(typed[name])) for name in names}
 
 
 def _byte_row(name: str, slot: int, row: torch.Tensor) -> torch.Tensor:
@@ -377,19 +375,18 @@ def _byte_row(name: str, slot: int, row: torch.Tensor) -> torch.Tensor:
 
 
 def _check_lengths(what: str, rows: Mapping[str, Sequence[torch.Tensor]]) -> None:
-    lengths = [(name, len(row)) for name, row in rows.items()]
-    for name, length in lengths[1:]:
-        if length != lengths[0][1]:
+    first = next(iter(rows), "")
+    for name, views in rows.items():
+        if len(views) != len(rows[first]):
             raise ValueError(
-                f"tensor {name!r} has {length} {what} and {lengths[0][0]!r} has {lengths[0][1]}; "
+                f"tensor {name!r} has {len(views)} {what} and {first!r} has {len(rows[first])}; "
                 "all tensors of a layer must have the same number"
             )
 
 
 def _table(rows: Mapping[str, Sequence[torch.Tensor]]) -> tuple[IntArray, IntArray]:
     length = len(next(iter(rows.values()), ()))
-    addresses = np.empty((length, len(rows)), dtype=np.int64)
-    for column, row in enumerate(rows.values()):
-        addresses[:, column] = [view.data_ptr() for view in row]
-    sizes = np.array([row[0].numel() for row in rows.values()], dtype=np.int64)
-    return read_only(addresses), read_only(sizes)
+    addresses = [[view.data_ptr() for view in views] for views in rows.values()]
+    sizes = [views[0].numel() for views in rows.values()]
+    by_slot = np.array(addresses, dtype=np.int64).reshape(len(rows), length).T
+    return read_only(np.ascontiguousarray(by_slot)), read_only(np.array(sizes, dtype=np.int64))

@@ -29,8 +29,8 @@ def check_tables(tables: object, layout: ExpertLayout) -> None:
     held = getattr(tables, "layout", None)
     if isinstance(held, ExpertLayout) and held != layout:
         raise ValueError(
-            f"`tables` dispatch by the layout {held.digest[:12]} and the weights are in {layout.digest[:12]}; install that "
-            "one in the tables first"
+            f"`tables` dispatch by the layout {held.digest[:12]} and the weights are in {layout.digest[:12]}; install "
+            "the latter in the tables first"
         )
 
 

@@ -110,7 +110,7 @@ class Keeper:
             if isinstance(error, OtherProtocolError) and str(error) not in self._foreign and len(self._foreign) < 8:
                 self._foreign.add(str(error))  # one line for each version, so that no crowd fills the log
                 log.warning("refused a client that speaks %s", error)
-            return _say("refused", str(error), code=MALFORMED)
+            return malformed(error)
 
     def leave(self, session: Session, *, dropped: bool = False) -> None:
         """The connection has ended; `dropped`: from this side."""
@@ -235,6 +235,11 @@ _REQUESTS = {
     "hold": Keeper._hold,
     "watch": Keeper._watch,
 }
+
+
+def malformed(error: WireError) -> Answer:
+    """Refuse bytes that are no message."""
+    return _say("refused", str(error), code=MALFORMED)
 
 
 def _of(reply: Reply, **more: object) -> Answer:

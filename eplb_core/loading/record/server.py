@@ -14,13 +14,13 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from eplb_core.errors import SocketOwnerError
 from eplb_core.loading.record import wire
 from eplb_core.loading.record.file import save_record
-from eplb_core.loading.record.keeper import LATER, Exports, Keeper, Session
+from eplb_core.loading.record.keeper import LATER, Exports, Keeper, Session, malformed
 from eplb_core.loading.record.record import LayoutRecord
 from eplb_core.loading.record.socket_path import SocketPlace, check_peer
 from eplb_core.loading.record.state import RecordState
@@ -32,6 +32,7 @@ MAX_CONNECTIONS = 256
 """Each costs a file descriptor of this process, which needs others; see `_most_connections`."""
 SPARE = 8
 """Descriptors that connections leave to files where a process has run out of them."""
+_NOTHING = memoryview(b"")
 
 
 class LayoutServer:
@@ -75,23 +76,18 @@ class LayoutServer:
         if record is not None and not isinstance(record, LayoutRecord):
             raise TypeError(f"`record` (={type(record).__name__}) must be a LayoutRecord or None")
         self._process = os.getpid()
-        self._place = place or SocketPlace(path, state_file)
-        try:
+        with contextlib.ExitStack() as undo:
+            self._place = place or SocketPlace(path, state_file)
+            undo.callback(self._place.release)
             write = None if state_file is None else (lambda state: save_record(state_file, state, memory=memory))
             self._keeper = Keeper(record, exports, write)
             if write is not None and record is not None:
                 write(record.state)
             self._loop = _Loop(self._place.listen(), self._keeper, self._place.path)
-        except BaseException:
-            self._place.release()
-            raise
-        self._thread = threading.Thread(target=self._loop.run, name=f"eplb record {self.path}", daemon=True)
-        try:
+            undo.callback(self._loop.end)
+            self._thread = threading.Thread(target=self._loop.run, name=f"eplb record {self.path}", daemon=True)
             self._thread.start()
-        except BaseException:  # no more threads: nobody would answer at the path
-            self._loop.end()
-            self._place.release()
-            raise
+            undo.pop_all()
 
     @property
     def path(self) -> str:
@@ -130,23 +126,16 @@ def _most_connections() -> int:
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft // 2))
 
 
+@dataclass(slots=True, eq=False)
 class _Connection:
-    __slots__ = ("closing", "fds", "inbox", "out", "queued", "session", "socket", "watch", "writing")
-
-    def __init__(self, accepted: socket.socket, number: int) -> None:
-        self.socket = accepted
-        self.session = Session(number)
-        self.inbox = Inbox()
-        self.out = memoryview(b"")
-        self.fds: Sequence[int] = ()
-        self.closing = False
-        """Ends when `out` has gone."""
-        self.queued = False
-        """May have a whole message in the inbox: nothing more is read before that is answered."""
-        self.watch: bytes | None = None
-        """A message that is answered when the record changes; the next message takes its place."""
-        self.writing = False
-        """Watched for room to write, not for bytes to read."""
+    sock: socket.socket
+    session: Session
+    inbox: Inbox = field(default_factory=Inbox)
+    out: memoryview = _NOTHING
+    """What is still to be sent; nothing is read meanwhile."""
+    fds: Sequence[int] = ()
+    watch: bytes | None = None
+    """A message that is answered when the record changes; the next message takes its place."""
 
 
 class _Loop:
@@ -159,15 +148,15 @@ class _Loop:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._connections: dict[socket.socket, _Connection] = {}  # who was silent for longest first
-        self._more: deque[_Connection] = deque()  # with a whole message in the inbox still to be answered
-        self._watching: set[_Connection] = set()
+        self._connections: dict[_Connection, None] = {}  # who was silent for longest first
+        self._more: dict[_Connection, None] = {}
+        """May have a whole message in the inbox: nothing more is read before that is answered."""
         self._seen = keeper.changes
         self._number = 0
         self._most = _most_connections()
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Serve until `stop`."""
         while True:
             for key, _ in self._selector.select(0 if self._more else None):
                 if key.fileobj is self._woken:
@@ -175,33 +164,27 @@ class _Loop:
                     return
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.fileobj in self._connections:
-                    self._turn(self._connections[key.fileobj])
-            for _ in range(len(self._more)):  # one message each, so that a flood from one is a turn among others
-                connection = self._more.popleft()
-                connection.queued = False
-                if connection.socket in self._connections:
+                elif key.data in self._connections:
+                    self._turn(key.data)
+            more, self._more = self._more, {}
+            for connection in more:  # one message each, so that a flood from one is a turn among others
+                if connection in self._connections and not connection.out:
                     self._answer_one(connection)
             while self._keeper.changes != self._seen:  # who cannot be told leaves, which is news again
-                self._tell_watchers()
-
-    def _tell_watchers(self) -> None:
-        self._seen = self._keeper.changes
-        for connection in list(self._watching):
-            if connection.watch is not None:
-                self._answer(connection, connection.watch)
+                self._seen = self._keeper.changes
+                for connection in list(self._connections):
+                    if connection.watch is not None:
+                        self._answer(connection, connection.watch)
 
     def stop(self) -> None:
-        """From any thread."""
+        """End `run`; from any thread."""
         with contextlib.suppress(OSError):  # it has ended already
             self._wake.send(b"x")
 
     def end(self) -> None:
         """Close everything in this process, on the loop's thread or in a forked child, which has none."""
         # Presence ends with this process's record: nobody's leaving makes it dirty now.
-        for connection in list(self._connections.values()):
-            connection.socket.close()
-        for each in (self._listener, self._woken, self._wake):
+        for each in (*(connection.sock for connection in self._connections), self._listener, self._woken, self._wake):
             each.close()
         self._selector.close()
 
@@ -223,8 +206,9 @@ class _Loop:
             return
         self._number += 1
         accepted.setblocking(False)
-        self._connections[accepted] = _Connection(accepted, self._number)
-        self._selector.register(accepted, selectors.EVENT_READ)
+        connection = _Connection(accepted, Session(self._number))
+        self._connections[connection] = None
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
 
     def _no_room(self, why: str) -> None:
         """Out of descriptors: fewer connections from now on, so that some are left for files; idle ones go."""
@@ -240,97 +224,76 @@ class _Loop:
 
     def _drop_idle(self) -> bool:
         """End the connection that has said nothing whole for longest; not one that is an engine, or waits for news."""
-        for connection in self._connections.values():
+        for connection in self._connections:
             if connection.session.engine is None and connection.watch is None:
                 self._drop(connection)
                 return True
         return False
 
     def _turn(self, connection: _Connection) -> None:
-        if connection.writing:
+        """The socket has bytes, or room for more of the reply."""
+        if connection.out:
             self._flush(connection)
-            return
-        if connection.queued:
-            return
-        try:
-            data = connection.socket.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._drop(connection)
-            return
-        connection.inbox.add(data)
-        self._answer_one(connection)
+        elif connection not in self._more:
+            try:
+                data = connection.sock.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._drop(connection)
+                return
+            connection.inbox.add(data)
+            self._answer_one(connection)
 
     def _answer_one(self, connection: _Connection) -> None:
-        """Answer the next whole message, if there is one and the reply before it has gone."""
-        if connection.out or connection.closing:
-            return
+        """Answer the next whole message, if there is one."""
         try:
             body = connection.inbox.take(wire.max_request(self._keeper.state))
         except WireError as error:
-            reason = {"status": "refused", "reason": str(error), "version": None, "digest": None, "code": "malformed"}
-            connection.out = memoryview(wire.pack(reason))
-            connection.closing = True
-            self._flush(connection)
+            with contextlib.suppress(OSError):  # where the next message begins is unknown: nothing else is answered
+                connection.sock.send(wire.pack(malformed(error).message))
+            self._drop(connection, dropped=True)
             return
         if body is not None:
             self._answer(connection, body)
 
     def _answer(self, connection: _Connection, body: bytes) -> None:
-        self._connections[connection.socket] = self._connections.pop(connection.socket)
-        connection.watch = None
-        self._watching.discard(connection)
+        self._connections[connection] = self._connections.pop(connection)
         try:
             answer = self._keeper.answer(connection.session, body)
         except Exception:  # a fault of this library's: it costs the one who met it, not all
             log.exception("%s: a request of engine %r could not be answered", self._path, connection.session.engine)
             self._drop(connection, dropped=True)
             return
-        if answer is LATER:
-            connection.watch = body
-            self._watching.add(connection)
-            self._look_for_more(connection)
-            return
-        connection.out, connection.fds = memoryview(wire.pack(answer.message)), answer.fds
+        connection.watch = body if answer is LATER else None
+        if answer is not LATER:
+            connection.out, connection.fds = memoryview(wire.pack(answer.message)), answer.fds
         self._flush(connection)
 
     def _flush(self, connection: _Connection) -> None:
+        """Send what the socket takes; then another message may be there already, which gets its turn."""
         try:
             if connection.fds:
-                sent = socket.send_fds(connection.socket, [connection.out], connection.fds)
+                sent = socket.send_fds(connection.sock, [connection.out], connection.fds)
                 connection.fds = ()
             else:
-                sent = connection.socket.send(connection.out)
+                sent = connection.sock.send(connection.out)
             connection.out = connection.out[sent:]
         except BlockingIOError:
             pass
         except OSError:
             self._drop(connection)
             return
-        if connection.out:
-            self._watch(connection, writing=True)
-        elif connection.closing:
-            self._drop(connection, dropped=True)
-        else:
-            self._watch(connection, writing=False)
-            self._look_for_more(connection)
-
-    def _look_for_more(self, connection: _Connection) -> None:
-        """Another message may be there already; it gets its turn."""
-        connection.queued = True
-        self._more.append(connection)
-
-    def _watch(self, connection: _Connection, *, writing: bool) -> None:
-        if connection.writing != writing:
-            connection.writing = writing
-            self._selector.modify(connection.socket, selectors.EVENT_WRITE if writing else selectors.EVENT_READ)
+        if not connection.out:
+            self._more[connection] = None
+        wanted = selectors.EVENT_WRITE if connection.out else selectors.EVENT_READ
+        self._selector.modify(connection.sock, wanted, connection)
 
     def _drop(self, connection: _Connection, *, dropped: bool = False) -> None:
-        self._watching.discard(connection)
-        del self._connections[connection.socket]
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
+        """End a connection; `dropped`: the other side did not."""
+        del self._connections[connection]
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
         self._keeper.leave(connection.session, dropped=dropped)

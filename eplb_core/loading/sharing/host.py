@@ -11,8 +11,9 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TypeAlias
 
 import torch
 
@@ -68,15 +69,16 @@ class WeightHost:
         path: str | os.PathLike[str],
         load: Loader,
         *,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         layout: ExpertLayout | None,
         rank: int,
         state_file: str | os.PathLike[str] | None = None,
     ) -> None:
         frame = frame_of(layout, rank)
-        self._exports = _Exports(check_config(config, frame), frame)
-        place = SocketPlace(path, state_file)
-        try:
+        exports = _Exports(check_config(config, frame), frame)
+        with ExitStack() as undo:
+            place = SocketPlace(path, state_file)
+            undo.callback(place.release)
             former = _former_engines(state_file)
             if former:
                 log.warning(
@@ -84,23 +86,14 @@ class WeightHost:
                     ", ".join(map(repr, former)),
                     place.path,
                 )
-            self._memory = SharedMemory(_tensors_of(load(layout, rank)))
-        except BaseException:
-            place.release()
-            raise
-        self._exports.memory = self._memory
-        try:
+            self._memory = exports.memory = SharedMemory(_tensors_of(load(layout, rank)))
+            undo.callback(self._memory.close)
+            record = None if layout is None else LayoutRecord(layout)
+            memory = secrets.token_hex(16)  # loaded anew, whatever a file says
             self._server = LayoutServer(
-                path,
-                None if layout is None else LayoutRecord(layout),
-                exports=self._exports,
-                state_file=state_file,
-                memory=secrets.token_hex(16),  # loaded anew, whatever a file says
-                place=place,
+                path, record, exports=exports, state_file=state_file, memory=memory, place=place
             )
-        except BaseException:
-            self._memory.close()
-            raise
+            undo.pop_all()
         log.info("%d tensors of rank %d, %d bytes, are ready at %s", self.num_tensors, rank, self.num_bytes, self.path)
 
     @property
@@ -150,8 +143,8 @@ def weight_config(
     initial_layout: str,
     algorithm: str | None,
     seed: int,
-    **more: Any,
-) -> dict[str, Any]:
+    **more: object,
+) -> dict[str, object]:
     """Everything that is known to shape weights and layout; no default, so that none is forgotten.
 
     Args:
@@ -192,7 +185,7 @@ def frame_of(layout: ExpertLayout | None, rank: int | None) -> dict[str, int]:
     return frame
 
 
-def check_config(config: Mapping[str, Any], frame: Mapping[str, int]) -> dict[str, Any]:
+def check_config(config: Mapping[str, object], frame: Mapping[str, int]) -> dict[str, object]:
     """The configuration as JSON has it.
 
     Raises:
@@ -201,7 +194,7 @@ def check_config(config: Mapping[str, Any], frame: Mapping[str, int]) -> dict[st
     """
     if not isinstance(config, Mapping):
         raise TypeError(f"`config` (={type(config).__name__}) must be a mapping of names to plain values")
-    checked = {}
+    checked: dict[str, object] = {}
     for name, value in config.items():
         if not isinstance(name, str):
             raise TypeError(f"`config` has the name {name!r}; names must be text")
@@ -221,23 +214,20 @@ class _Exports:
 
     memory: SharedMemory
 
-    def __init__(self, config: dict[str, Any], frame: dict[str, int]) -> None:
+    def __init__(self, config: dict[str, object], frame: dict[str, int]) -> None:
         self._config, self._frame = config, frame
 
-    def difference(self, config: Mapping[str, Any], frame: Mapping[str, Any]) -> tuple[str, str] | None:
+    def difference(self, config: Mapping[str, object], frame: Mapping[str, object]) -> tuple[str, str] | None:
         for name in sorted({*self._config, *config}):
-            mine, theirs = (json.dumps(each.get(name), sort_keys=True) for each in (self._config, config))
-            if mine != theirs or (name in self._config) != (name in config):
-                mine, theirs = (
-                    said if name in each else "nothing" for said, each in ((mine, self._config), (theirs, config))
-                )
+            mine, theirs = (
+                json.dumps(each[name], sort_keys=True) if name in each else "nothing" for each in (self._config, config)
+            )
+            if mine != theirs:
                 return name, f"`{name}` differs: the host says {mine[:80]}, the engine {theirs[:80]}; load from disk"
         for name, value in self._frame.items():
-            if name in frame and frame[name] != value:
-                return (
-                    name,
-                    f"`{name}` differs: the host has {value}, the engine {plain(frame[name], 20)}; load from disk",
-                )
+            other = frame.get(name, value)
+            if other != value:
+                return name, f"`{name}` differs: the host has {value}, the engine {plain(other, 20)}; load from disk"
         return None
 
     def about(self) -> Message:
@@ -245,7 +235,7 @@ class _Exports:
         tensors, nbytes = len(description["tensors"]), total_bytes(description)
         return {"tensors": tensors, "bytes": nbytes, "config": self._config, "frame": self._frame}
 
-    def export(self) -> tuple[Message, list[int]]:
+    def export(self) -> tuple[Message, Sequence[int]]:
         return self.memory.description, self.memory.fds
 
 

@@ -10,7 +10,8 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -34,7 +35,7 @@ class SharedMemory:
     Tensors on the CPU are in one segment of host memory, those on a GPU in some of device memory.
 
     Args:
-        tensors: What to share. Consumed: each is let go as soon as its span is filled, so that the peak is little more
+        tensors: What to share. Consumed: each is freed as soon as its span is filled, so that the peak is little more
             than the weights if nobody else holds them.
 
     Raises:
@@ -53,20 +54,20 @@ class SharedMemory:
         self.fds: list[int] = []
         """One descriptor a segment; they stay this object's."""
         spans: list[_Span | None] = [*found]
-        wholes = _pack(found)
+        wanted = _pack(found)
         found.clear()
         try:
-            for kind, numbers, starts, nbytes in wholes:
-                fd, size, memory = _make_segment(kind, nbytes)
+            for each in wanted:
+                fd, size, memory = _make_segment(each)
                 self.fds.append(fd)
-                for number, start in zip(numbers, starts, strict=True):
+                for number, start in each.starts.items():
                     span = spans[number]
                     spans[number] = None
                     if span is not None and span.nbytes:
                         memory[start : start + span.nbytes].copy_(span.bytes())
                     where[number] = [len(segments), start, span.nbytes if span is not None else 0]
                     del span
-                segments.append([kind, size])
+                segments.append([each.kind, size])
                 if memory.is_cuda:
                     torch.cuda.synchronize(memory.device)
         except BaseException:
@@ -77,19 +78,20 @@ class SharedMemory:
         self.description: Message = {"segments": segments, "spans": where, "tensors": listed}
 
     def close(self) -> None:
-        """Let go of the memory; engines that map it keep it."""
+        """Free the memory; engines that map it keep it."""
         while self.fds:
             os.close(self.fds.pop())
 
 
-def _make_segment(kind: str, nbytes: int) -> tuple[int, int, torch.Tensor]:
+def _make_segment(wanted: _Segment) -> tuple[int, int, torch.Tensor]:
     """Descriptor, size and bytes of a new one."""
-    if kind == "cuda":
-        from eplb_core.loading.cuda import segments as _device_memory
+    nbytes = max(wanted.nbytes, ALIGNMENT)
+    if wanted.kind == "cuda":
+        from eplb_core.loading.cuda import segments as device_segments
 
-        torch.cuda.empty_cache()  # what was let go of may be needed
-        segment = _device_memory.create(nbytes, torch.cuda.current_device())
-        return os.dup(segment.fd), segment.nbytes, segment.bytes()
+        torch.cuda.empty_cache()  # what was freed may be needed
+        made = device_segments.create(nbytes, torch.cuda.current_device())
+        return os.dup(made.fd), made.nbytes, made.bytes()
     fd = os.memfd_create("eplb weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -100,33 +102,31 @@ def _make_segment(kind: str, nbytes: int) -> tuple[int, int, torch.Tensor]:
         raise
 
 
-class _Whole(NamedTuple):
+@dataclass(slots=True)
+class _Segment:
     """A segment to be made."""
 
-    kind: str
-    numbers: list[int]
-    """Of the spans in it."""
-    starts: list[int]
-    nbytes: int
+    kind: Literal["memfd", "cuda"]
+    nbytes: int = 0
+    starts: dict[int, int] = field(default_factory=dict)
+    """By number of a span: where in the segment it begins."""
 
 
-def _pack(spans: list[_Span]) -> list[_Whole]:
+def _pack(spans: list[_Span]) -> list[_Segment]:
     """Which span goes into which segment: one of host memory, and as few of device memory as the peak allows."""
     on_device = sum(span.nbytes for span in spans if span.device.type == "cuda")
     most = max(DEVICE_SEGMENT_BYTES, -(-on_device // MAX_DEVICE_SEGMENTS))
-    wholes: dict[str, list[_Whole]] = {"memfd": [], "cuda": []}
+    made: list[_Segment] = []
+    last: dict[str, _Segment] = {}
     for number, span in enumerate(spans):
-        kind = "cuda" if span.device.type == "cuda" else "memfd"
+        kind: Literal["memfd", "cuda"] = "cuda" if span.device.type == "cuda" else "memfd"
         size = -(-span.nbytes // ALIGNMENT) * ALIGNMENT
-        last = wholes[kind][-1] if wholes[kind] else None
-        if last is None or (kind == "cuda" and last.nbytes + size > most):
-            last = _Whole(kind, [], [], 0)
-            wholes[kind].append(last)
-        last.numbers.append(number)
-        last.starts.append(last.nbytes)
-        wholes[kind][-1] = last._replace(nbytes=last.nbytes + size)
-    packed = wholes["memfd"] + wholes["cuda"] or [_Whole("memfd", [], [], ALIGNMENT)]
-    return [whole._replace(nbytes=max(whole.nbytes, ALIGNMENT)) for whole in packed]
+        if kind not in last or (kind == "cuda" and last[kind].nbytes + size > most):
+            last[kind] = _Segment(kind)
+            made.append(last[kind])
+        last[kind].starts[number] = last[kind].nbytes
+        last[kind].nbytes += size
+    return made or [_Segment("memfd")]
 
 
 class _Span(NamedTuple):
@@ -259,9 +259,9 @@ def _storage_of(segment: torch.Tensor, start: int, nbytes: int) -> torch.Untyped
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device=segment.device).untyped_storage()
     if segment.is_cuda:
-        from eplb_core.loading.cuda import segments as _device_memory
+        from eplb_core.loading.cuda import segments as device_segments
 
-        return _device_memory.part_of(segment, start, nbytes).untyped_storage()
+        return device_segments.part_of(segment, start, nbytes).untyped_storage()
     piece: Any = segment[start : start + nbytes].numpy()  # keeps the mapping alive
     return torch.frombuffer(piece, dtype=torch.uint8).untyped_storage()
 

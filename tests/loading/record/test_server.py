@@ -65,6 +65,10 @@ def state_of(server: LayoutServer) -> RecordState:
     return server.state
 
 
+def watching(server: LayoutServer) -> int:
+    return sum(connection.watch is not None for connection in list(server._loop._connections))
+
+
 def raw(path: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(str(path))
@@ -222,7 +226,7 @@ def test_who_watches_hears_of_one_that_left_while_others_were_told(
         watchers = [stack.enter_context(raw(path)) for _ in range(16)]
         for each in watchers:
             each.sendall(wire.pack({"do": "watch", "seen": seen["number"]}))
-        until(lambda: len(server._loop._watching) == 17)
+        until(lambda: watching(server) == 17)
         monkeypatch.setattr("eplb_core.loading.record.server.save_record", slow)
         late = stack.enter_context(raw(path))
         late.sendall(wire.pack({"do": "attach", "engine": "late"}))
@@ -527,7 +531,7 @@ def test_too_many_connections_are_closed_and_cost_nothing(server: LayoutServer, 
         news = ask(watcher, {"do": "watch", "seen": -1})
         assert news is not None
         watcher.sendall(wire.pack({"do": "watch", "seen": news["number"]}))
-        until(lambda: server._loop._watching)
+        until(lambda: watching(server))
         assert LayoutClient(path, "late").error is not None
         assert len(state_of(server).engines) == MAX_CONNECTIONS - 1
         assert client.query() is not None
