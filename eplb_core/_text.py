@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 
 WIDTH = 240
@@ -38,6 +39,11 @@ def quoted(value: object, width: int = WIDTH) -> str:
 def counted(number: int, word: str) -> str:
     """A number of things: 1 rank, 2 ranks."""
     return f"{number} {word}{'s' * (number != 1)}"
+
+
+def number(value: float) -> str:
+    """A balancedness with three decimals; `-` for NaN."""
+    return "-" if math.isnan(value) else f"{value:.3f}"
 
 
 def filled(text: str) -> str:

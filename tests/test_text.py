@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_core._text import counted, filled, lines, plain, quoted
+from eplb_core._text import counted, filled, lines, number, plain, quoted
 
 SURROGATE = "\ud800"
 
@@ -61,3 +61,7 @@ def test_things_are_counted_and_paragraphs_filled() -> None:
     said = filled(text)
     assert said.split() == text.split()
     assert all(line.startswith("  word") and len(line) <= 80 for line in said.splitlines())
+
+
+def test_a_balancedness_has_three_decimals_and_nan_is_a_dash() -> None:
+    assert (number(0.98765), number(float("nan"))) == ("0.988", "-")

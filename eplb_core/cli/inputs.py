@@ -1,9 +1,14 @@
-"""What the commands of `eplb` read: arguments into a topology, a trace, a layout; what reading did goes to stderr."""
+"""Shared by the commands of `eplb`: arguments to a topology, trace or layout; notes on stderr; JSON without NaN."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
+from typing import Any
+
+import numpy as np
 
 from eplb_core._text import plain
 from eplb_core.errors import MAX_TEXT
@@ -62,3 +67,20 @@ def ranks_and_current(arguments: argparse.Namespace, trace: Trace) -> tuple[Topo
     if read.layout.num_layers != trace.num_layers:
         raise ValueError(f"{arguments.current} has {read.layout.num_layers} layers, the trace {trace.num_layers}")
     return read.layout.topology, read.layout
+
+
+def to_json(value: object) -> str:
+    """JSON text of plain values and numpy ones; NaN becomes null, which every reader knows."""
+    return json.dumps(_jsonable(value), indent=2)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _jsonable(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    return value

@@ -10,8 +10,7 @@ import numpy as np
 
 from eplb_core._arrays import FloatArray, add_up
 from eplb_core._text import lines
-from eplb_core.cli.inputs import note, note_faults, read_trace, topology_of
-from eplb_core.cli.terminal import to_json
+from eplb_core.cli.inputs import note, note_faults, read_trace, to_json, topology_of
 from eplb_core.files import formats
 from eplb_core.files.formats import read_layout_file
 from eplb_core.files.layout_file import LayoutFile

@@ -14,10 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from eplb_core import __version__
 from eplb_core._text import plain
-from eplb_core.cli import inspect, record
-from eplb_core.cli import plan as _commands
+from eplb_core._version import __version__
+from eplb_core.cli import inspect, plan, record, simulate
 from eplb_core.errors import MAX_TEXT, EplbError
 from eplb_core.files.formats import LAYOUT_FORMATS
 from eplb_core.simulation import BASIC, DISPATCHES, HARDWARE, POLICIES
@@ -70,18 +69,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"eplb_core {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    plan = _command(commands, "plan", _commands.plan, "place experts for a recorded load and show what it gains")
-    plan.add_argument(
+    place = _command(commands, "plan", plan.plan, "place experts for a recorded load and show what it gains")
+    place.add_argument(
         "trace", metavar="TRACE", help="recorded load: this library's, SGLang's, TensorRT-LLM's, .npz, .npy"
     )
-    _trace_options(plan)
-    _topology_options(plan)
-    _place_options(plan)
-    plan.add_argument("--current", metavar="FILE", help="layout that is live now: changes cost transfers")
-    plan.add_argument("--out", metavar="FILE", help="write the layout here")
-    plan.add_argument("--to", choices=LAYOUT_FORMATS, default="eplb", help="format of --out (default: %(default)s)")
+    _trace_options(place)
+    _topology_options(place)
+    _place_options(place)
+    place.add_argument("--current", metavar="FILE", help="layout that is live now: changes cost transfers")
+    place.add_argument("--out", metavar="FILE", help="write the layout here")
+    place.add_argument("--to", choices=LAYOUT_FORMATS, default="eplb", help="format of --out (default: %(default)s)")
 
-    replay = _command(commands, "simulate", _commands.simulate, "replay a recorded load through policies, side by side")
+    replay = _command(commands, "simulate", simulate.simulate, "replay a recorded load through policies, side by side")
     replay.add_argument("trace", metavar="TRACE", help="recorded load with two windows or more")
     _trace_options(replay)
     _topology_options(replay)
@@ -120,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     _topology_options(turn)
     turn.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
 
-    _command(commands, "demo", _commands.demo, "plan and replay the trace that comes with the package")
+    _command(commands, "demo", simulate.demo, "plan and replay the trace that comes with the package")
     record.add_to(commands, _command, _topology_options)
     return parser
 

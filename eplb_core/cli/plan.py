@@ -1,40 +1,28 @@
-"""`eplb plan`, `eplb simulate` and `eplb demo`: read, call the library, print. Each returns the exit status."""
+"""`eplb plan`: place experts for a recorded load, and say what that gains, what limits it and what to do next."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
-import shutil
-import sys
+import math
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import eplb_core
-from eplb_core import simulation as replays
 from eplb_core._arrays import FloatArray, IntArray, add_up
-from eplb_core._text import counted, filled, lines
-from eplb_core.cli.inputs import note, note_faults, ranks_and_current, read_trace
+from eplb_core._text import counted, filled, lines, number
+from eplb_core.cli.inputs import note_faults, ranks_and_current, read_trace, to_json
 from eplb_core.cli.inspect import pairs_on_a_rank
-from eplb_core.cli.plan_words import conclude_plan
-from eplb_core.cli.terminal import number, progress, to_json
 from eplb_core.files import formats
-from eplb_core.files.formats import demo_trace
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load, transfers
-from eplb_core.simulation.links import LINKS
+from eplb_core.placement.worth.costs import WORTH
+from eplb_core.simulation.progress import progress_bar
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace
 
-
-def _place_options(arguments: argparse.Namespace) -> dict[str, object]:
-    return {"locality": arguments.locality, "num_groups": arguments.groups, "effort": arguments.effort}
-
-
-# ---- plan ------------------------------------------------------------------------------------------------------------
+# A bound below this says that the slots are too few, a gap above this that windows differ too much for one layout.
+_LOW_BOUND, _GAP = 0.95, 0.05
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -42,29 +30,32 @@ def plan(arguments: argparse.Namespace) -> int:
     trace = read_trace(arguments.trace, arguments)
     note_faults(trace)
     topology, current = ranks_and_current(arguments, trace)
-    facts, layout = _plan(trace, topology, arguments.slots, current, _place_options(arguments))
+    options = {"locality": arguments.locality, "num_groups": arguments.groups, "effort": arguments.effort}
+    facts, layout = make_plan(trace, topology, arguments.slots, current, options)
     if arguments.out:
         formats.write_layout(layout, arguments.out, arguments.to, trace.layer_ids)
         facts["out"] = arguments.out
-    print(to_json(facts) if arguments.json else lines(_plan_text(facts)))
+    print(to_json(facts) if arguments.json else lines(plan_text(facts)))
     return 0
 
 
-def _plan(
+def make_plan(
     trace: Trace, topology: Topology, slots: int, current: ExpertLayout | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], ExpertLayout]:
     """The layout for a trace and all that is said of it."""
+    from eplb_core.placement.place import place  # compiles: only where it is used
+
     before = current
     if before is None:
         before = ExpertLayout.trivial(trace.num_layers, trace.num_experts, num_slots=slots, topology=topology)
-    with progress("planning (the first time after an installation compiles, up to a minute)"):
+    with progress_bar("planning (the first time after an installation compiles, up to a minute)"):
         one = slice(0, 1)  # one layer from the same kind of start compiles all that the plan needs: that is not timed
         start = current and ExpertLayout(
             current.physical_to_logical_map[one], current.num_experts, topology=current.topology
         )
-        eplb_core.place(trace.load[:2, one], topology=topology, num_slots=slots, current=start, **options)
+        place(trace.load[:2, one], topology=topology, num_slots=slots, current=start, **options)
         begun = time.perf_counter()
-        placed = eplb_core.place(trace.load, topology=topology, num_slots=slots, current=current, **options)
+        placed = place(trace.load, topology=topology, num_slots=slots, current=current, **options)
         seconds = time.perf_counter() - begun
     after: ExpertLayout = placed.layout
     received = transfers(before, after)
@@ -107,7 +98,8 @@ def _least(each: FloatArray) -> float:
     return float(known.min()) if known.size else float("nan")
 
 
-def _plan_text(facts: dict[str, Any], *, conclusion: bool = True) -> str:
+def plan_text(facts: dict[str, Any], *, conclusion: bool = True) -> str:
+    """Lay the facts of a plan out as text for a terminal."""
     trace, ranks, nodes = facts["trace"], facts["num_ranks"], facts["num_nodes"]
     redundant = facts["num_slots"] - facts["num_experts"]
     lines = [
@@ -143,126 +135,44 @@ def _plan_text(facts: dict[str, Any], *, conclusion: bool = True) -> str:
     return "\n".join([*lines, "", filled(facts["conclusion"])] if conclusion else lines)
 
 
-# ---- simulate --------------------------------------------------------------------------------------------------------
+# ---- in words --------------------------------------------------------------------------------------------------------
 
 
-def simulate(arguments: argparse.Namespace) -> int:
-    """`eplb simulate`: replay a trace through policies, side by side."""
-    trace = read_trace(arguments.trace, arguments)
-    note_faults(trace)
-    topology, current = ranks_and_current(arguments, trace)
-    names = arguments.policy
-    if names is None:
-        names = _policies_that_fit(topology, arguments.slots)
-    results = _replay(
-        trace,
-        names,
-        topology=topology,
-        num_slots=arguments.slots,
-        interval=arguments.interval,
-        history=arguments.history,
-        current=current,
-        num_groups=arguments.groups,
-        dispatch=arguments.dispatch,
-        cost=None if arguments.hardware is None else replays.cost_preset(arguments.hardware),
-        window_passes=arguments.window_passes,
-        bound=arguments.report is not None,
-        place_options={"locality": arguments.locality, "effort": arguments.effort},
-    )
-    if arguments.report is not None:
-        from eplb_core.simulation.html import write_report
-
-        write_report(results, arguments.report, title=f"Replay of {Path(arguments.trace).name}")
-    if arguments.json:
-        print(to_json([_replay_facts(result) for result in results]))
+def conclude_plan(facts: dict[str, Any]) -> str:
+    """A few sentences from the facts of a plan."""
+    before, after = facts["windows_before"]["total"], facts["windows_after"]["total"]
+    if math.isnan(before) or math.isnan(after):
+        return "The trace has no load: any layout is as good as another. Record again while the engine serves."
+    was = "the live layout" if facts["before_is"] == "current" else "experts in their order"
+    saved = 1.0 - before / after
+    works = f"the average rank works {after:.0%} of the time that the fullest one takes, with {was} {before:.0%}"
+    if saved < WORTH:
+        text = f"Hardly worth a move: {works}. The layers would take {max(saved, 0.0):.1%} less time."
     else:
-        print(f"{replays.table(results.simulations)}\n\n{filled(results.conclusion)}")
-        if arguments.report is not None:
-            print(lines(f"wrote   {arguments.report}"))
-    return 0
+        text = f"Worth it, if load stays as recorded: layers take {saved:.0%} less time, since {works}."
+    return " ".join([text, *_limits(facts, after), *_next_steps(facts, saved)])
 
 
-def _policies_that_fit(topology: Topology, slots: int) -> list[str]:
-    """All policies but, where it cannot be asked, deepseek; a note says why."""
-    names, reason = list(replays.BASIC), ""
-    if slots % topology.num_ranks:
-        reason = f"{topology.num_ranks} ranks do not divide {slots} slots"
-    elif importlib.util.find_spec("torch") is None:
-        reason = "it needs torch, which is not installed"
-    if reason:
-        names.remove("deepseek")
-        note(f"policy deepseek is left out: {reason}")
-    return names
+def _limits(facts: dict[str, Any], after: float) -> list[str]:
+    bound = facts["bound"]["mean"]
+    if bound < _LOW_BOUND:
+        ranks = facts["num_ranks"]
+        return [
+            f"No layout of these slots gets beyond {bound:.2f}: an expert is hotter than its replicas can share; try "
+            f"--slots {facts['num_slots'] + ranks}."
+        ]
+    if facts["trace"]["windows"] > 1 and bound - after > _GAP:
+        return ["What is left to the bound is in the differences between windows, which shares solved anew can use."]
+    return []
 
 
-def _replay(trace: Trace, names: list[str], **options: Any) -> replays.Comparison:
-    results = []
-    for name in names:
-        with progress(f"replaying with policy {name}") as step:
-            results.append(replays.simulate(trace, policy=name, progress=step, **options))
-    return replays.Comparison(tuple(results))
-
-
-def _replay_facts(result: replays.Simulation) -> dict[str, Any]:
-    names = ("first_window", "end_window", "mean_balancedness", "transfers_before")
-    return {
-        "policy": result.policy,
-        "interval": result.interval,
-        "mean_balancedness": result.mean_balancedness,
-        "total_balancedness": result.total_balancedness,
-        "total_transfers": result.total_transfers,
-        "blocks": [dict(zip(names, block, strict=True)) for block in result.blocks()],
-        "link_transfers": dict(zip(LINKS, result.link_transfers.sum(axis=(0, 1)).tolist(), strict=True)),
-        "pass_s": result.pass_s if result.cost is not None else None,
-        "pause_s": float(result.pause_s.sum()) if result.cost is not None else None,
-        "memory_bytes": result.memory_bytes if result.cost is not None else None,
-        "digests": result.digests,
-    }
-
-
-# ---- demo ------------------------------------------------------------------------------------------------------------
-
-_DEMO_RANKS, _DEMO_NODES, _DEMO_SLOTS, _DEMO_INTERVAL = 16, 2, 144, 16
-
-
-def demo(arguments: argparse.Namespace) -> int:
-    """`eplb demo`: plan for and replay the packaged trace, with words."""
-    trace = demo_trace()
-    topology = Topology(_DEMO_RANKS, _DEMO_NODES)
-    facts, _ = _plan(trace, topology, _DEMO_SLOTS, None, {})
-    facts["trace"]["path"] = "the trace that comes with eplb_core"
-    options = {"topology": topology, "num_slots": _DEMO_SLOTS, "interval": _DEMO_INTERVAL}
-    results = _replay(trace, _policies_that_fit(topology, _DEMO_SLOTS), **options)
-    if arguments.json:
-        print(to_json({"plan": facts, "simulate": [_replay_facts(result) for result in results]}))
-    else:
-        print(_demo_text(trace, facts, results))
-    return 0
-
-
-def _demo_text(trace: Trace, facts: dict[str, Any], results: replays.Comparison) -> str:
-    before, after = facts["before"]["total"], facts["after"]["total"]
-    paragraphs = [
-        "A mixture-of-experts model sends each token to a few of its experts. The experts live on ranks, and a layer "
-        "takes as long as its fullest rank. The load that was recorded here:",
-        f"    {trace.source}",
-        f"1. PLAN. {_DEMO_SLOTS - trace.num_experts} spare slots hold second copies of busy experts. Which "
-        "experts, and which rank holds what?",
-        _plan_text(facts, conclusion=False),
-        f"The average rank works {before:.0%} of the time before and {after:.0%} after: these layers would take "
-        f"{1 - before / after:.0%} less time, if the load stayed as it was recorded, all windows as one.",
-        f"2. REPLAY. Load does not stay. Every {_DEMO_INTERVAL} windows each policy plans from the windows that are "
-        "over and is scored on those that follow. The texts switch at window 56.",
-        replays.table(results.simulations),
-        results.conclusion,
-        f"On your own recording:\n\n    {_program()} plan FILE --ranks R --slots P --out layout.json",
-    ]
-    return "\n\n".join(part if "\n" in part else filled(part) for part in paragraphs)
-
-
-def _program() -> str:
-    """How to call this program from here: it may be installed where the shell does not look."""
-    if shutil.which("eplb"):
-        return "eplb"
-    script = os.path.relpath(Path(sys.executable).with_name("eplb"))
-    return "python -m eplb_core" if script.startswith("..") or not os.path.exists(script) else script
+def _next_steps(facts: dict[str, Any], saved: float) -> list[str]:
+    steps = []
+    if saved >= WORTH and facts["before_is"] == "trivial":
+        steps.append("If another layout is live, give it as --current: most of the transfers are then not needed.")
+    if saved >= WORTH and facts["trace"]["windows"] > 1:
+        steps.append("`eplb simulate` says what stays of it on load that the plan has not seen.")
+    if facts["pairs_before"]:
+        pairs = f"holds an expert twice on a rank in {facts['pairs_before']} places"
+        steps.append(f"The layout before {pairs}: slots that help nobody.")
+    return steps

@@ -16,8 +16,7 @@ from types import FrameType
 from typing import Any
 
 from eplb_core._text import lines
-from eplb_core.cli.inputs import note, topology_of
-from eplb_core.cli.terminal import to_json
+from eplb_core.cli.inputs import note, to_json, topology_of
 from eplb_core.files.formats import read_layout_file
 from eplb_core.files.layout_file import LayoutFile
 from eplb_core.loading.record.client import LayoutClient

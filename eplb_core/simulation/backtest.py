@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import eplb_core
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray
 from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
 from eplb_core.placement.forecast import FORECASTERS, Forecaster, forecast, forecaster_of
-from eplb_core.simulation import Policy, simulate
-from eplb_core.simulation.policies import to_options
+from eplb_core.placement.place import place
+from eplb_core.simulation.policies import Policy, to_options
+from eplb_core.simulation.replay import simulate
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace
 
@@ -91,16 +91,17 @@ def backtest(
     return tuple(rows)
 
 
-def _policy(forecaster: Forecaster, num_slots: int, options: dict[str, object]) -> Policy:
+def _policy(forecaster: Forecaster, num_slots: int, options: dict[str, Any]) -> Policy:
     def choose(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
         ahead = forecast(windows, forecaster)
-        return eplb_core.place(
+        placed = place(
             ahead.windows,
             live.topology,
             num_slots=num_slots,
             current=live,
             window_weights=ahead.weights,
-            **options,  # type: ignore[arg-type]
-        ).layout
+            **options,
+        )
+        return placed.layout
 
     return choose

@@ -1,33 +1,30 @@
-"""Several replays of one trace: policies side by side, and sweeps over settings."""
+"""Replays of one trace side by side: what each policy reaches, and which to follow."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from eplb_core import __version__
 from eplb_core._arrays import check_int, check_kind, to_list
-from eplb_core._text import filled, quoted
-from eplb_core.files.reading import PathLike, write_atomic
-from eplb_core.simulation import records as tables
+from eplb_core._html import line_svg, words_html
+from eplb_core._text import filled
 from eplb_core.simulation.load.sources import Source
-from eplb_core.simulation.policies import BASIC, Policy
-from eplb_core.simulation.replay import simulate
-from eplb_core.simulation.result import Simulation
-from eplb_core.simulation.words import conclude, recommended
-from eplb_core.topology import Topology
-from eplb_core.trace import Trace, check_trace_load
+from eplb_core.simulation.policies import BASIC, Policy, PolicyName
+from eplb_core.simulation.replay import SimulateOptions, simulate
+from eplb_core.simulation.result import Records, Simulation, summary_table
+from eplb_core.simulation.words import conclude, recommended, table
+from eplb_core.trace import Trace
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Policies: TypeAlias = (
+    "PolicyName | Policy | Sequence[PolicyName | Policy] | Mapping[str, PolicyName | Policy | SimulateOptions]"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -47,9 +44,9 @@ class Comparison:
         """What was found and what to do, in words."""
         return conclude(self.simulations)
 
-    def records(self) -> tables.Records:
-        """A row a policy."""
-        return _rows([tables.summary(sim) for sim in self.simulations])
+    def rows(self) -> Records:
+        """A row per policy: settings and totals."""
+        return Records.of_rows([sim.summary() for sim in self.simulations])
 
     def __getitem__(self, policy: str) -> Simulation:
         for sim in self.simulations:
@@ -64,30 +61,24 @@ class Comparison:
         return len(self.simulations)
 
     def __str__(self) -> str:
-        return f"{tables.table(self.simulations)}\n\n{filled(self.conclusion)}"
+        return f"{table(self.simulations)}\n\n{filled(self.conclusion)}"
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(map(repr, self.simulations))})"
 
-    def plot(self, **options: Any) -> Any:
-        """A matplotlib figure: balance of each policy over time. See `plots.plot_balance`."""
-        from eplb_core.simulation.plots import plot_balance
-
-        return plot_balance(self.simulations, **options)
-
     def _repr_html_(self) -> str:
-        from eplb_core.simulation.html import comparison_html
-
-        return comparison_html(self)
+        sims = self.simulations
+        curves = line_svg([sim.window_balancedness for sim in sims], [sim.policy for sim in sims])
+        return f"<div>{summary_table(sims)}{curves}<p>{words_html(self.conclusion)}</p></div>"
 
 
 def compare_policies(
     trace: Source,
-    policies: str | Policy | Sequence[str | Policy] | Mapping[str, str | Policy | Mapping[str, Any]] = BASIC,
+    policies: Policies = BASIC,
     *,
     workers: int = 1,
     progress: Callable[[int, int], None] | None = None,
-    **options: Any,
+    **options: Unpack[SimulateOptions],
 ) -> Comparison:
     """Which policy serves this load best?
 
@@ -109,6 +100,7 @@ def compare_policies(
         A `simulate` each.
 
     Example:
+        >>> from eplb_core import Topology
         >>> windows = np.array([[[1, 1, 9, 1]]] * 4)
         >>> both = compare_policies(windows, ["none", "place"], topology=Topology(2), num_slots=6, interval=2)
         >>> both.best.policy
@@ -119,7 +111,7 @@ def compare_policies(
         raise ValueError("`policies` (=[]) must name one policy or more")
     source = trace if not isinstance(trace, np.ndarray) else Trace(trace)  # checked once, not for each policy
 
-    def run(setting: Mapping[str, Any]) -> Simulation:
+    def run(setting: SimulateOptions) -> Simulation:
         return simulate(source, **setting)
 
     with ThreadPoolExecutor(check_int(workers, "workers", 1)) as pool:
@@ -129,19 +121,17 @@ def compare_policies(
     return Comparison(tuple(_named(sim, name) for sim, (name, _) in zip(found, settings, strict=True)))
 
 
-def _settings(policies: Any, options: Mapping[str, Any]) -> list[tuple[str | None, dict[str, Any]]]:
-    if isinstance(policies, str) or callable(policies):
-        policies = [policies]
-    if not isinstance(policies, Mapping):
-        named = to_list(policies, "policies")
-        for policy in named:
-            if not callable(policy):
-                check_kind(policy, "policies", str)
-        return [(None, {**options, "policy": policy}) for policy in named]
-    return [
-        (name, {**options, **(each if isinstance(each, Mapping) else {"policy": each})})
-        for name, each in policies.items()
-    ]
+def _settings(policies: Policies, options: SimulateOptions) -> list[tuple[str | None, SimulateOptions]]:
+    if isinstance(policies, Mapping):
+        return [
+            (name, {**options, **each} if isinstance(each, Mapping) else {**options, "policy": each})
+            for name, each in policies.items()
+        ]
+    named = [policies] if isinstance(policies, str) or callable(policies) else to_list(policies, "policies")
+    for policy in named:
+        if not callable(policy):
+            check_kind(policy, "policies", str)
+    return [(None, {**options, "policy": policy}) for policy in named]
 
 
 def _named(sim: Simulation, name: str | None) -> Simulation:
@@ -160,145 +150,3 @@ def _follow(futures: Sequence[Future[Any]], progress: Callable[[int, int], None]
         for future in futures:
             future.cancel()
         raise
-
-
-# ---- sweeps ----------------------------------------------------------------------------------------------------------
-
-
-def sweep(
-    trace: Trace | Any,
-    grid: Mapping[str, Sequence[Any]],
-    *,
-    workers: int = 1,
-    results: PathLike | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    **options: Any,
-) -> tables.Records:
-    """What do all combinations of these settings reach?
-
-    Args:
-        trace: A trace, or windows `[T, L, E]`.
-        grid: Values to try for arguments of `simulate`, as in `{"num_slots": [256, 288], "interval": [8, 32]}`; all
-            combinations are replayed.
-        workers: Processes. Each reads the trace from one file that all map.
-        results: Folder that keeps the row of each combination as soon as it is known: what is there already, for the
-            same trace, settings and version, is not replayed again. Needs policies with a name.
-        progress: Called with combinations done and in all; `with progress_bar("sweep") as step:` makes one.
-        **options: Further arguments of `simulate`, the same for all. `score_from` is by default the largest interval
-            of the grid, so that all rows are of the same windows.
-
-    Returns:
-        A row a combination, in the order of the grid.
-
-    Raises:
-        ValueError: As for `simulate`; the grid is empty; or a function where `results` or `workers` cannot keep one.
-
-    Cost:
-        A `simulate` for each combination.
-
-    Example:
-        >>> windows = np.array([[[1, 1, 9, 1]]] * 4)
-        >>> rows = sweep(windows, {"num_slots": [4, 6]}, topology=Topology(2), interval=2)
-        >>> rows.mean_balancedness.round(2).tolist()
-        [0.6, 1.0]
-    """
-    if not isinstance(grid, Mapping):
-        raise TypeError(f"`grid` (={quoted(grid, 80)}) must be a dict of lists by name")
-    names = list(grid)
-    points = [
-        dict(zip(names, values, strict=True))
-        for values in itertools.product(*(to_list(grid[name], "grid") for name in names))
-    ]
-    if not points:
-        raise ValueError(f"`grid` (={quoted(dict(grid), 80)}) must have a value or more for each setting")
-    load = np.ascontiguousarray(trace.load if isinstance(trace, Trace) else check_trace_load(trace))
-    scored = {"score_from": max(grid["interval"])} if grid.get("interval") else {}
-    settings = [{**scored, **options, **point} for point in points]
-    check_int(workers, "workers", 1)
-    if results is not None or workers > 1:
-        for setting in settings:
-            _check_named(setting)
-    rows: dict[int, dict[str, Any]] = {}
-    paths = _result_paths(results, load, settings)
-    for at, path in enumerate(paths):
-        if path is not None and path.exists():
-            rows[at] = json.loads(path.read_text("utf-8"))
-    todo = [at for at in range(len(settings)) if at not in rows]
-    for done, (at, row) in enumerate(_replayed(load, settings, todo, workers), start=len(rows) + 1):
-        rows[at] = row
-        path = paths[at]
-        if path is not None:
-            write_atomic(path, json.dumps(row).encode())
-        if progress is not None:
-            progress(done, len(settings))
-    return _rows([rows[at] for at in range(len(settings))])
-
-
-def _check_named(setting: Mapping[str, Any]) -> None:
-    for name in ("policy", "dispatch"):
-        if callable(setting.get(name)):
-            raise ValueError(f"`{name}` (={setting[name]!r}) must be a name with `results` or several `workers`")
-
-
-def _result_paths(results: PathLike | None, load: Any, settings: Sequence[Mapping[str, Any]]) -> Sequence[Path | None]:
-    if results is None:
-        return [None] * len(settings)
-    folder = Path(results)
-    folder.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256(f"{load.dtype} {load.shape}".encode() + load.tobytes()).hexdigest()
-    keys = [
-        f"{__version__} {digest} {sorted((name, _text(value)) for name, value in each.items())}" for each in settings
-    ]
-    return [folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json" for key in keys]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Topology):
-        return f"{value.rank_to_node.tolist()} {value.rank_speed.tolist()}"
-    if hasattr(value, "tolist"):  # the repr of long arrays and tensors leaves numbers out
-        return f"{value.shape} {value.tolist()}"
-    if isinstance(value, (list, tuple)):
-        return str([_text(each) for each in value])
-    if isinstance(value, Mapping):
-        return str(sorted((name, _text(each)) for name, each in value.items()))
-    return repr(value)
-
-
-def _replayed(
-    load: Any, settings: Sequence[dict[str, Any]], todo: Sequence[int], workers: int
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    if workers == 1 or len(todo) < 2:
-        trace = Trace(load)
-        for at in todo:
-            yield at, tables.summary(simulate(trace, **settings[at]))
-    else:
-        yield from _replayed_by_processes(load, settings, todo, workers)
-
-
-def _replayed_by_processes(
-    load: Any, settings: Sequence[dict[str, Any]], todo: Sequence[int], workers: int
-) -> Iterator[tuple[int, dict[str, Any]]]:  # pragma: no cover  starts processes: a test marked `long`
-    with _saved(load) as path, ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(_replay_file, path, settings[at]): at for at in todo}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-@contextmanager
-def _saved(load: Any) -> Iterator[str]:
-    with TemporaryDirectory(prefix="eplb_sweep") as folder:
-        path = str(Path(folder, "load.npy"))
-        np.save(path, load)
-        yield path
-
-
-def _replay_file(path: str, setting: dict[str, Any]) -> dict[str, Any]:
-    return tables.summary(simulate(np.load(path, mmap_mode="r"), **setting))
-
-
-def _rows(rows: Sequence[Mapping[str, Any]]) -> tables.Records:
-    return tables.Records.of({name: [row[name] for row in rows] for name in rows[0]})

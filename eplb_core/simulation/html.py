@@ -1,78 +1,34 @@
-"""Replays as HTML: short for notebooks, and one page that works by itself."""
+"""One page of HTML with replays side by side; it loads nothing and works offline."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from eplb_core._arrays import FloatArray
-from eplb_core._html import line_svg, table_html, words_html
+from eplb_core._html import words_html
 from eplb_core.files.reading import PathLike, write_atomic
 from eplb_core.metrics import mean_of_known
-from eplb_core.simulation.records import summary
-
-if TYPE_CHECKING:
-    from eplb_core.simulation.compare import Comparison
-    from eplb_core.simulation.result import Simulation
+from eplb_core.simulation.result import Simulation, summary_table
+from eplb_core.simulation.words import conclude, recommended
 
 # What the page draws: a screen has no more room.
 _WINDOWS, _RANKS = 400, 256
+_TITLE = "Replay of a recorded load"
 
 
-def simulation_html(sim: Simulation) -> str:
-    """Totals and the curve of balance."""
-    return f"<div>{_summary_table([sim])}{line_svg([sim.window_balancedness])}</div>"
-
-
-def comparison_html(comparison: Comparison) -> str:
-    """A row a policy, the curves, and the conclusion."""
-    sims = comparison.simulations
-    curves = line_svg([sim.window_balancedness for sim in sims], [sim.policy for sim in sims])
-    return f"<div>{_summary_table(sims)}{curves}<p>{words_html(comparison.conclusion)}</p></div>"
-
-
-def _summary_table(sims: Any) -> str:
-    costs = all(sim.cost is not None for sim in sims)
-    head = [
-        "policy",
-        "dispatch",
-        "slots",
-        "interval",
-        "mean balancedness",
-        "total balancedness",
-        "transfers",
-        "network",
-    ]
-    rows = []
-    for sim in sims:
-        facts = summary(sim)
-        row = [facts["policy"], facts["dispatch"], facts["num_slots"], facts["interval"]]
-        row += [_number(facts["mean_balancedness"]), _number(facts["total_balancedness"])]
-        row += [f"{sim.total_transfers:,}", f"{facts['network_transfers']:,}"]
-        if costs:
-            row += [f"{facts['pass_s'] * 1e3:.4g}", f"{facts['pause_s']:.3g}", f"{facts['memory_bytes'] / 1e9:.3g}"]
-        rows.append(row)
-    return table_html([*head, *(["ms a pass", "s of pauses", "GB a rank"] if costs else [])], rows)
-
-
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.3f}"
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-
-def report_html(comparison: Comparison, *, title: str = "Replay of a recorded load") -> str:
+def report_html(simulations: Iterable[Simulation], *, title: str = _TITLE) -> str:
     """One page with everything in it: totals, curves and heat maps to point at, layers to sort. Works offline.
 
     Args:
-        comparison: What `compare_policies` gave.
+        simulations: Replays of one trace, as `compare_policies` gives them.
         title: Heading; any text.
 
     Returns:
@@ -81,34 +37,33 @@ def report_html(comparison: Comparison, *, title: str = "Replay of a recorded lo
     Cost:
         Some hundred kilobytes at most; windows and ranks beyond what a screen shows are averaged.
     """
-    sims = comparison.simulations
+    sims = tuple(simulations)
     page = resources.files("eplb_core.simulation").joinpath("report_page.html").read_text("utf-8")
     # Inside a script element only "<" could end it.
-    data = json.dumps(_page_data(comparison), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(_page_data(sims), allow_nan=False).replace("<", "\\u003c")
     parts = {
         "TITLE": escape(title),
-        "CONCLUSION": words_html(comparison.conclusion),
-        "SUMMARY": _summary_table(sims),
+        "CONCLUSION": words_html(conclude(sims)),
+        "SUMMARY": summary_table(sims),
         "DATA": data,
     }
     # In one pass: what is filled in may look like a place to fill.
     return re.sub("@([A-Z]+)@", lambda place: parts.get(place[1], place[0]), page)
 
 
-def write_report(comparison: Comparison, path: PathLike, *, title: str = "Replay of a recorded load") -> None:
+def write_report(simulations: Iterable[Simulation], path: PathLike, *, title: str = _TITLE) -> None:
     """Write the page; an old file stays until the new one is whole."""
-    write_atomic(path, report_html(comparison, title=title).encode())
+    write_atomic(path, report_html(simulations, title=title).encode())
 
 
-def _page_data(comparison: Comparison) -> dict[str, Any]:
-    sims = comparison.simulations
+def _page_data(sims: Sequence[Simulation]) -> dict[str, Any]:
     windows = len(sims[0].balancedness)
     step = -(-windows // _WINDOWS)
     bound = next((sim.bound for sim in sims if not np.isnan(sim.bound).all()), None)
     return {
         "step": step,
         "unscored": sims[0].scored_from,
-        "best": sims.index(comparison.best),
+        "best": sims.index(recommended(sims)),
         "bound": None if bound is None else _rounded(_averaged(bound, step)),
         "timeUnit": "ms a pass" if sims[0].cost is not None else "tokens of the fullest rank",
         "policies": [_policy_data(sim, step) for sim in sims],

@@ -7,7 +7,7 @@ They read in black and white: marks and line styles differ, and scales go from d
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,9 @@ def figure(width: float, height: float) -> Any:
     return Picture(figsize=(width, height), layout="constrained")
 
 
-def plot_balance(simulations: Sequence[Simulation], *, title: str = "Balance on windows not seen before") -> Any:
+def plot_balance(simulations: Iterable[Simulation], *, title: str = "Balance on windows not seen before") -> Any:
     """How even were the ranks over time? A line a policy, and the bound where it was asked for."""
+    simulations = tuple(simulations)
     picture = figure(8.0, 3.6)
     axes = picture.add_subplot()
     for number, sim in enumerate(simulations):
@@ -124,7 +125,7 @@ def plot_frontier(rows: Any, *, x: str = "transfers", y: str = "total_balancedne
     """What balance does how much moving buy? A point a row of a comparison or sweep, a line a policy.
 
     Args:
-        rows: Records of `sweep` or `Comparison.records`.
+        rows: Records of `sweep` or `Comparison.rows`.
         x: A column, or "transfers" or "bytes": all that crosses wires.
         y: A column.
         by: The column whose values get a line each.

@@ -1,4 +1,4 @@
-"""Replay a recorded load through a placement policy: what balance it would have reached, and what it would have cost.
+"""`simulate`: replay a recorded load through a placement policy, with the balance it reaches and what it costs.
 
 A layout is made from windows that are over and scored on those that follow, never on the ones it was made from.
 """
@@ -7,21 +7,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import TypedDict
 
 import numpy as np
 
-import eplb_core
 from eplb_core._arrays import FloatArray, IntArray, check_flag, check_int, check_kind, check_made, check_real, read_only
 from eplb_core.layout import ExpertLayout, check_num_slots
 from eplb_core.metrics import mean_of_known, mean_over_top
 from eplb_core.placement.worth.costs import CostModel
-from eplb_core.simulation.hardware import StepCost
-from eplb_core.simulation.links import LINKS, count_links
+from eplb_core.simulation.dispatch import Dispatch, Dispatcher, DispatchName
+from eplb_core.simulation.hardware import LINKS, StepCost, count_links
 from eplb_core.simulation.load.sources import Block, Source, blocks_of, joined
-from eplb_core.simulation.policies import Dispatch, Dispatcher, Policy, PolicySetting, policy_of, to_options
+from eplb_core.simulation.policies import Policy, PolicyName, PolicySetting, policy_of, to_options
 from eplb_core.simulation.result import Simulation
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace
+
+
+class SimulateOptions(TypedDict, total=False):
+    """Keyword arguments of `simulate`, which `compare_policies` and `sweep` pass on."""
+
+    topology: Topology
+    num_slots: int
+    policy: PolicyName | Policy
+    dispatch: DispatchName | Dispatch
+    interval: int
+    history: int | None
+    score_from: int | None
+    current: ExpertLayout | None
+    num_groups: int | None
+    place_options: Mapping[str, object] | None
+    cost: StepCost | CostModel | None
+    window_passes: float
+    bound: bool
+    keep_ranks: bool
 
 
 def simulate(
@@ -29,8 +48,8 @@ def simulate(
     *,
     topology: Topology,
     num_slots: int,
-    policy: str | Policy = "place",
-    dispatch: str | Dispatch = "even",
+    policy: PolicyName | Policy = "place",
+    dispatch: DispatchName | Dispatch = "even",
     interval: int = 16,
     history: int | None = None,
     score_from: int | None = None,
@@ -58,10 +77,12 @@ def simulate(
             `current`; `"once"` does so once; `"gated"` moves the layers that `should_rebalance` finds worth it;
             `"deepseek"` calls `rebalance_experts` on the sum of the windows. Or a callable
             `(windows [T', L, E], live layout) -> ExpertLayout`.
-        dispatch: One of `DISPATCHES`: `"even"`: replicas share their expert's tokens equally; `"weighted"`: by shares
-            that are solved for the windows seen; `"solved"`: for each window as it comes; `"static"` and `"local"`: by
-            the tables of `static_dispatch_table` and `even_dispatch_table`, where of a `TokenTrace` each token is sent
-            as its rank's table says. Or a callable `(layout, window [L, E]) -> shares [L, P]`.
+        dispatch: How tokens spread over the replicas of their expert. `"even"`: in equal shares. `"weighted"`: in
+            shares solved for each window as it comes, as in `place` and as the mode "quota" of `DispatchTables`.
+            `"previous"`: in shares solved for the windows that the policy saw, as the mode "weighted" of
+            `DispatchTables`. `"static_table"` and `"even_table"`: by `static_dispatch_table` and `even_dispatch_table`
+            (modes "static" and "even"); tokens of a `TokenTrace` then go where their own rank's table says. Or a
+            callable `(layout, window [L, E]) -> shares [L, P]`. All words: `simulation.DispatchName`.
         interval: Windows between rebalances, 1 or more and less than T.
         history: How many of the last windows the policy sees. Default: `interval`.
         score_from: First window to score, at least `interval`: the same for replays with several intervals, so that
@@ -217,8 +238,9 @@ class _Run:
         self.bounds.append(np.full(len(ranks), self._bound(block) if self.bound else np.nan))
 
     def _bound(self, block: Block) -> float:
-        placed = eplb_core.place(block.load, self.topology, num_slots=self.num_slots, effort=0.01)
-        return mean_of_known(placed.bound)
+        from eplb_core.placement.place import place
+
+        return mean_of_known(place(block.load, self.topology, num_slots=self.num_slots, effort=0.01).bound)
 
     def result(
         self, policy: str, dispatch: str, spans: tuple[int, int, int], layer_ids: tuple[int, ...], cost: StepCost | None

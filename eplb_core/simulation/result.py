@@ -1,18 +1,71 @@
-"""What a replay gave: arrays by window, layer, rank and rebalance, and what follows from them."""
+"""Result of a replay: arrays per window, layer, rank and rebalance, their totals, rows and HTML."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from eplb_core._arrays import FloatArray, IntArray
+from eplb_core._html import line_svg, table_html
+from eplb_core._text import number
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known
-from eplb_core.simulation import records as tables
 from eplb_core.simulation.hardware import StepCost
 from eplb_core.topology import Topology
+
+_SHOWN = 12
+
+
+class Records(np.recarray[Any, Any]):
+    """Rows with named columns: a numpy record array. `rows.balancedness`, `rows[rows.layer == 3]`.
+
+    Example:
+        >>> rows = Records.of({"layer": [0, 1], "balancedness": [0.5, 0.75]})
+        >>> rows[rows.balancedness > 0.6].layer.tolist()
+        [1]
+    """
+
+    @classmethod
+    def of(cls, columns: dict[str, Any]) -> Records:
+        """From columns of one length."""
+        arrays = {name: np.asarray(column) for name, column in columns.items()}
+        kinds = np.dtype([(name, array.dtype) for name, array in arrays.items()])
+        rows = np.empty(len(next(iter(arrays.values()))), dtype=kinds)
+        for name, array in arrays.items():
+            rows[name] = array
+        return rows.view(cls)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Mapping[str, Any]]) -> Records:
+        """From rows with the same names."""
+        return cls.of({name: [row[name] for row in rows] for name in rows[0]})
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame of the rows.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("`to_pandas` needs pandas: pip install pandas") from None
+        return pandas.DataFrame({name: np.array(self[name]) for name in self.dtype.names or ()})
+
+    def _repr_html_(self) -> str:
+        names = self.dtype.names or ()
+        rows = ([_cell(row[name]) for name in names] for row in np.atleast_1d(np.asarray(self))[:_SHOWN])
+        more = f"<p>{self.size - _SHOWN:,} more rows</p>" if self.size > _SHOWN else ""
+        return table_html(names, rows) + more
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, (float, np.floating)):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, (int, np.integer)) else str(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -111,23 +164,67 @@ class Simulation:
             for start, end, count in zip(starts, [*starts[1:], windows], moved, strict=True)
         ]
 
-    def table(self) -> str:
-        """The replay as text: a line a stretch between rebalances, and the totals."""
-        return tables.table([self])
+    def windows(self) -> Records:
+        """A row per window and layer: balancedness, loads, time."""
+        windows, layers = self.balancedness.shape
+        window, layer = np.divmod(np.arange(windows * layers), max(layers, 1))
+        return Records.of(
+            {
+                "window": window,
+                "layer": layer,
+                "scored": window >= self.scored_from,
+                "balancedness": self.balancedness.ravel(),
+                "mean_load": self.mean_load.ravel(),
+                "max_load": self.max_load.ravel(),
+                "step_s": self.step_s.ravel(),
+            }
+        )
 
-    def windows(self) -> tables.Records:
-        """A row for each window and layer: balancedness, loads, time."""
-        return tables.window_records(self)
+    def moves(self) -> Records:
+        """A row per rebalance and layer: slots filled, by link, and bytes."""
+        rebalances, layers, _ = self.link_transfers.shape
+        rebalance, layer = np.divmod(np.arange(rebalances * layers), max(layers, 1))
+        size = 0.0 if self.cost is None else self.cost.model.expert_bytes
+        by_link = self.link_transfers.reshape(-1, 3)
+        return Records.of(
+            {
+                "rebalance": rebalance,
+                "window": self.rebalance_windows[rebalance],
+                "layer": layer,
+                "rank_copies": by_link[:, 0],
+                "node_transfers": by_link[:, 1],
+                "network_transfers": by_link[:, 2],
+                "wire_bytes": by_link[:, 1:].sum(axis=1) * size,
+            }
+        )
 
-    def moves(self) -> tables.Records:
-        """A row for each rebalance and layer: slots filled, by where from, and bytes."""
-        return tables.move_records(self)
-
-    def plot(self, **options: Any) -> Any:
-        """A matplotlib figure: balance over time, and what each rank computes. See `plots.plot_simulation`."""
-        from eplb_core.simulation.plots import plot_simulation
-
-        return plot_simulation(self, **options)
+    def summary(self) -> dict[str, Any]:
+        """One row of a comparison or sweep: settings and totals as plain values."""
+        rank, node, network = self.link_transfers.sum(axis=(0, 1)).tolist()
+        _, node_bytes, network_bytes = self.transfer_bytes.tolist()
+        return {
+            "policy": self.policy,
+            "dispatch": self.dispatch,
+            "num_ranks": self.topology.num_ranks,
+            "num_nodes": self.topology.num_nodes,
+            "num_slots": self.num_slots,
+            "redundant": self.num_slots - self.layout.num_experts,
+            "interval": self.interval,
+            "history": self.history,
+            "mean_balancedness": self.mean_balancedness,
+            "total_balancedness": self.total_balancedness,
+            "rebalances": len(self.rebalance_windows),
+            "rank_copies": rank,
+            "node_transfers": node,
+            "network_transfers": network,
+            "node_bytes": node_bytes,
+            "network_bytes": network_bytes,
+            "pass_s": self.pass_s,
+            "pause_s": float(self.pause_s.sum()),
+            "longest_pause_s": float(self.pause_s.max(initial=0.0)),
+            "total_s": self.total_s,
+            "memory_bytes": self.memory_bytes,
+        }
 
     def __repr__(self) -> str:
         return (
@@ -137,6 +234,29 @@ class Simulation:
         )
 
     def _repr_html_(self) -> str:
-        from eplb_core.simulation.html import simulation_html
+        return f"<div>{summary_table([self])}{line_svg([self.window_balancedness])}</div>"
 
-        return simulation_html(self)
+
+def summary_table(sims: Sequence[Simulation]) -> str:
+    """An HTML table: a row per replay, with times and memory where all have a cost."""
+    costs = all(sim.cost is not None for sim in sims)
+    head = [
+        "policy",
+        "dispatch",
+        "slots",
+        "interval",
+        "mean balancedness",
+        "total balancedness",
+        "transfers",
+        "network",
+    ]
+    rows = []
+    for sim in sims:
+        facts = sim.summary()
+        row = [facts["policy"], facts["dispatch"], facts["num_slots"], facts["interval"]]
+        row += [number(facts["mean_balancedness"]), number(facts["total_balancedness"])]
+        row += [f"{sim.total_transfers:,}", f"{facts['network_transfers']:,}"]
+        if costs:
+            row += [f"{facts['pass_s'] * 1e3:.4g}", f"{facts['pause_s']:.3g}", f"{facts['memory_bytes'] / 1e9:.3g}"]
+        rows.append(row)
+    return table_html([*head, *(["ms a pass", "s of pauses", "GB a rank"] if costs else [])], rows)

@@ -1,15 +1,13 @@
-"""What a comparison found, in plain words: which policy, what it gains and moves, whether it is worth it."""
+"""What a comparison found, as a table and in words: which policy to take, what it gains and what it moves."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
+from eplb_core._text import number
 from eplb_core.placement.worth.costs import WORTH
-
-if TYPE_CHECKING:
-    from eplb_core.simulation.result import Simulation
+from eplb_core.simulation.result import Simulation
 
 # So much of the time, or of the balance where no cost is given, is no difference: then the fewest transfers win.
 _NEARLY = 0.01
@@ -81,3 +79,31 @@ def _dearer(best: Simulation, simulations: Sequence[Simulation]) -> str:
         return ""
     times = most.total_transfers / max(best.total_transfers, 1)
     return f" `{most.policy}` moves {times:,.0f} times as many and reaches {most.total_balancedness:.0%}."
+
+
+# ---- as a table ------------------------------------------------------------------------------------------------------
+
+
+def table(simulations: Iterable[Simulation]) -> str:
+    """Replays of one trace side by side: balancedness and transfers of each stretch, then the totals."""
+    simulations = tuple(simulations)
+    lines = [
+        " " * 11 + "".join(f"{sim.policy[:16]:>18}" for sim in simulations),
+        f"{'windows':<11}" + f"{'bal.':>8}{'transfers':>10}" * len(simulations),
+    ]
+    per_sim = [sim.blocks() for sim in simulations]
+    for at, (start, end, _, _) in enumerate(per_sim[0]):
+        cells = "".join(f"{number(blocks[at][2]):>8}{blocks[at][3]:>10,}" for blocks in per_sim)
+        lines.append(f"{f'{start}-{end - 1}':<11}{cells}" + _scored(start, end, simulations[0].scored_from))
+    lines.append("-" * len(lines[1]))
+    lines.append(
+        f"{'mean':<11}" + "".join(f"{number(s.mean_balancedness):>8}{s.total_transfers:>10,}" for s in simulations)
+    )
+    lines.append(f"{'total':<11}" + "".join(f"{number(s.total_balancedness):>8}{'':>10}" for s in simulations))
+    lines.append("bal. = mean / max load of the ranks, 1 is best; mean of layers, mean of windows;")
+    lines.append("total = sum of means / sum of maxima; transfers = experts received, all layers")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _scored(start: int, end: int, scored_from: int) -> str:
+    return "  unscored" if end <= scored_from else "  partly scored" if start < scored_from else ""

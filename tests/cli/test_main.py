@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from eplb_core import ExpertLayout, Topology, load_layout, load_trace, save_layout, save_trace
+from eplb_core.cli.inputs import to_json
 from eplb_core.cli.inspect import pairs_on_a_rank
 from eplb_core.cli.main import main
-from eplb_core.cli.plan import _program
-from eplb_core.cli.plan_words import conclude_plan
+from eplb_core.cli.plan import conclude_plan
+from eplb_core.cli.simulate import _program
 from eplb_core.files.formats import demo_trace
 from eplb_core.trace import Trace
 
@@ -90,22 +91,22 @@ def test_plan_from_a_current_layout_counts_its_transfers(
 LOADED = """
 import sys
 from numba.core.dispatcher import Dispatcher
-import eplb_core
 from eplb_core.cli.main import main
+from eplb_core.placement import place as module
 
 def kernels():
     homes = [module for name, module in list(sys.modules.items()) if name.startswith("eplb_core")]
     found = {id(each): each for home in homes for each in vars(home).values() if isinstance(each, Dispatcher)}
     return sum(len(each.overloads) for each in found.values())
 
-place, seen = eplb_core.place, []
+place, seen = module.place, []
 def watched(*arguments, **options):
     before = kernels()
     answer = place(*arguments, **options)
     seen.append(kernels() - before)
     return answer
 
-eplb_core.place = watched
+module.place = watched
 main(sys.argv[1:])
 print("LOADED", *seen)
 """
@@ -591,6 +592,16 @@ def test_plan_says_in_words_what_it_found() -> None:
     assert text.endswith("twice on a rank in 3 places: slots that help nobody.")
     assert "--current" not in text
     assert "no load" in conclude_plan({**facts, "windows_before": {"total": float("nan")}})
+
+
+def test_json_has_no_nan() -> None:
+    value = {
+        "a": np.float64("nan"),
+        "b": [float("inf"), np.int64(3)],
+        "c": np.array([1.0, np.nan]),
+        4: ("x", None, True),
+    }
+    assert json.loads(to_json(value)) == {"a": None, "b": [None, 3], "c": [1.0, None], "4": ["x", None, True]}
 
 
 @pytest.mark.slow

@@ -13,9 +13,8 @@ import torch
 from eplb_core import CostModel, ExpertLayout, StepCost, Topology, Trace, compare_policies, simulate, sweep
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core.metrics import mean_of_known
-from eplb_core.simulation import Comparison, Records
-from eplb_core.simulation import records as tables
-from eplb_core.simulation.compare import _replay_file, _saved, _text
+from eplb_core.simulation import Comparison, Records, table
+from eplb_core.simulation.sweep import _replay_file, _saved, _text
 
 TWO = Topology(num_ranks=2)
 LOAD = np.array([[[1, 1, 9, 1]]] * 6)
@@ -32,7 +31,7 @@ def test_each_policy_is_replayed_as_simulate_does() -> None:
     both = compare_policies(LOAD, ["none", "place"], workers=2, **OPTIONS)
     assert len(both) == 2
     for sim in both:
-        alone = simulate(LOAD, policy=sim.policy, **OPTIONS)
+        alone = simulate(LOAD, **{**OPTIONS, "policy": sim.policy})
         assert (alone.digests, alone.total_balancedness) == (sim.digests, sim.total_balancedness)
     assert both["none"].total_transfers == 0
     with pytest.raises(KeyError, match="'best' is not among none, place"):
@@ -53,7 +52,7 @@ def test_progress_is_told_and_faults_come_through() -> None:
     compare_policies(LOAD, ["none", "place"], progress=lambda *step: told.append(step), **OPTIONS)
     assert told == [(1, 2), (2, 2)]
     with pytest.raises(ValueError, match="'best'"):
-        compare_policies(LOAD, ["none", "best"], **OPTIONS)
+        compare_policies(LOAD, ["none", "best"], **OPTIONS)  # type: ignore[list-item]
 
 
 # ---- which to take, in words -----------------------------------------------------------------------------------------
@@ -66,7 +65,7 @@ def test_without_a_cost_fewer_transfers_win_within_a_hundredth_of_balance() -> N
     assert runs.conclusion.startswith("Take `place`: on windows it had not seen, the average rank works 100%")
     assert "layers take 40.0% less time than with `none` (60%)" in runs.conclusion
     assert "Its 2 rebalances move 1 expert in all. `swap` moves 4 times as many" in runs.conclusion
-    assert str(runs).startswith(runs.simulations[0].table()[:10])
+    assert str(runs).startswith(table(runs)[:10])
     said = str(runs).split("\n\n")[-1]
     assert " ".join(said.split()) == runs.conclusion
     assert max(map(len, said.splitlines())) <= 80
@@ -134,7 +133,7 @@ def test_windows_and_moves_are_tidy_records() -> None:
     moves = sim.moves()
     assert moves.node_transfers.sum() + moves.network_transfers.sum() == sim.total_transfers
     assert moves[moves.layer == 1].window.tolist() == [2, 4]
-    (row,) = compare_policies(load, "place", topology=Topology(4, 2), num_slots=12, interval=2).records()
+    (row,) = compare_policies(load, "place", topology=Topology(4, 2), num_slots=12, interval=2).rows()
     assert row.total_balancedness == sim.total_balancedness
     assert (row.policy, row.num_slots, row.redundant, row.num_nodes) == ("place", 12, 4, 2)
 
@@ -227,7 +226,7 @@ def test_a_process_replays_what_was_saved_as_this_one_does() -> None:
     setting: dict[str, Any] = {"policy": "none", "topology": TWO, "num_slots": 4, "interval": 2}
     load = np.arange(1, 17).reshape(4, 1, 4)
     with _saved(load) as path:
-        assert _replay_file(path, setting) == tables.summary(simulate(load, **setting))
+        assert _replay_file(path, setting) == simulate(load, **setting).summary()
 
 
 def test_a_comparison_names_its_replays() -> None:

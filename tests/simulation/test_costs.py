@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eplb_core import CostModel, ExpertLayout, StepCost, Topology, cost_preset, place, simulate, transfers
 from eplb_core.simulation import HARDWARE, Hardware, count_links
-from eplb_core.simulation import links as links_module
+from eplb_core.simulation import hardware as links_module
 
 FOUR = Topology(num_ranks=4, num_nodes=2)
 

@@ -26,7 +26,7 @@ def comparison() -> Comparison:
 
 
 def test_curves_are_the_balance_of_each_window(comparison: Comparison) -> None:
-    axes = comparison.plot().axes[0]
+    axes = plots.plot_balance(comparison).axes[0]
     for line, sim in zip(axes.lines, comparison, strict=False):
         assert line.get_ydata().tolist() == sim.window_balancedness.tolist()
         assert line.get_label().startswith(f"{sim.policy}: ")
@@ -36,7 +36,7 @@ def test_curves_are_the_balance_of_each_window(comparison: Comparison) -> None:
 
 
 def test_one_replay_shows_its_ranks_too(comparison: Comparison) -> None:
-    above, below = comparison["place"].plot().axes[:2]
+    above, below = plots.plot_simulation(comparison["place"]).axes[:2]
     assert above.lines[0].get_ydata().tolist() == comparison["place"].window_balancedness.tolist()
     shown = below.images[0].get_array()
     load = comparison["place"].rank_load
@@ -113,7 +113,7 @@ def test_many_windows_are_averaged() -> None:
 
 
 def test_a_notebook_gets_a_picture(comparison: Comparison) -> None:
-    assert comparison.plot()._repr_png_().startswith(b"\x89PNG")
+    assert plots.plot_balance(comparison)._repr_png_().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_extra_is_named(comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,18 +126,18 @@ def test_without_matplotlib_the_extra_is_named(comparison: Comparison, monkeypat
 
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(ImportError, match=r"pip install 'eplb-core\[notebook\]'"):
-        comparison.plot()
+        plots.plot_balance(comparison)
 
 
 def test_what_is_not_known_or_far_apart_or_on_one_node_is_drawn_too() -> None:
     options: dict[str, Any] = {"topology": Topology(4), "num_slots": 12, "interval": 3}
     bare = compare_policies(LOAD, "none", **options)["none"]
-    above, below = bare.plot().axes[:2]
+    above, below = plots.plot_simulation(bare).axes[:2]
     assert above.get_legend() is None
     assert below.images
     long = np.random.default_rng(0).integers(1, 90, (64, 1, 8))
     run = compare_policies(long, "none", **options)["none"]
-    assert not any(text.get_text() == "not scored" for text in run.plot().axes[0].texts)
+    assert not any(text.get_text() == "not scored" for text in plots.plot_simulation(run).axes[0].texts)
     chosen = plots.plot_before_after(bare.layout, bare.layout, LOAD, layer=2).axes[0]
     assert "layer 2: " in chosen.get_title(loc="left")
     rows = sweep(long, {"interval": [1, 40]}, policy="none", topology=Topology(4), num_slots=12)

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from eplb_core import CostModel, ExpertLayout, Topology, Trace, simulate
 from eplb_core._arrays import FloatArray, IntArray
-from eplb_core.simulation import Policy, table
+from eplb_core.simulation import Policy, PolicyName, table
 
 TWO = Topology(num_ranks=2)
 
@@ -100,7 +100,7 @@ def test_windows_and_layers_without_load_count_in_no_average() -> None:
     result = simulate(load, topology=TWO, num_slots=4, policy="none", interval=1)
     assert np.isnan(result.window_balancedness).tolist() == [True, True, False, True]
     assert result.mean_balancedness == 0.75
-    assert "-" in result.table()
+    assert "-" in table([result])
 
 
 def test_shares_of_a_dispatch_function_are_used_per_window() -> None:
@@ -145,7 +145,7 @@ def test_several_intervals_can_be_scored_on_the_same_windows() -> None:
     assert late.pause_s.tolist() == [100.0, 100.0]
     assert late.total_s == 3 * 2.0 + 100.0  # the pause before window 2 is not of the scored windows
     assert late.windows().scored.tolist() == [False] * 3 + [True] * 3
-    lines = late.table().splitlines()
+    lines = table([late]).splitlines()
     assert [line.split()[3:] for line in lines[2:5]] == [["unscored"], ["partly", "scored"], []]
     assert repr(late) == (
         "Simulation(policy='by_turns', dispatch='even', num_slots=4, interval=2, total_balancedness=1.0000, "
@@ -160,14 +160,14 @@ def by_turns(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout
 
 def test_the_table_shows_policies_side_by_side() -> None:
     load = np.array([[[1, 1, 9, 1]]] * 4)
-    policies: tuple[str | Policy, ...] = ("none", by_load)
+    policies: tuple[PolicyName | Policy, ...] = ("none", by_load)
     runs = [simulate(load, topology=TWO, num_slots=6, policy=policy, interval=2) for policy in policies]
     lines = table(runs).splitlines()
     assert lines[0].split() == ["none", "by_load"]
     assert lines[2].split() == ["0-1", "0.600", "0", "0.600", "0", "unscored"]
     assert lines[3].split() == ["2-3", "0.600", "0", "1.000", "1"]
     assert all(len(line) <= 80 for line in lines)
-    assert runs[0].table().splitlines()[0].split() == ["none"]
+    assert table([runs[0]]).splitlines()[0].split() == ["none"]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,13 @@
-"""Progress and JSON of the command line, with streams that say they are terminals."""
+"""Progress on stderr, with streams that say they are terminals."""
 
 from __future__ import annotations
 
 import io
-import json
 import sys
 
-import numpy as np
 import pytest
 
-from eplb_core.cli.terminal import number, progress, to_json
+from eplb_core.simulation import progress_bar
 
 
 class Terminal(io.StringIO):
@@ -22,7 +20,7 @@ class Terminal(io.StringIO):
 def test_without_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    with progress("work") as step:
+    with progress_bar("work") as step:
         step(1, 2)
     assert stream.getvalue() == "work ...\n"
 
@@ -31,7 +29,7 @@ def test_without_rich_a_line_is_rewritten_and_cleared(monkeypatch: pytest.Monkey
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with progress("work") as step:
+    with progress_bar("work") as step:
         step(1, 2)
     assert "\rwork 1/2 " in stream.getvalue()
     assert stream.getvalue().endswith(" \r")
@@ -41,20 +39,6 @@ def test_with_rich_a_bar_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich", reason="the bar needs rich")
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    with progress("work") as step:
+    with progress_bar("work") as step:
         step(1, 2)
     assert "work" in stream.getvalue()
-
-
-def test_json_has_no_nan() -> None:
-    value = {
-        "a": np.float64("nan"),
-        "b": [float("inf"), np.int64(3)],
-        "c": np.array([1.0, np.nan]),
-        4: ("x", None, True),
-    }
-    assert json.loads(to_json(value)) == {"a": None, "b": [None, 3], "c": [1.0, None], "4": ["x", None, True]}
-
-
-def test_numbers_are_short() -> None:
-    assert (number(0.98765), number(float("nan"))) == ("0.988", "-")

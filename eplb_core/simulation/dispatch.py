@@ -1,0 +1,110 @@
+"""How replays spread tokens over replicas: the words of `simulate(dispatch=...)` and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_word
+from eplb_core.layout import ExpertLayout
+from eplb_core.metrics import even_shares
+from eplb_core.simulation.load.sources import Block
+
+DispatchName: TypeAlias = Literal["even", "weighted", "previous", "static_table", "even_table"]
+"""Which share of its expert's tokens a slot takes; beside each word its `dispatch` of `place` and `mode` of tables.
+
+even: equal shares. `place`: "even"; `DispatchTables`: "random" or "row".
+weighted: shares solved for each window as it comes. `place`: "weighted"; `DispatchTables`: "quota", solved per batch.
+previous: shares solved for the windows that the policy saw. `place`: "even"; `DispatchTables`: "weighted", with
+    `replica_shares` of those windows.
+static_table: one replica per rank, from `static_dispatch_table`. `place`: "even"; `DispatchTables`: "static".
+even_table: one replica per rank, from `even_dispatch_table`. `place`: "even"; `DispatchTables`: "even".
+"""
+Dispatch: TypeAlias = Callable[[ExpertLayout, FloatArray], ArrayLike]
+"""From the live layout and one window `[L, E]` to the share of its expert's tokens that each slot takes, `[L, P]`."""
+
+DISPATCHES: tuple[DispatchName, ...] = get_args(DispatchName)
+_RENAMED = {"solved": "weighted", "static": "static_table", "local": "even_table"}  # words of 0.1
+
+
+def check_dispatch(dispatch: object) -> None:
+    """Raise ValueError for a word that is none of `DISPATCHES`; words of 0.1 get the new one named."""
+    if isinstance(dispatch, str) and dispatch in _RENAMED:
+        raise ValueError(f"`dispatch` (={dispatch!r}) is called {_RENAMED[dispatch]!r} since 0.2; use that word")
+    if not callable(dispatch):
+        check_word(dispatch, "dispatch", DISPATCHES, ", or a function")
+
+
+class Dispatcher:
+    """Tokens of each slot, for the layout that is live. `renew` before the first block and after each rebalance."""
+
+    def __init__(self, dispatch: DispatchName | Dispatch) -> None:
+        check_dispatch(dispatch)
+        self.dispatch = dispatch
+        self.shares: FloatArray | None = None
+        self.table: IntArray | None = None
+
+    def renew(self, layout: ExpertLayout, seen: IntArray | FloatArray | None) -> None:
+        """A layout goes live; `seen` are the windows `[T', L, E]` known by then."""
+        self.layout = layout
+        self.shares = self.table = None
+        if self.dispatch == "previous" and seen is not None:
+            self.shares = _solved(layout, seen)
+        elif self.dispatch == "static_table":
+            from eplb_core.dispatch.static import static_dispatch_table
+
+            self.table = static_dispatch_table(layout)
+        elif self.dispatch == "even_table":
+            from eplb_core.dispatch.even import even_dispatch_table
+
+            self.table = even_dispatch_table(layout)
+
+    def slot_load(self, block: Block) -> FloatArray:
+        """Tokens of each slot, float64 `[t, L, P]`."""
+        if self.table is not None and block.by_source is not None:
+            return self._by_table(block.by_source(self.layout.topology.num_ranks), self.table)
+        load = np.asarray(block.load, dtype=np.float64)
+        shares = self._shares(load)
+        p2l = self.layout.physical_to_logical_map
+        index = np.broadcast_to(np.maximum(p2l, 0), (len(load), *p2l.shape))
+        tokens: FloatArray = np.take_along_axis(load, index, axis=2)
+        tokens *= np.where(p2l >= 0, shares, 0.0)
+        return tokens
+
+    def _shares(self, load: FloatArray) -> FloatArray:
+        if callable(self.dispatch):
+            return self._checked(np.stack([np.asarray(self.dispatch(self.layout, window)) for window in load]))
+        if self.dispatch == "weighted":
+            return np.stack([_solved(self.layout, window) for window in load])
+        if self.table is not None:  # every rank sends equally many tokens of each expert
+            ones = np.ones((1, len(self.table), *self.table.shape[1:])) / len(self.table)
+            return self._by_table(ones, self.table)
+        if self.shares is not None:
+            return self.shares
+        return even_shares(self.layout)
+
+    def _checked(self, shares: FloatArray) -> FloatArray:
+        shape = self.layout.physical_to_logical_map.shape
+        if shares.shape[1:] != shape:
+            raise ValueError(
+                f"`dispatch` gave shares of shape {list(shares.shape[1:])}; they must be {list(shape)}, one a slot"
+            )
+        return shares.astype(np.float64)
+
+    def _by_table(self, sent: FloatArray, table: IntArray) -> FloatArray:
+        """What each rank sends, `[t, R, L, E]`, to the slot that its table names: `[t, L, P]`."""
+        slots = self.layout.num_slots
+        tokens = np.empty((len(sent), self.layout.num_layers, slots))
+        for window in range(len(sent)):
+            for layer in range(self.layout.num_layers):
+                to, what = table[:, layer].ravel(), sent[window, :, layer].ravel()
+                tokens[window, layer] = np.bincount(to, weights=what, minlength=slots)
+        return tokens
+
+
+def _solved(layout: ExpertLayout, load: IntArray | FloatArray) -> FloatArray:
+    from eplb_core.dispatch.shares import replica_shares  # compiles: only where it is used
+
+    return replica_shares(layout, load)
