@@ -81,7 +81,7 @@ def host_tables(sglang_file: Path, quick: bool) -> tuple[dict[str, Any], list[st
         "static as at start-up, all ranks": lambda: eplb.static_dispatch_table(layout, candidates="narrowed"),
         "even, all ranks": lambda: eplb.even_dispatch_table(layout, expert_load=load),
         "even for unequal senders, all ranks": lambda: eplb.even_dispatch_table(layout, expert_load=sent),
-        "repeated entries, one rank": lambda: eplb.repeated_dispatch_table(layout, shares=shares),
+        "repeated entries, one rank": lambda: eplb.hash_dispatch_table(layout, shares=shares),
         "replica shares": lambda: eplb.replica_shares(layout, load),
         "install one layer, weighted": lambda: tables.install(layout, layers=[next(turn) % layers], shares=shares),
         "install one layer, even": lambda: even.install(layout, layers=[next(turn) % layers]),

@@ -453,8 +453,8 @@ CALLS: dict[str, Callable[[Path], Case]] = {
         eplb.static_dispatch_table, layout=LAYOUT, seed=1, prefer_same_node=True, candidates="all"
     ),
     "even_dispatch_table": simple(eplb.even_dispatch_table, layout=LAYOUT, expert_load=LOAD),
-    "repeated_dispatch_table": simple(
-        eplb.repeated_dispatch_table, layout=LAYOUT, shares=eplb.replica_shares(LAYOUT, LOAD), rank=1, width=8
+    "hash_dispatch_table": simple(
+        eplb.hash_dispatch_table, layout=LAYOUT, shares=eplb.replica_shares(LAYOUT, LOAD), rank=1, width=8
     ),
     "replica_shares": simple(eplb.replica_shares, layout=LAYOUT, expert_load=LOAD),
     "DispatchTables": simple(

@@ -57,7 +57,7 @@ _HOMES = {
     "loading.verify.weights": "verify_weights",
     "metrics": "rank_load balancedness mean_balancedness total_balancedness transfers",
     "dispatch.static": "static_dispatch_table",
-    "dispatch.even": "even_dispatch_table repeated_dispatch_table",
+    "dispatch.even": "even_dispatch_table hash_dispatch_table",
     "dispatch.shares": "replica_shares",
     "dispatch.tables": "DispatchTables",
     "dispatch.ops": "LayerTables topk_to_slots",

@@ -7,7 +7,7 @@ from eplb_core._version import __version__ as __version__
 from eplb_core._warm_up import warm_up as warm_up
 from eplb_core.dispatch.counter import LoadCounter as LoadCounter
 from eplb_core.dispatch.even import even_dispatch_table as even_dispatch_table
-from eplb_core.dispatch.even import repeated_dispatch_table as repeated_dispatch_table
+from eplb_core.dispatch.even import hash_dispatch_table as hash_dispatch_table
 from eplb_core.dispatch.ops import LayerTables as LayerTables
 from eplb_core.dispatch.ops import topk_to_slots as topk_to_slots
 from eplb_core.dispatch.shares import replica_shares as replica_shares

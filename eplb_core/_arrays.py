@@ -67,13 +67,14 @@ def read_only(array: A) -> A:
     return array
 
 
-def check_load(value: object, name: str, ndims: tuple[int, ...]) -> FloatArray:
+def check_load(value: object, name: str, ndims: tuple[int, ...], *, outer: str = "window") -> FloatArray:
     """Make a load float64 and read-only; NaN, infinity, negatives and wrong shapes raise and say where.
 
     Args:
         value: Array or tensor `[..., L, E]` of token counts, any real dtype.
         name: How the caller calls it, for messages.
         ndims: The numbers of dimensions that are allowed.
+        outer: What the first of three dimensions counts.
     """
     array = to_numpy(value, name)
     if array.ndim not in ndims:
@@ -85,15 +86,15 @@ def check_load(value: object, name: str, ndims: tuple[int, ...]) -> FloatArray:
     load: FloatArray = read_only(np.require(array, np.float64, ["C", "A"]).view())
     # One pass in the common case: a sum is finite and a minimum is not negative, or the slow path says what is wrong.
     if load.size and not (load.min() >= 0.0 and load.max() < np.inf):
-        _raise_bad_load(load, name)
+        _raise_bad_load(load, name, outer)
     return load
 
 
-def _raise_bad_load(load: FloatArray, name: str) -> None:
+def _raise_bad_load(load: FloatArray, name: str, outer: str) -> None:
     bad = ~((load >= 0.0) & (load < np.inf))
     places = np.argwhere(bad)
     first = places[0]
-    words = {1: ("expert",), 2: ("layer", "expert"), 3: ("window", "layer", "expert")}[load.ndim]
+    words = (outer, "layer", "expert")[3 - load.ndim :]
     where = ", ".join(f"{word} {index}" for word, index in zip(words, first, strict=True))
     more = f"; {len(places) - 1} more" if len(places) > 1 else ""
     raise ValueError(

@@ -58,7 +58,7 @@ def _warm_place() -> None:
 
 
 def _warm_dispatch() -> None:
-    from eplb_core.dispatch.even import even_dispatch_table, repeated_dispatch_table
+    from eplb_core.dispatch.even import even_dispatch_table, hash_dispatch_table
     from eplb_core.dispatch.shares import replica_shares
     from eplb_core.dispatch.static import static_dispatch_table
 
@@ -67,7 +67,7 @@ def _warm_dispatch() -> None:
     static_dispatch_table(layout, candidates="narrowed")
     even_dispatch_table(layout)
     even_dispatch_table(layout, expert_load=_LOAD)
-    repeated_dispatch_table(layout, rank=0)
+    hash_dispatch_table(layout, rank=0)
     replica_shares(layout, _LOAD)
 
 

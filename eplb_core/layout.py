@@ -398,6 +398,16 @@ def min_redundant(num_experts: int, num_ranks: int) -> int:
     return -check_int(num_experts, "num_experts", 1) % check_int(num_ranks, "num_ranks", 1)
 
 
+def check_frame(layout: ExpertLayout, name: str, num_layers: int, num_experts: int, topology: Topology) -> ExpertLayout:
+    """Raise ValueError unless the layout has a load's layers and experts and this topology."""
+    check_kind(layout, name, ExpertLayout)
+    if (layout.num_layers, layout.num_experts, layout.topology) != (num_layers, num_experts, topology):
+        raise ValueError(
+            f"`{name}` ({layout!r}) must have the load's {num_layers} layers and {num_experts} experts, and {topology}"
+        )
+    return layout
+
+
 def layer_rows(layers: ArrayLike, num_layers: int) -> IntArray:
     """Rows from ints in `[0, L)` or bools `[L]`, as int64 `[n]` in the order given."""
     array = to_numpy(layers, "layers")

@@ -21,7 +21,8 @@ def rank_load(layout: ExpertLayout, expert_load: ArrayLike, *, shares: ArrayLike
         float64 `[L, R]` or `[T, L, R]`.
 
     Raises:
-        ValueError: A shape does not fit the layout, or a load is NaN, infinite or negative.
+        ValueError: A shape does not fit the layout, a load is NaN, infinite or negative, or the shares of an expert do
+            not sum to 1.
 
     Cost:
         O(T * L * P). Any thread.
@@ -32,28 +33,12 @@ def rank_load(layout: ExpertLayout, expert_load: ArrayLike, *, shares: ArrayLike
         >>> rank_load(layout, [[8, 1, 5]])
         array([[5., 9.]])
     """
-    check_kind(layout, "layout", ExpertLayout)
-    load = check_load(expert_load, "expert_load", (2, 3))
-    layers, experts, slots = layout.num_layers, layout.num_experts, layout.num_slots
-    if load.shape[-2:] != (layers, experts):
-        raise ValueError(
-            f"`expert_load` (shape {list(load.shape)}) must be [{layers}, {experts}] or [T, {layers}, {experts}], "
-            "the layout's layers and logical experts"
-        )
-    p2l = layout.physical_to_logical_map
+    load = check_load_of(layout, expert_load)
     if shares is None:
         fraction = even_shares(layout)
     else:
-        fraction = to_reals(shares, "shares")
-        windows = ((), load.shape[:-2], (1,)[: load.ndim - 2])
-        if fraction.shape[-2:] != (layers, slots) or fraction.shape[:-2] not in windows:
-            raise ValueError(
-                f"`shares` (shape {list(fraction.shape)}) must be [{layers}, {slots}], a fraction a slot, or that for "
-                "each window of `expert_load`"
-            )
-        fraction = np.where(p2l >= 0, fraction, 0.0)
-        if not (np.abs(fraction) <= 1e9).all():
-            raise ValueError("`shares` must be finite, a fraction a slot")
+        fraction = check_shares(shares, layout, num_windows=len(load) if load.ndim == 3 else None)
+    p2l, layers, slots = layout.physical_to_logical_map, layout.num_layers, layout.num_slots
     index = np.broadcast_to(np.maximum(p2l, 0), (*load.shape[:-2], layers, slots))
     slot_load = np.take_along_axis(load, index, axis=-1) * fraction
     ranks = (layout.topology.num_ranks, layout.slots_per_rank)
@@ -65,6 +50,72 @@ def even_shares(layout: ExpertLayout) -> FloatArray:
     """One over the number of replicas for each slot that holds an expert, else 0, float64 `[L, P]`."""
     p2l = layout.physical_to_logical_map
     return (p2l >= 0) / np.take_along_axis(layout.replica_count, np.maximum(p2l, 0), axis=1)
+
+
+def check_load_of(layout: ExpertLayout, expert_load: object, *, by_source: bool = False) -> FloatArray:
+    """Make a load `[L, E]` or `[T, L, E]` float64 and read-only; raise unless it fits the layout.
+
+    With `by_source` the first of three dimensions counts the ranks that send, `[R, L, E]`.
+    """
+    check_kind(layout, "layout", ExpertLayout)
+    load = check_load(expert_load, "expert_load", (2, 3), outer="source rank" if by_source else "window")
+    frame, ranks = (layout.num_layers, layout.num_experts), layout.topology.num_ranks
+    if load.shape[-2:] != frame or (by_source and load.ndim == 3 and len(load) != ranks):
+        first, what = (ranks, " from each rank") if by_source else ("T", "")
+        both = f"[{frame[0]}, {frame[1]}] or [{first}, {frame[0]}, {frame[1]}]{what}"
+        raise ValueError(
+            f"`expert_load` (shape {list(load.shape)}) must be {both}: the layers and logical experts of the layout"
+        )
+    return load
+
+
+SHARES_ROUNDING = 1e-6
+"""How far the shares of an expert may sum from 1, and how far one may lie above 1.
+
+Shares that were saved or sent as float32 sum to 1 within some 1e-7 and must pass; a sum further off than 1e-6 is not
+rounding but a replica that was left out, or another scale.
+"""
+
+
+def check_shares(
+    shares: object,
+    layout: ExpertLayout,
+    name: str = "shares",
+    *,
+    num_windows: int | None = None,
+    sums: bool = True,
+) -> FloatArray:
+    """Make shares `[L, P]` a new float64 array with 0 at empty slots; raise unless each is one and they sum to 1.
+
+    Args:
+        shares: Fraction of its expert's tokens for each slot; what empty slots have is not looked at.
+        layout: Where the experts are.
+        name: How the caller calls them, for messages.
+        num_windows: Where given, `[1, L, P]` and `[num_windows, L, P]` fit as well.
+        sums: Whether an expert's shares must sum to 1; not so where ranks are gone.
+    """
+    p2l, experts = layout.physical_to_logical_map, layout.num_experts
+    array = to_reals(shares, name)
+    shape, given = list(p2l.shape), list(array.shape)
+    if given != shape and (num_windows is None or given not in ([1, *shape], [num_windows, *shape])):
+        more = "" if num_windows is None else f" or {[num_windows, *shape]}"
+        raise ValueError(f"`{name}` (shape {given}) must be {shape}{more}, a fraction for each slot")
+    array = np.where(p2l >= 0, array, 0.0)
+    bad = ~((array >= 0.0) & (array <= 1.0 + SHARES_ROUNDING))
+    if bad.any():
+        *_, layer, slot = place = tuple(np.argwhere(bad)[0].tolist())
+        raise ValueError(f"`{name}` (={array[place]}) must be in [0, 1] at layer {layer}, slot {slot}")
+    windows = array.size // max(1, p2l.size)
+    if sums and windows:
+        bins = np.maximum(p2l, 0) + np.arange(len(p2l))[:, None] * experts
+        bins = bins.reshape(-1) + np.arange(windows)[:, None] * len(p2l) * experts
+        total = np.bincount(bins.reshape(-1), array.reshape(-1)).reshape(-1, experts)
+        off = np.abs(total - 1.0) > SHARES_ROUNDING
+        if off.any():
+            row, expert = np.argwhere(off)[0].tolist()
+            where = f"layer {row % len(p2l)}; scale them"
+            raise ValueError(f"`{name}` of expert {expert} (sum {total[row, expert]}) must sum to 1 at {where}")
+    return array
 
 
 def balancedness(rank_load: ArrayLike) -> FloatArray:

@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "shares": (
         lambda: eplb.rank_load(LAYOUT, [[1, 1, 1]], shares=[[np.nan, 1, 1, 0]]),
         ValueError,
-        "`shares` must be finite",
+        r"`shares` \(=nan\) must be in \[0, 1\] at layer 0, slot 0",
     ),
     "grid": (
         lambda: simulation.sweep(LOAD, "num_slots", topology=TOPOLOGY),  # type: ignore[arg-type]

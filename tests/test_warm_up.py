@@ -66,7 +66,7 @@ with event.install_recorder("numba:compile") as compiled:
         eplb.static_dispatch_table(live, seed=7, candidates=candidates)
     shares = eplb.replica_shares(live, fixed)
     shares.flags.writeable = False
-    eplb.repeated_dispatch_table(live, shares=shares, rank=1)
+    eplb.hash_dispatch_table(live, shares=shares, rank=1)
     for mode in ("static", "even", "random", "row", "weighted", "quota", "fewest", "fake"):
         tables = eplb.DispatchTables(live, mode=mode, rank=1)
         tables.install(live, layers=[1], shares=None if mode in ("static", "even") else shares)

@@ -13,16 +13,13 @@ from eplb_core._arrays import (
     check_id,
     check_int,
     check_kind,
-    check_load,
     check_made,
     read_only,
-    to_numpy,
-    to_reals,
 )
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch.rows import group_slots
 from eplb_core.layout import ExpertLayout
-from eplb_core.metrics import even_shares
+from eplb_core.metrics import check_load_of, check_shares, even_shares
 
 
 def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = None) -> IntArray:
@@ -63,17 +60,8 @@ def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = No
     check_kind(layout, "layout", ExpertLayout)
     ranks, layers, experts = layout.topology.num_ranks, layout.num_layers, layout.num_experts
     table = np.empty((ranks, layers, experts), dtype=np.int64)
-    if expert_load is None:
-        load = np.ones((1, layers, experts))
-    elif to_numpy(expert_load, "expert_load").ndim == 3:
-        load = _check_source_load(to_reals(expert_load, "expert_load"), (ranks, layers, experts))
-    else:
-        load = check_load(expert_load, "expert_load", (2,))[None]
-        if load.shape[1:] != (layers, experts):
-            raise ValueError(
-                f"`expert_load` (shape {list(load.shape[1:])}) must be [{layers}, {experts}] or "
-                f"[{ranks}, {layers}, {experts}], what each rank sends"
-            )
+    load = np.ones((1, layers, experts)) if expert_load is None else check_load_of(layout, expert_load, by_source=True)
+    load = load if load.ndim == 3 else load[None]
     owner = np.arange(layout.num_slots) // layout.slots_per_rank
     width = layout.num_slots + ranks + experts + 1
     ints, floats = np.empty((8, width), dtype=np.int64), np.empty((3, width))
@@ -103,21 +91,7 @@ def rank_filler(layout: ExpertLayout, rank: int) -> Callable[[int, IntArray], In
     return fill_rank
 
 
-def _check_source_load(sent: FloatArray, shape: tuple[int, int, int]) -> FloatArray:
-    """What each rank sends, `[R, L, E]`."""
-    if sent.shape != shape:
-        raise ValueError(f"`expert_load` (shape {list(sent.shape)}) must be {list(shape)}, what each rank sends")
-    bad = ~((sent >= 0.0) & (sent < np.inf))
-    if bad.any():
-        rank, layer, expert = (int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(
-            f"`expert_load` (={sent[rank, layer, expert]}) must be finite and not negative at source rank {rank}, "
-            f"layer {layer}, expert {expert}"
-        )
-    return sent
-
-
-def repeated_dispatch_table(
+def hash_dispatch_table(
     layout: ExpertLayout, *, shares: ArrayLike | None = None, rank: int = 0, width: int = 64
 ) -> tuple[IntArray, IntArray]:
     """A table that weighs replicas for a kernel that only does `table[expert, hash % count[expert]]`.
@@ -142,7 +116,7 @@ def repeated_dispatch_table(
     Example:
         >>> from eplb_core import Topology
         >>> layout = ExpertLayout([[0, 0, 0]], num_experts=1, topology=Topology(num_ranks=3))
-        >>> table, count = repeated_dispatch_table(layout, shares=[[0.5, 0.25, 0.25]])
+        >>> table, count = hash_dispatch_table(layout, shares=[[0.5, 0.25, 0.25]])
         >>> table[0, 0, :4].tolist(), int(count[0, 0])
         ([0, 1, 2, 0], 4)
     """
@@ -151,7 +125,7 @@ def repeated_dispatch_table(
     most = int(layout.replica_count.max(initial=1))
     if width < most:
         raise ValueError(f"`width` (={width}) must be at least {most}, the most replicas of an expert")
-    fractions = check_shares(layout, shares)
+    fractions = even_shares(layout) if shares is None else check_shares(shares, layout)
     check_made(num_layers=layout.num_layers, num_experts=layout.num_experts, width=width)
     table = np.full((layout.num_layers, layout.num_experts, width), -1, dtype=np.int64)
     count = np.empty((layout.num_layers, layout.num_experts), dtype=np.int64)
@@ -159,30 +133,6 @@ def repeated_dispatch_table(
     for layer, row in enumerate(layout.physical_to_logical_map):
         _repeat_layer(row, fractions[layer], rank, ints, table[layer], count[layer])
     return table, count
-
-
-def check_shares(layout: ExpertLayout, shares: ArrayLike | None) -> FloatArray:
-    """Shares as float64 `[L, P]`, finite, not negative, summing to 1 for each expert within 1e-6; None = equal ones."""
-    if shares is None:
-        return even_shares(layout)
-    p2l, experts = layout.physical_to_logical_map, layout.num_experts
-    held = p2l >= 0
-    expert_of = np.maximum(p2l, 0)
-    array = to_reals(shares, "shares")
-    if array.shape != p2l.shape:
-        raise ValueError(f"`shares` (shape {list(array.shape)}) must be {list(p2l.shape)}, a fraction a slot")
-    bad = held & ~((array >= 0.0) & (array <= 1.0 + 1e-6))
-    if bad.any():
-        layer, slot = (int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(f"`shares` (={array[layer, slot]}) must be in [0, 1] at layer {layer}, slot {slot}")
-    array = np.where(held, array, 0.0)
-    sums = np.zeros((layout.num_layers, experts))
-    np.add.at(sums, (np.arange(layout.num_layers)[:, None], expert_of), array)
-    off = np.abs(sums - 1.0) > 1e-6
-    if off.any():
-        layer, expert = (int(i) for i in np.argwhere(off)[0])
-        raise ValueError(f"`shares` of expert {expert} (sum {sums[layer, expert]}) must sum to 1 at layer {layer}")
-    return array
 
 
 @kernel

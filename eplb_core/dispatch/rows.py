@@ -10,6 +10,7 @@ import numpy.typing as npt
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch.constants import FIRST_BITS, UNIT
+from eplb_core.metrics import SHARES_ROUNDING
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -98,10 +99,10 @@ def _look_at(
             total = 0.0
             for i in range(starts[expert], starts[expert + 1]):
                 share = shares[by_expert[i]]
-                if not (0.0 <= share <= 1.0 + 1e-6):
+                if not (0.0 <= share <= 1.0 + SHARES_ROUNDING):
                     return 2, by_expert[i], share
                 total += share
-            if not (abs(total - 1.0) <= 1e-6):
+            if not (abs(total - 1.0) <= SHARES_ROUNDING):
                 return 3, expert, total
     return 0, 0, 0.0
 

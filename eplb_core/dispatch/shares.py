@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_kind, check_load, read_only
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, read_only
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch.rows import group_slots
 from eplb_core.layout import ExpertLayout
-from eplb_core.metrics import even_shares
+from eplb_core.metrics import check_load_of, even_shares
 
 SHRINK_WINDOWS = 16
 """Windows at which shares solved on windows go half of the way from an even split (fitted on held-out windows)."""
@@ -47,14 +47,8 @@ def replica_shares(layout: ExpertLayout, expert_load: ArrayLike) -> FloatArray:
         >>> replica_shares(layout, [[8, 1, 5]]).tolist()
         [[0.75, 1.0, 1.0, 0.25]]
     """
-    check_kind(layout, "layout", ExpertLayout)
-    load = check_load(expert_load, "expert_load", (2, 3))
+    load = check_load_of(layout, expert_load)
     layers, experts = layout.num_layers, layout.num_experts
-    if load.shape[-2:] != (layers, experts):
-        raise ValueError(
-            f"`expert_load` (shape {list(load.shape)}) must be [{layers}, {experts}] or [T, {layers}, {experts}], "
-            "the layout's layers and logical experts"
-        )
     if load.ndim == 2:
         load = load[None]
     shares = np.zeros((layers, layout.num_slots))

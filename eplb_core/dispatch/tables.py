@@ -341,9 +341,7 @@ class DispatchTables:
     def _check_shares(self, p2l: IntArray, shares: ArrayLike) -> FloatArray:
         """The shares as float64 `[L, P]`. Their values are looked at row by row."""
         if self.mode in STATIC_MODES:
-            raise ValueError(
-                f"`shares` cannot be kept by mode {self.mode!r}; use 'weighted', or `repeated_dispatch_table`"
-            )
+            raise ValueError(f"`shares` cannot be kept by mode {self.mode!r}; use 'weighted', or `hash_dispatch_table`")
         # Read-only like the equal ones, whoever owns them: kernels are compiled for one kind of array.
         fractions: FloatArray = read_only(np.require(to_reals(shares, "shares"), np.float64, ["C", "A"]).view())
         if fractions.shape != p2l.shape:

@@ -9,7 +9,7 @@ import numpy as np
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_word
 from eplb_core.layout import ExpertLayout
-from eplb_core.metrics import even_shares
+from eplb_core.metrics import check_shares, even_shares
 from eplb_core.simulation.load.sources import Block
 
 DispatchName: TypeAlias = Literal["even", "weighted", "previous", "static_table", "even_table"]
@@ -75,7 +75,7 @@ class Dispatcher:
 
     def _shares(self, load: FloatArray) -> FloatArray:
         if callable(self.dispatch):
-            return self._checked(np.stack([np.asarray(self.dispatch(self.layout, window)) for window in load]))
+            return np.stack([check_shares(self.dispatch(self.layout, window), self.layout) for window in load])
         if self.dispatch == "weighted":
             return np.stack([_solved(self.layout, window) for window in load])
         if self.table is not None:  # every rank sends equally many tokens of each expert
@@ -84,14 +84,6 @@ class Dispatcher:
         if self.shares is not None:
             return self.shares
         return even_shares(self.layout)
-
-    def _checked(self, shares: FloatArray) -> FloatArray:
-        shape = self.layout.physical_to_logical_map.shape
-        if shares.shape[1:] != shape:
-            raise ValueError(
-                f"`dispatch` gave shares of shape {list(shares.shape[1:])}; they must be {list(shape)}, one a slot"
-            )
-        return shares.astype(np.float64)
 
     def _by_table(self, sent: FloatArray, table: IntArray) -> FloatArray:
         """What each rank sends, `[t, R, L, E]`, to the slot that its table names: `[t, L, P]`."""

@@ -12,7 +12,7 @@ from typing import TypedDict
 import numpy as np
 
 from eplb_core._arrays import FloatArray, IntArray, check_flag, check_int, check_kind, check_made, check_real, read_only
-from eplb_core.layout import ExpertLayout, check_num_slots
+from eplb_core.layout import ExpertLayout, check_frame, check_num_slots
 from eplb_core.metrics import mean_of_known, mean_over_top
 from eplb_core.placement.worth.costs import CostModel
 from eplb_core.simulation.dispatch import Dispatch, Dispatcher, DispatchName
@@ -186,11 +186,7 @@ class _Run:
         if current is None:
             slots = check_num_slots(self.num_slots, experts)
             current = ExpertLayout.trivial(layers, experts, num_slots=slots, topology=self.topology)
-        check_kind(current, "current", ExpertLayout)
-        if (current.num_layers, current.num_experts, current.topology) != (layers, experts, self.topology):
-            raise ValueError(
-                f"`current` ({current!r}) must have the trace's {layers} layers and {experts} experts, and `topology`"
-            )
+        check_frame(current, "current", layers, experts, self.topology)
         self.first = self.live = current
         self.digests.append(current.digest)
         self.dispatcher.renew(current, None)

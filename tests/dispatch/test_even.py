@@ -15,8 +15,8 @@ from eplb_core import (
     Topology,
     balancedness,
     even_dispatch_table,
+    hash_dispatch_table,
     rank_load,
-    repeated_dispatch_table,
     static_dispatch_table,
 )
 from tests.dispatch.cases import PAIR, layouts, random_layout
@@ -164,7 +164,7 @@ def test_even_tables_lose_less_than_static_ones() -> None:
 def test_repeated_entries_express_weights() -> None:
     """vLLM's kernel takes `hash % count`: weights 2:1:1 give 256, 128 and 128 of 512 tokens."""
     layout = ExpertLayout([[0, 0, 0, 1]], num_experts=2, topology=Topology(num_ranks=4))
-    table, count = repeated_dispatch_table(layout, shares=[[0.5, 0.25, 0.25, 1.0]])
+    table, count = hash_dispatch_table(layout, shares=[[0.5, 0.25, 0.25, 1.0]])
     assert count.tolist() == [[4, 1]]
     picked = Counter(int(table[0, 0, h % 4]) for h in range(512))
     assert picked == {0: 256, 1: 128, 2: 128}
@@ -172,7 +172,7 @@ def test_repeated_entries_express_weights() -> None:
 
 def test_first_tokens_of_eight_ranks_use_three_replicas_evenly() -> None:
     layout = ExpertLayout([[0, 1, 2, 0, 3, 4, 0, 5]], num_experts=6, topology=Topology(num_ranks=8))
-    first = [int(repeated_dispatch_table(layout, rank=rank)[0][0, 0, 0]) for rank in range(8)]
+    first = [int(hash_dispatch_table(layout, rank=rank)[0][0, 0, 0]) for rank in range(8)]
     assert sorted(Counter(first).values()) == [2, 3, 3]
 
 
@@ -188,7 +188,7 @@ def test_repeats_meet_every_share_within_half_an_entry(layout: ExpertLayout, ran
         for expert in range(layout.num_experts):
             mine = row == expert
             shares[layer, mine] = weights[mine] / weights[mine].sum()
-    table, count = repeated_dispatch_table(layout, shares=shares, rank=rank % layout.topology.num_ranks, width=48)
+    table, count = hash_dispatch_table(layout, shares=shares, rank=rank % layout.topology.num_ranks, width=48)
     for layer, row in enumerate(p2l):
         for expert in range(layout.num_experts):
             entries = table[layer, expert, : count[layer, expert]]
@@ -200,9 +200,9 @@ def test_repeats_meet_every_share_within_half_an_entry(layout: ExpertLayout, ran
 
 
 def test_bad_arguments_of_even_tables_are_named() -> None:
-    with pytest.raises(ValueError, match=r"must be \[1, 4\] or \[2, 1, 4\], what each rank sends"):
+    with pytest.raises(ValueError, match=r"must be \[1, 4\] or \[2, 1, 4\] from each rank"):
         even_dispatch_table(PAIR, expert_load=np.ones((1, 5)))
-    with pytest.raises(ValueError, match=r"`expert_load` \(shape \[3, 1, 4\]\) must be \[2, 1, 4\]"):
+    with pytest.raises(ValueError, match=r"`expert_load` \(shape \[3, 1, 4\]\) must be \[1, 4\] or \[2, 1, 4\]"):
         even_dispatch_table(PAIR, expert_load=np.ones((3, 1, 4)))
     for wrong in (np.full((2, 1, 4), 1j), np.full((2, 1, 4), "much")):
         with pytest.raises(TypeError, match=r"`expert_load` \(dtype .*\) must be integers or floats"):
@@ -212,15 +212,15 @@ def test_bad_arguments_of_even_tables_are_named() -> None:
     with pytest.raises(ValueError, match=r"source rank 1, layer 0, expert 2"):
         even_dispatch_table(PAIR, expert_load=bad)
     with pytest.raises(IndexError, match=r"`rank` \(=2\) must be in \[0, 2\)"):
-        repeated_dispatch_table(PAIR, rank=2)
+        hash_dispatch_table(PAIR, rank=2)
     with pytest.raises(ValueError, match=r"`width` \(=1\) must be at least 2"):
-        repeated_dispatch_table(PAIR, width=1)
+        hash_dispatch_table(PAIR, width=1)
     with pytest.raises(ValueError, match=r"`shares` \(shape \[1, 5\]\) must be \[1, 6\]"):
-        repeated_dispatch_table(PAIR, shares=np.ones((1, 5)))
+        hash_dispatch_table(PAIR, shares=np.ones((1, 5)))
     with pytest.raises(ValueError, match=r"`shares` \(=-0.5\) must be in \[0, 1\] at layer 0, slot 0"):
-        repeated_dispatch_table(PAIR, shares=[[-0.5, 1, 1, 0.5, 0.5, 1.5]])
+        hash_dispatch_table(PAIR, shares=[[-0.5, 1, 1, 0.5, 0.5, 1.5]])
     with pytest.raises(ValueError, match=r"expert 0 \(sum 0.75\) must sum to 1 at layer 0"):
-        repeated_dispatch_table(PAIR, shares=[[0.5, 1, 1, 0.5, 0.5, 0.25]])
+        hash_dispatch_table(PAIR, shares=[[0.5, 1, 1, 0.5, 0.5, 0.25]])
 
 
 def test_ranks_that_fit_in_one_order_alone_are_spread_in_that_order() -> None:

@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 
 from eplb_core import DispatchTables, ExpertLayout, Topology, balancedness, rank_load, replica_shares
 from eplb_core.dispatch.shares import _solve
-from eplb_core.loading.tables import check_shares
+from eplb_core.metrics import check_shares
 from tests.dispatch.cases import PAIR, layouts, random_layout
 
 

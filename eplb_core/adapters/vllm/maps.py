@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from eplb_core._arrays import ArrayLike, IntArray
-from eplb_core.dispatch.even import even_dispatch_table, repeated_dispatch_table
+from eplb_core.dispatch.even import even_dispatch_table, hash_dispatch_table
 from eplb_core.dispatch.shares import replica_shares
 from eplb_core.layout import ExpertLayout
 from eplb_core.topology import Topology
@@ -114,7 +114,7 @@ def _repeated(
         load = np.atleast_2d(np.asarray(torch.as_tensor(expert_load).cpu(), dtype=np.float64))
         shares, width = replica_shares(layout, load), max(width, most)
     if rank is not None:
-        return repeated_dispatch_table(layout, shares=shares, rank=rank, width=width)
+        return hash_dispatch_table(layout, shares=shares, rank=rank, width=width)
     maps = np.empty((layout.num_layers, layout.num_experts, width), dtype=np.int64)
     count = np.empty(maps.shape[:2], dtype=np.int64)
     for layer in range(layout.num_layers):
@@ -123,7 +123,7 @@ def _repeated(
         )
         part = None if shares is None else shares[layer : layer + 1]
         turn = (first_layer + layer) % layout.topology.num_ranks
-        maps[layer : layer + 1], count[layer : layer + 1] = repeated_dispatch_table(
+        maps[layer : layer + 1], count[layer : layer + 1] = hash_dispatch_table(
             one, shares=part, rank=turn, width=width
         )
     return maps, count

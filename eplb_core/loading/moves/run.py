@@ -23,7 +23,8 @@ from eplb_core.loading.moves.stage import check_staged
 from eplb_core.loading.moves.steps import Step, plan_steps
 from eplb_core.loading.moves.workers import breathe
 from eplb_core.loading.pull_plan import RESTORE
-from eplb_core.loading.tables import Tables, check_shares, lacks_room
+from eplb_core.loading.tables import Tables, lacks_room
+from eplb_core.metrics import check_shares
 
 Plan: TypeAlias = (
     "ExpertLayout | tuple[ExpertLayout, ArrayLike | None] "

@@ -13,7 +13,6 @@ from eplb_core.loading.install.installer import Installer, Staging
 from eplb_core.loading.moves.pull import warm_pulls
 from eplb_core.loading.moves.steps import plan_steps
 from eplb_core.loading.store import ExpertStore
-from eplb_core.loading.tables import check_shares
 from eplb_core.loading.transports import batches, span_copies
 from eplb_core.topology import Topology
 
@@ -31,7 +30,6 @@ def warm_moves() -> None:
         for step in plan_steps(old, new, rank=0, capacity=capacity):
             installer.run(0, installer.plan(step, np.arange(2) % capacity))
     list(plan_steps(old, old, rank=0, capacity=1, avoid_ranks=[1]))
-    check_shares(np.ones((1, 4)), old)
     warm_pulls()
     batches.warm_up()
     span_copies.warm_up()

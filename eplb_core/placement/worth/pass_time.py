@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_load, to_reals
+from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray
 from eplb_core._numba import kernel
 from eplb_core.layout import ExpertLayout
+from eplb_core.metrics import check_load_of, check_shares
 from eplb_core.placement.search.improve import score_weighted
 from eplb_core.placement.worth.costs import CostModel
 
 
 def check_windows(expert_load: ArrayLike, layout: ExpertLayout) -> FloatArray:
     """Load `[T, L, E]` that fits the layout; `[L, E]` becomes one window."""
-    load = check_load(expert_load, "expert_load", (2, 3))
-    layers, experts = layout.num_layers, layout.num_experts
-    if load.shape[-2:] != (layers, experts) or (load.ndim == 3 and len(load) == 0):
-        raise ValueError(
-            f"`expert_load` (shape {list(load.shape)}) must be [{layers}, {experts}] or [T, {layers}, {experts}], "
-            "the layout's layers and logical experts, with one window or more"
-        )
+    load = check_load_of(layout, expert_load)
+    if load.ndim == 3 and len(load) == 0:
+        raise ValueError(f"`expert_load` (shape {list(load.shape)}) must have one window or more")
     return load if load.ndim == 3 else load[None]
 
 
@@ -49,16 +46,8 @@ def time_layers(
     slots = layout.num_slots
     fraction = np.zeros((0, layers, slots))
     if shares is not None:
-        fraction = np.array(to_reals(shares, name), order="C")
+        fraction = check_shares(shares, layout, name, num_windows=windows, sums=bool(active.all()))
         fraction = fraction[None] if fraction.ndim == 2 else fraction
-        if fraction.shape not in ((1, layers, slots), (windows, layers, slots)):
-            raise ValueError(
-                f"`{name}` (shape {list(fraction.shape)}) must be [{layers}, {slots}] or [{windows}, {layers}, {slots}]"
-            )
-        good = (fraction >= 0.0) & (fraction <= 1.0 + 1e-9)
-        if not good.all():
-            at = np.argwhere(~good)[0].tolist()
-            raise ValueError(f"`{name}` (={fraction[tuple(at)]}) must be in [0, 1] at layer {at[1]}, slot {at[2]}")
     # Not even a rank that took all tokens of all windows may overflow.
     most = float(load.max(initial=0.0))
     slowest = float(layout.topology.rank_speed.min()) * min(passes, 1.0)

@@ -11,7 +11,7 @@ import numpy as np
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, check_load, check_real, to_list
 from eplb_core._html import table_html, words_html
 from eplb_core._text import filled
-from eplb_core.layout import ExpertLayout, rank_capacity
+from eplb_core.layout import ExpertLayout, check_frame, rank_capacity
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load
 from eplb_core.placement.place import place
 from eplb_core.placement.problem import check_active, check_dispatch
@@ -143,14 +143,9 @@ def gain_report(
         raise ValueError(f"`trace` (shape {list(load.shape)}) must have tokens in each half of its windows")
     passes = check_real(window_passes, "window_passes", above=0.0)
     start = current
-    if start is not None:
-        check_kind(start, "current", ExpertLayout)
-    else:
+    if start is None:
         start = ExpertLayout.trivial(layers, experts, num_slots=experts, topology=topology)
-    if (start.num_layers, start.num_experts, start.topology) != (layers, experts, topology):
-        raise ValueError(
-            f"`current` ({start!r}) must have the load's {layers} layers, {experts} experts and `topology`"
-        )
+    check_frame(start, "current", layers, experts, topology)
     weighted = check_dispatch(dispatch)
     now_s = _seconds(start, test, model, passes, weighted)
     least_s = _least_seconds(test, topology, model, passes)

@@ -334,9 +334,9 @@ def test_a_row_on_the_way_that_the_tables_cannot_hold_is_refused_before_anything
 @pytest.mark.parametrize(
     ("shares", "text"),
     [
-        ([[1.0, 1, 1]], r"shares (shape [1, 3]) must be [1, 4]"),
-        ([[1.5, 1, 1, 1]], "shares (=1.5) must be in [0, 1] at layer 0, slot 0"),
-        ([[0.5, 1, 1, 1]], "shares of expert 2 (sum 0.5) must sum to 1 at layer 0"),
+        ([[1.0, 1, 1]], r"`shares` (shape [1, 3]) must be [1, 4]"),
+        ([[1.5, 1, 1, 1]], "`shares` (=1.5) must be in [0, 1] at layer 0, slot 0"),
+        ([[0.5, 1, 1, 1]], "`shares` of expert 2 (sum 0.5) must sum to 1 at layer 0"),
     ],
 )
 def test_shares_that_do_not_fit_are_refused_before_anything_moves(shares: list[list[float]], text: str) -> None:

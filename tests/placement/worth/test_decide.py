@@ -335,7 +335,7 @@ def test_an_empty_model_has_nothing_to_move() -> None:
     ("options", "text"),
     [
         ({"expert_load": [[1, 2, 3]]}, r"`expert_load` \(shape \[1, 3\]\) must be \[2, 4\] or \[T, 2, 4\]"),
-        ({"expert_load": np.zeros((0, 2, 4))}, r"`expert_load` \(shape \[0, 2, 4\]\) must be .* one window or more"),
+        ({"expert_load": np.zeros((0, 2, 4))}, r"`expert_load` \(shape \[0, 2, 4\]\) must have one window or more"),
         ({"expert_load": [[1, 2, 3, math.nan]] * 2}, r"`expert_load` \(=nan\) must be finite .* layer 0, expert 3"),
         ({"expert_load": [[1e308] * 4] * 2}, r"`expert_load` \(up to 1e\+308\) is too large"),
         ({"passes_since": -1}, r"`passes_since` \(=-1.0\) must be at least 0"),
@@ -347,7 +347,7 @@ def test_an_empty_model_has_nothing_to_move() -> None:
         ({"active_ranks": [True]}, r"`active_ranks` \(dtype bool, shape \[1\]\) must be bools \[2\]"),
         (
             {"current_shares": np.ones((1, 4))},
-            r"`current_shares` \(shape \[1, 1, 4\]\) must be \[2, 4\] or \[1, 2, 4\]",
+            r"`current_shares` \(shape \[1, 4\]\) must be \[2, 4\] or \[1, 2, 4\]",
         ),
         ({"new_shares": np.full((2, 4), 1.5)}, r"`new_shares` \(=1.5\) must be in \[0, 1\] at layer 0, slot 0"),
         ({"placement": LIVE.resized(Topology(3))}, "layouts differ in slots: 4 and 6"),

@@ -109,7 +109,7 @@ def test_traces_are_taken_too() -> None:
         (
             [[1] * 4],
             {"current": ExpertLayout.trivial(2, 4, num_slots=4, topology=FOUR)},
-            r"`current` \(ExpertLayout.* must have the load's 1 layers, 4 experts and `topology`",
+            r"`current` \(ExpertLayout.* must have the load's 1 layers and 4 experts, and Topology",
         ),
     ],
 )
