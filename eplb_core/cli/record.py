@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import logging
@@ -12,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from eplb_core._text import lines
@@ -39,46 +39,29 @@ def add_to(
     look = command(parts, "status", status, "show a record: layout, version, engines, a pending move")
     look.add_argument("socket", metavar="SOCKET", help="where the record or the weight host is served")
     keep = command(parts, "serve", serve, "keep a record for weights that another process keeps, until stopped")
-    keep.add_argument("socket", metavar="SOCKET", help="where to listen")
-    keep.add_argument("--layout", metavar="FILE", required=True, help="what the weights hold after loading")
-    keep.add_argument("--experts", metavar="E", type=int, help="logical experts, where the file does not say")
-    keep.add_argument("--state", metavar="FILE", help="keep the record here, for a restart of this process")
-    keep.add_argument(
-        "--memory", metavar="ID", default="", help="name of the weights' memory: the same one says it was kept"
-    )
-    topology_options(keep)
-
     share = command(commands, "host", host, "keep one rank's weights in memory for engines that come and go")
-    share.add_argument("socket", metavar="SOCKET", help="where to listen")
-    source = share.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--load", metavar="MODULE:FUNCTION", help="the engine's function(layout, rank) -> tensors by name, or a module"
-    )
-    source.add_argument(
-        "--checkpoint", metavar="PATH", help="safetensors file or folder: its experts, as they are stored"
-    )
-    share.add_argument(
-        "--template", metavar="NAME", help="with --checkpoint: how it names tensors; a family, or MODULE:TEMPLATE"
-    )
-    share.add_argument(
-        "--layers", metavar="ID", type=int, nargs="+", help="with --checkpoint: the model's layer of each row"
-    )
-    share.add_argument(
-        "--ignore",
-        metavar="PATTERN",
-        action="append",
-        default=[],
-        help="with --checkpoint: expert tensors to leave out",
-    )
-    share.add_argument(
-        "--device", default="cpu", help="with --checkpoint: where to load, cpu or cuda (default: %(default)s)"
-    )
+    for part in (keep, share):
+        part.add_argument("socket", metavar="SOCKET", help="where to listen")
+        default = "" if part is keep else " (default: no record)"
+        text = f"what the slots hold after loading{default}"
+        part.add_argument("--layout", metavar="FILE", required=part is keep, help=text)
+        part.add_argument("--experts", metavar="E", type=int, help="logical experts, where the file does not say")
+        part.add_argument("--state", metavar="FILE", help="keep the record in this file; a restart reads it")
+        topology_options(part)
+    text = "name of the weights' memory: the same name after a restart says that it was kept"
+    keep.add_argument("--memory", metavar="ID", default="", help=text)
     share.add_argument("--rank", metavar="R", type=int, required=True, help="EP rank to load")
-    share.add_argument("--layout", metavar="FILE", help="what the slots hold after loading (default: no record)")
-    share.add_argument("--experts", metavar="E", type=int, help="logical experts, where the file does not say")
     share.add_argument("--config", metavar="JSON", default="{}", help="what shapes the weights: JSON, or @FILE")
-    share.add_argument("--state", metavar="FILE", help="keep the record here, to say after a restart who was attached")
-    topology_options(share)
+    source = share.add_mutually_exclusive_group(required=True)
+    text = "the engine's function(layout, rank) -> tensors by name, or a module"
+    source.add_argument("--load", metavar="MODULE:FUNCTION", help=text)
+    text = "safetensors file or folder: its experts, as they are stored"
+    source.add_argument("--checkpoint", metavar="PATH", help=text)
+    own = share.add_argument_group("with --checkpoint")
+    own.add_argument("--template", metavar="NAME", help="how it names tensors: a family, or MODULE:TEMPLATE")
+    own.add_argument("--layers", metavar="ID", type=int, nargs="+", help="the model's layer of each row")
+    own.add_argument("--ignore", metavar="PATTERN", action="append", default=[], help="expert tensors to leave out")
+    own.add_argument("--device", default="cpu", help="where to load, cpu or cuda (default: %(default)s)")
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -98,48 +81,41 @@ def status(arguments: argparse.Namespace) -> int:
             "experts": state.layout.num_experts,
             "slots": state.layout.num_slots,
             "ranks": state.layout.topology.num_ranks,
-            "engines": list(state.engines),
-            "followers": list(state.followers),
-            "awaited": list(state.awaited),
+            **{name: getattr(state, name) for name in ("engines", "followers", "awaited", "dirty")},
             "pending": None if state.pending is None else str(state.pending),
             "non_followers": state.num_non_followers,
-            "non_follower_names": list(state.non_followers),
-            "dirty": state.dirty,
+            "non_follower_names": state.non_followers,
         }
     print(to_json(facts) if arguments.json else lines(_text(facts)))
     return 1 if facts.get("dirty") else 0
 
 
 def _text(facts: dict[str, Any]) -> str:
-    rows = [("socket", facts["socket"])]
+    rows = {"socket": facts["socket"]}
     weights = facts["weights"]
     if weights:
-        rows.append(("weights", f"{weights.get('tensors'):,} tensors, {weights.get('bytes'):,} bytes"))
+        rows["weights"] = f"{weights.get('tensors'):,} tensors, {weights.get('bytes'):,} bytes"
     if not facts["record"]:
-        return _table([*rows, ("record", "none is kept here")])
-    names = facts["non_follower_names"]
-    rows += [
-        ("record", "nobody knows what the slots hold" if facts["dirty"] else f"version {facts['version']}"),
-        ("digest", facts["digest"][:16]),
-        ("layout", "{layers} layers, {experts} experts, {slots} slots on {ranks} ranks".format(**facts)),
-        (
-            "engines",
-            ", ".join(name + " (follows)" * (name in facts["followers"]) for name in facts["engines"]) or "none",
-        ),
-        ("moving", facts["pending"] or "nothing"),
-    ]
-    if facts["awaited"]:
-        rows.append(("waiting for", f"{', '.join(facts['awaited'])} to stop reading"))
-    if facts["non_followers"]:
-        rows.append(("not following", f"{facts['non_followers']}, so nothing may move: {', '.join(names)}"))
-    if facts["dirty"]:
-        rows.append(("because", f"{facts['dirty']}; restart the keeper of the weights and the engines that use them"))
-    return _table(rows)
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)} {value}" for name, value in rows)
+        rows["record"] = "none is kept here"
+    else:
+        dirty = facts["dirty"]
+        engines = (name + " (follows)" * (name in facts["followers"]) for name in facts["engines"])
+        rows |= {
+            "record": "nobody knows what the slots hold" if dirty else f"version {facts['version']}",
+            "digest": facts["digest"][:16],
+            "layout": "{layers} layers, {experts} experts, {slots} slots on {ranks} ranks".format(**facts),
+            "engines": ", ".join(engines) or "none",
+            "moving": facts["pending"] or "nothing",
+        }
+        if facts["awaited"]:
+            rows["waiting for"] = f"{', '.join(facts['awaited'])} to stop reading"
+        if facts["non_followers"]:
+            names = ", ".join(facts["non_follower_names"])
+            rows["not following"] = f"{facts['non_followers']}, so nothing may move: {names}"
+        if dirty:
+            rows["because"] = f"{dirty}; restart the keeper of the weights and the engines that use them"
+    width = max(map(len, rows))
+    return "\n".join(f"{name.ljust(width)} {value}" for name, value in rows.items())
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -175,12 +151,8 @@ def host(arguments: argparse.Namespace) -> int:
 
 def _run(facts: dict[str, Any], as_json: bool) -> None:
     stopped = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+        signal.signal(number, lambda *_: stopped.set())
     words = " ".join(f"{name} {value}" for name, value in facts.items())
     print(json.dumps(facts) if as_json else lines(words), flush=True)
     stopped.wait()
@@ -202,9 +174,14 @@ def _loader(arguments: argparse.Namespace, read: LayoutFile | None) -> Callable[
         raise ValueError("--checkpoint needs --template: how the checkpoint names its tensors")
     named = arguments.template
     template = _attribute(named, "--template", "MODULE:TEMPLATE") if ":" in named else named
-    options = {"template": template, "ignore": arguments.ignore, "device": arguments.device}
-    ids = tuple(arguments.layers or read.layer_ids)
-    return lambda layout, rank: load_rank(arguments.checkpoint, layout, rank, layer_ids=ids, **options)
+    return functools.partial(
+        load_rank,
+        arguments.checkpoint,
+        template=template,
+        layer_ids=tuple(arguments.layers or read.layer_ids),
+        ignore=arguments.ignore,
+        device=arguments.device,
+    )
 
 
 def _function(name: str) -> Callable[..., Any]:
