@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import eplb_core as eplb
 from benchmarks import measure
-from benchmarks.record import process, stop
+from benchmarks.record import serving
 from eplb_core.loading.record import wire
 from eplb_core.loading.record.client import LayoutClient
 from eplb_core.loading.record.state import RecordState
@@ -91,17 +91,14 @@ class Fuzz:
                 return
             hello = wire.pack({"do": "attach", "engine": "b"})
             connection.sendall(hello + b"".join(wire.LENGTH.pack(len(body)) + body for body in batch))
-            inbox, replies = wire.Inbox(), -1
-            while replies < len(batch):
-                body = inbox.take(wire.MAX_REPLY)
-                if body is not None:
-                    self.statuses[wire.unpack(body)["status"]] += 1
-                    replies += 1
-                    continue
-                data = connection.recv(1 << 16)
-                if not data:
-                    raise RuntimeError("the server ended a connection")
-                inbox.add(data)
+            inbox = wire.Inbox()
+            for _ in range(1 + len(batch)):
+                while (body := inbox.take(wire.MAX_REPLY)) is None:
+                    data = connection.recv(1 << 16)
+                    if not data:
+                        raise RuntimeError("the server ended a connection")
+                    inbox.add(data)
+                self.statuses[wire.unpack(body)["status"]] += 1
 
 
 def fuzz(path: str, server: subprocess.Popen[str], count: int) -> dict[str, Any]:
@@ -153,14 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     count = 1_000 if options.quick else options.messages
-    with tempfile.TemporaryDirectory() as folder:
-        server = process(SERVE, f"{folder}/socket")
-        try:
-            if server.stdout is None or server.stdout.readline() != "ready\n":
-                raise RuntimeError("the server did not start")
-            record = fuzz(f"{folder}/socket", server, count)
-        finally:
-            stop(server)
+    with tempfile.TemporaryDirectory() as folder, serving(SERVE, f"{folder}/socket") as server:
+        record = fuzz(f"{folder}/socket", server, count)
     first, last = record["server_rss_kb"]
     lines = [
         f"{record['messages']:,} messages, {record['without_a_length']:,} of them without a length, in "

@@ -1,4 +1,4 @@
-"""The layout record and the weight host: adopting a layout, moves, hostile messages, mapping instead of loading.
+"""The layout record and the weight host: adopting a layout, moves, mapping instead of loading.
 
 python -m benchmarks.record --json record.json
 
@@ -10,21 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import eplb_core as eplb
 from benchmarks import measure
-from eplb_core.loading.record import wire
-from eplb_core.loading.record.keeper import Keeper, Session
-from eplb_core.loading.record.record import LayoutRecord
+from eplb_core.loading.agreement import LocalAgreement
 
 LAYERS, EXPERTS, SLOTS, RANKS = 58, 256, 288, 32
 ADOPT_TARGET_MS = 10.0
@@ -69,29 +65,12 @@ print(json.dumps({"shared_kb": sum(int(rollup[key]) for key in ("Pss_Shmem:",))}
 """
 
 
-class Alone:
-    """The agreement of an engine of one rank."""
-
-    rank, size = 0, 1
-
-    def post(self, word: int) -> None:
-        """Nobody else listens."""
-
-    def take(self) -> int | None:
-        """Nothing is ever posted."""
-        return None
-
-    def gather(self, blob: bytes) -> list[bytes]:
-        """One rank's blob."""
-        return [blob]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.record", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds, few messages, small weights")
+    parser.add_argument("--quick", action="store_true", help="few rounds, small weights")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
-    rounds, messages, nbytes = (20, 2_000, 64 << 20) if options.quick else (500, 100_000, 2 << 30)
+    rounds, nbytes = (20, 64 << 20) if options.quick else (500, 2 << 30)
     record: dict[str, Any] = {"shape": [LAYERS, EXPERTS, SLOTS, RANKS]}
     with tempfile.TemporaryDirectory() as folder:
         with serving(SERVE, f"{folder}/plain", ""):
@@ -99,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             record["move"] = moves(f"{folder}/plain", rounds)
         with serving(SERVE, f"{folder}/kept", f"{folder}/state.json"):
             record["move_with_state_file"] = moves(f"{folder}/kept", max(rounds // 10, 5))
-        record["hostile"] = hostile(messages)
         record["host"] = engines_of_a_host(f"{folder}/host", nbytes)
     lines = summary(record)
     print("\n".join(lines))
@@ -110,10 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def adopt(path: str, rounds: int) -> dict[str, Any]:
     """From nothing to dispatch tables: connect, attach, agree, build."""
     eplb.static_dispatch_table(OWN)  # compiled before
+    (alone,) = LocalAgreement.group(1)
 
     def once() -> tuple[eplb.ExpertLayout, int]:
         with eplb.LayoutClient(path, engine_id="engine") as client:
-            layout, version = eplb.agree_on_layout(client, own=OWN, agreement=Alone())
+            layout, version = eplb.agree_on_layout(client, own=OWN, agreement=alone)
             eplb.static_dispatch_table(layout)
         return layout, version
 
@@ -145,51 +124,12 @@ def moves(path: str, rounds: int) -> dict[str, Any]:
         return times(once, rounds)
 
 
-def hostile(count: int) -> dict[str, Any]:
-    """Messages of any content: nothing raised, nothing changed, no memory kept."""
-    keeper, first, second = Keeper(LayoutRecord(OWN)), Session(1), Session(2)
-    for session in (first, second):
-        keeper.answer(session, wire.pack({"do": "attach", "engine": "engine"})[4:])
-    before, numbers = keeper.state, random.Random(0)
-    rss = []
-    start = time.perf_counter()
-    for index in range(count):
-        if index in (count // 10, count - 1):
-            rss.append(resident_kb())
-        reply = keeper.answer(second, hostile_message(numbers))
-        if reply.message["status"] not in ("ok", "busy", "refused") or keeper.state is not before:
-            raise RuntimeError(f"message {index} changed the record")
-    took = time.perf_counter() - start
-    return {"messages": count, "growth_kb": rss[-1] - rss[0], "us_per_message": took / count * 1e6}
-
-
-def hostile_message(numbers: random.Random) -> bytes:
-    """A valid message with wrong values, cut, or with bytes changed; or noise."""
-    values: list[Any] = [None, -1, 0, 1e300, True, "", "engine", [0], [[]], {"a": 1}, [0] * 300, 1 << 70, "\ud800"]
-    message = {
-        key: numbers.choice(values)
-        for key in numbers.sample(["engine", "layers", "version", "rows", "digest", "config", "frame"], 4)
-    }
-    message["do"] = numbers.choice(["attach", "query", "begin", "commit", "abort", "fetch", *values])
-    body = bytearray(wire.pack(message)[4:])
-    kind = numbers.randrange(4)
-    if kind == 1:
-        del body[numbers.randrange(len(body)) :]
-    elif kind == 2:
-        body[numbers.randrange(len(body))] = numbers.randrange(256)
-    elif kind == 3:
-        body = bytearray(numbers.randbytes(numbers.randrange(200)))
-    return bytes(body)
-
-
 def engines_of_a_host(path: str, nbytes: int) -> dict[str, Any]:
     """Several engines map one host's weights: seconds to map, memory of all together."""
     with serving(HOST, path, str(LAYERS), str(nbytes)):
         engines = [process(ENGINE, path, str(LAYERS)) for _ in range(3)]
         mapped = [read(engine) for engine in engines]
-        for engine in engines:
-            write(engine)
-        shared = [read(engine)["shared_kb"] for engine in engines]
+        shared = [read(engine, "\n")["shared_kb"] for engine in engines]
         for engine in engines:
             stop(engine)
     return {
@@ -203,7 +143,7 @@ def engines_of_a_host(path: str, nbytes: int) -> dict[str, Any]:
 
 def summary(record: dict[str, Any]) -> list[str]:
     """One line a claim."""
-    host, hostile_run = record["host"], record["hostile"]
+    host = record["host"]
     lines = []
     for key, what, target in (
         ("adopt", "adopt a layout, connect to dispatch table", ADOPT_TARGET_MS),
@@ -213,10 +153,6 @@ def summary(record: dict[str, Any]) -> list[str]:
         found = record[key]
         aim = "" if target is None else f" (target {target:g})"
         lines.append(f"{what}: median {found['median_ms']:.2f} ms, least {found['minimum_ms']:.2f} ms{aim}")
-    lines.append(
-        f"{hostile_run['messages']:,} hostile messages: none changed the record, memory grew by "
-        f"{hostile_run['growth_kb']} KB, {hostile_run['us_per_message']:.0f} us each"
-    )
     share = sum(host["proportional_share_bytes"]) / host["bytes"]
     lines.append(
         f"{host['bytes'] / 2**30:.2f} GiB in {host['tensors']} tensors mapped in {min(host['map_ms']):.1f} to "
@@ -230,12 +166,8 @@ def summary(record: dict[str, Any]) -> list[str]:
 
 def times(call: Callable[[], object], rounds: int) -> dict[str, Any]:
     """Milliseconds of `rounds` calls."""
-    each = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        each.append((time.perf_counter() - start) * 1e3)
-    return {"median_ms": statistics.median(each), "minimum_ms": min(each), "maximum_ms": max(each), "rounds": rounds}
+    found = measure.timed(call, calls=rounds, budget_s=600.0)[1]
+    return {"median_ms": found.median * 1e3, "minimum_ms": found.minimum * 1e3, "rounds": found.calls}
 
 
 def process(code: str, *arguments: str) -> subprocess.Popen[str]:
@@ -246,33 +178,25 @@ def process(code: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-class serving:
+@contextmanager
+def serving(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A server in a process, from its "ready" to the end of the block."""
-
-    def __init__(self, code: str, *arguments: str) -> None:
-        self._process = process(code, *arguments)
-
-    def __enter__(self) -> None:
-        if self._process.stdout is None or self._process.stdout.readline() != "ready\n":
-            stop(self._process)
+    server = process(code, *arguments)
+    try:
+        if server.stdout is None or server.stdout.readline() != "ready\n":
             raise RuntimeError("the server did not start")
+        yield server
+    finally:
+        stop(server)
 
-    def __exit__(self, *error: object) -> None:
-        stop(self._process)
 
-
-def read(engine: subprocess.Popen[str]) -> dict[str, Any]:
-    """One line of JSON."""
-    if engine.stdout is None:
+def read(engine: subprocess.Popen[str], word: str = "") -> dict[str, Any]:
+    """One line of JSON, after a word that it may wait for."""
+    if engine.stdin is None or engine.stdout is None:
         raise RuntimeError("no pipe")
+    engine.stdin.write(word)
+    engine.stdin.flush()
     return json.loads(engine.stdout.readline())  # type: ignore[no-any-return]
-
-
-def write(engine: subprocess.Popen[str]) -> None:
-    """Let it go on."""
-    if engine.stdin is not None:
-        engine.stdin.write("\n")
-        engine.stdin.flush()
 
 
 def stop(engine: subprocess.Popen[str]) -> None:
@@ -282,12 +206,6 @@ def stop(engine: subprocess.Popen[str]) -> None:
     for pipe in (engine.stdin, engine.stdout):
         if pipe is not None:
             pipe.close()
-
-
-def resident_kb() -> int:
-    """Memory of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
 
 
 if __name__ == "__main__":
