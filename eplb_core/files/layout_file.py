@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eplb_core._arrays import ArrayLike, check_int, check_kind, to_ids, to_list, to_numpy
-from eplb_core.files import reading as _files
-from eplb_core.files.reading import PathLike, bad_file, reading
+from eplb_core.files.reading import PathLike, bad_file, check_path, reading, write_atomic
 from eplb_core.layout import ExpertLayout
 from eplb_core.topology import Topology
 
@@ -64,7 +63,7 @@ def save_layout(layout: ExpertLayout, path: PathLike, *, layer_ids: Sequence[int
     if ids.ndim != 1 or len(ids) not in (0, layout.num_layers):
         raise ValueError(f"`layer_ids` ({len(ids)} entries) must be empty or have {layout.num_layers}")
     p2l, topology = layout.physical_to_logical_map, layout.topology
-    if _files.check_path(path).endswith(".npz"):
+    if check_path(path).endswith(".npz"):
         stream = io.BytesIO()
         np.savez_compressed(
             stream,
@@ -77,7 +76,7 @@ def save_layout(layout: ExpertLayout, path: PathLike, *, layer_ids: Sequence[int
             digest=np.array(layout.digest),
             physical_to_logical_map=p2l,
         )
-        _files.write_atomic(path, stream.getvalue())
+        write_atomic(path, stream.getvalue())
         return
     head = {
         "format": LAYOUT_FORMAT,
@@ -91,7 +90,7 @@ def save_layout(layout: ExpertLayout, path: PathLike, *, layer_ids: Sequence[int
     lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     rows = ",\n".join(f"    {json.dumps(row)}" for row in p2l.tolist())
     lines.append(f'  "{MAP}": [\n{rows}\n  ]')
-    _files.write_atomic(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    write_atomic(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def layout_of_map(

@@ -34,7 +34,7 @@ AnyArray: TypeAlias = npt.NDArray[Any]
 MAX_BYTES = 4 << 30
 """The most that a file may declare or hold: far above any real trace (1,000 windows of 61 x 512 are 250 MB)."""
 MAX_TEXT_BYTES = 256 << 20
-"""The most for JSON and YAML, whose parsed form takes many times the memory of the text."""
+"""The most for JSON, whose parsed form takes many times the memory of the text."""
 
 
 def bad_file(path: PathLike, expected: str, found: str, mend: str) -> FileFormatError:
@@ -45,10 +45,10 @@ def bad_file(path: PathLike, expected: str, found: str, mend: str) -> FileFormat
 
 @contextmanager
 def reading(path: PathLike, expected: str, mend: str) -> Iterator[None]:
-    """Turn any exception of a decoder into `FileFormatError`; those that are one already pass."""
+    """Turn any exception of a decoder into `FileFormatError`; those, and a missing package's, pass as they are."""
     try:
         yield
-    except FileFormatError:
+    except (FileFormatError, ModuleNotFoundError):
         raise
     except Exception as error:  # decoders of hostile bytes raise whatever they please
         raise bad_file(path, expected, _told(error), mend) from error
@@ -126,9 +126,9 @@ def _is_text(head: bytes) -> bool:
         return False
 
 
-def read_text(path: PathLike) -> str:
+def read_text(path: PathLike, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """UTF-8 text of a bounded size."""
-    with open_regular(path, MAX_TEXT_BYTES) as file:
+    with open_regular(path, max_bytes) as file:
         raw = file.read()
     with reading(path, "UTF-8 text", "save it as UTF-8"):
         return raw.decode("utf-8")
@@ -214,38 +214,12 @@ def tensor_array(path: PathLike, value: object, name: str) -> AnyArray:
         return array
 
 
-_SAFETENSORS_DTYPES = {
-    **{f"I{bits}": f"<i{bits // 8}" for bits in (8, 16, 32, 64)},
-    **{f"U{bits}": f"<u{bits // 8}" for bits in (8, 16, 32, 64)},
-    **{f"F{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
-}
-
-
 def read_safetensors(path: PathLike) -> dict[str, AnyArray]:
-    """All tensors of a .safetensors file: eight bytes of header length, a JSON header, then the numbers.
-
-    Source:
-        The format as the safetensors project documents it; read here so that statistics need no extra package.
-    """
-    with open_regular(path, MAX_BYTES) as file:
-        raw = file.read()
-    with reading(path, "a .safetensors file", "it may be truncated: copy it again"):
-        length = int.from_bytes(raw[:8], "little")
-        if len(raw) < 8 or length > len(raw) - 8:
-            raise ValueError(f"a header of {length} bytes in a file of {len(raw)}")
-        header = json.loads(raw[8 : 8 + length].decode("utf-8"))
-        arrays = {}
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            dtype, shape = np.dtype(_SAFETENSORS_DTYPES[entry["dtype"]]), [int(n) for n in entry["shape"]]
-            begin, end = (int(n) for n in entry["data_offsets"])
-            body = raw[8 + length + begin : 8 + length + end]
-            _check_shape(name, shape, dtype.itemsize)
-            if begin < 0 or end - begin != len(body) or math.prod(shape) * dtype.itemsize != len(body):
-                raise ValueError(f"tensor `{name}` declares shape {shape} but has {len(body)} bytes")
-            arrays[name] = np.frombuffer(body, dtype=dtype).reshape(shape)
-        return arrays
+    """All tensors of a .safetensors file."""
+    safetensors = needed("safetensors.numpy", "files", f"reading {os.fspath(path)!r}")
+    with open_regular(path, MAX_BYTES) as file, reading(path, "a .safetensors file", "copy it again"):
+        tensors: dict[str, AnyArray] = safetensors.load(file.read())
+        return tensors
 
 
 def write_atomic(path: PathLike, content: bytes) -> None:

@@ -16,9 +16,17 @@ import numpy as np
 
 from eplb_core._arrays import BoolArray, IntArray
 from eplb_core._extras import needed
-from eplb_core.files import reading as _files
 from eplb_core.files.layout_file import LayoutFile, layout_of_map
-from eplb_core.files.reading import PathLike, bad_file, reading, tensor_array
+from eplb_core.files.reading import (
+    PathLike,
+    bad_file,
+    read_json,
+    read_torch,
+    reading,
+    sniff,
+    tensor_array,
+    write_atomic,
+)
 from eplb_core.layout import ExpertLayout
 from eplb_core.load import check_counts, fold_slots
 from eplb_core.topology import Topology
@@ -39,7 +47,7 @@ def read_recorder_file(path: PathLike) -> Trace:
     Raises:
         FileFormatError: Not such a file.
     """
-    found = _files.read_torch(path)
+    found = read_torch(path)
     with reading(path, _RECORDS, "record again with the mode stat or per_pass"):
         if isinstance(found, dict) and "logical_count" in found:
             return _from_stat(path, found)
@@ -61,7 +69,7 @@ def read_recorder_folder(path: PathLike) -> Trace:
         raise bad_file(path, "a folder of recorded .pt files, or one with meta_info.json", "neither", "give the folder")
     packs = []
     for file in files:
-        found = _files.read_torch(file)
+        found = read_torch(file)
         if not isinstance(found, dict) or "records" not in found:
             raise bad_file(file, "a dict with `records`", _keys(found), "read files of the mode stat one by one")
         packs.append(found)
@@ -175,7 +183,7 @@ def read_expert_location(
         FileFormatError: No valid layout in it, or no topology given.
     """
     with reading(path, f"a dict with `{_MAP}` [L, P]", _MEND):
-        found = _files.read_torch(path) if _files.sniff(path) == "torch" else _files.read_json(path)
+        found = read_torch(path) if sniff(path) == "torch" else read_json(path)
         if not isinstance(found, dict) or _MAP not in found:
             what = _keys(found)
             mend = (
@@ -204,9 +212,9 @@ def write_expert_location(layout: ExpertLayout, path: PathLike, *, binary: bool 
         torch = needed("torch", "torch", "writing a .pt file")
         stream = io.BytesIO()
         torch.save({_MAP: torch.from_numpy(p2l.copy())}, stream)
-        _files.write_atomic(path, stream.getvalue())
+        write_atomic(path, stream.getvalue())
     else:
-        _files.write_atomic(path, (inline_expert_location(layout) + "\n").encode())
+        write_atomic(path, (inline_expert_location(layout) + "\n").encode())
 
 
 def inline_expert_location(layout: ExpertLayout) -> str:
@@ -220,9 +228,9 @@ def write_logical_count(trace: Trace, path: PathLike) -> None:
         torch = needed("torch", "torch", "writing a .pt file")
         stream = io.BytesIO()
         torch.save({"logical_count": torch.from_numpy(trace.load.copy())}, stream)
-        _files.write_atomic(path, stream.getvalue())
+        write_atomic(path, stream.getvalue())
     else:
-        _files.write_atomic(path, (inline_logical_count(trace) + "\n").encode())
+        write_atomic(path, (inline_logical_count(trace) + "\n").encode())
 
 
 def inline_logical_count(trace: Trace) -> str:

@@ -1,7 +1,7 @@
 """TensorRT-LLM's files: the load-balancer YAML (both ways) and the folder of expert statistics.
 
-The YAML that the engine takes is a few lines of plain mappings and lists of integers. It is read here by a parser for
-exactly that, so the answer does not depend on a YAML package and nothing in a file can expand or run.
+PyYAML and safetensors read them, after a look at their size. YAML with aliases, anchors or tags is refused before
+anything is built, so that nothing in a file can expand or run.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from eplb_core._arrays import IntArray
-from eplb_core._text import plain
-from eplb_core.files import reading as _files
+from eplb_core._extras import needed
 from eplb_core.files.layout_file import LayoutFile, layout_of_map
-from eplb_core.files.reading import PathLike, bad_file, reading
+from eplb_core.files.reading import PathLike, bad_file, read_json, read_safetensors, read_text, reading, write_atomic
 from eplb_core.files.sglang import full_map
+from eplb_core.files.trace_file import whole_numbers
 from eplb_core.layout import ExpertLayout
 from eplb_core.load import check_counts
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace
 
 _WANTED = "num_slots and initial_global_assignments {layer: [experts]} in plain YAML"
+_MAX_BYTES, _MAX_DEPTH, _MAX_SCALAR = 4 << 20, 8, 4096  # 128 layers of 2,048 slots take 1.5 MB
 _MEND = "give a load-balancer file of TensorRT-LLM, or another kind of file"
 
 
@@ -52,10 +54,13 @@ def read_config(
         FileFormatError: Not such a file, or a row that is no valid layout of `num_slots` slots.
     """
     with reading(path, _WANTED, _MEND):
-        top = _parse(_files.read_text(path))
-        slots, rows = top.get("num_slots"), top.get("initial_global_assignments")
-        if not isinstance(slots, int) or not isinstance(rows, dict) or not rows:
+        top = _parse(read_text(path, _MAX_BYTES))
+        slots, assigned = top.get("num_slots"), top.get("initial_global_assignments")
+        if type(slots) is not int or not isinstance(assigned, dict) or not assigned:
             raise bad_file(path, _WANTED, ", ".join(map(str, top)) or "nothing", _MEND)
+        rows = {_layer_number(layer): whole_numbers(row) for layer, row in assigned.items()}
+        if len(rows) < len(assigned):
+            raise ValueError("a layer is there twice, once in quotes")
         for layer, row in rows.items():
             if len(row) != slots:
                 mend = "assignments of another number of slots cannot be cut to fit: plan again"
@@ -92,108 +97,38 @@ def write_config(
     lines = [f"num_slots: {layout.num_slots}", "initial_global_assignments:"]
     lines += [f"  {int(layer)}: {row}" for layer, row in zip(ids, p2l.tolist(), strict=True)]
     lines.append(f"layer_updates_per_iter: {layer_updates_per_iter}")
-    _files.write_atomic(path, ("\n".join(lines) + "\n").encode())
+    write_atomic(path, ("\n".join(lines) + "\n").encode())
 
 
-_TOKEN = re.compile(r"\s*(?:(-?\d+)|([\[\]{},:]))")
-_KEY = re.compile(r"""(["']?)([A-Za-z_]\w*|-?\d+)\1\s*:(?:\s+(.*)|$)""", re.DOTALL)
-_Value = int | str | list[int] | dict[int, list[int]]
+def _parse(text: str) -> dict[object, Any]:
+    """The mapping of a YAML text of plain values: no aliases, anchors or tags, no key twice, few levels deep."""
+    yaml = needed("yaml", "files", "a load-balancer file of TensorRT-LLM")
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    depth = 0
+    for event in yaml.parse(text, Loader=base):  # one at a time, before anything is built
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) or getattr(event, "tag", None):
+            raise ValueError(f"an alias, anchor or tag in line {event.start_mark.line + 1}")
+        if depth > _MAX_DEPTH or len(getattr(event, "value", "")) > _MAX_SCALAR:
+            raise ValueError(f"values too deep or too long in line {event.start_mark.line + 1}")
+
+    class Loader(base):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            found = super().construct_mapping(node, deep)
+            if len(found) < len(node.value):
+                raise ValueError(f"a key is there twice in the mapping of line {node.start_mark.line + 1}")
+            return found
+
+    found = yaml.load(text, Loader=Loader)
+    if not isinstance(found, dict):
+        raise ValueError(f"no mapping but {type(found).__name__}")
+    return found
 
 
-def _parse(text: str) -> dict[str, _Value]:
-    """The mapping in a text of plain YAML: scalars, lists of ints (block or flow), one mapping of them."""
-    top: dict[str, _Value] = {}
-    for key, inline, block in _entries(text.splitlines()):
-        if key in top:
-            raise ValueError(f"key {key} is there twice")
-        top[key] = _value(inline, block)
-    return top
-
-
-def _entries(lines: Sequence[str]) -> list[tuple[str, str, list[str]]]:
-    """Split at the lines of least indentation: key, what follows it, and the lines below that belong to it."""
-    entries: list[tuple[str, str, list[str]]] = []
-    indent = None
-    for raw in lines:
-        line = re.sub(r"(^|\s)#.*", "", raw).rstrip()
-        if not line or line == "..." or (line == "---" and not entries):
-            continue
-        depth = len(line) - len(line.lstrip(" "))
-        indent = depth if indent is None else indent
-        found = _KEY.fullmatch(line.strip()) if depth == indent else None
-        if found:
-            entries.append((found[2], (found[3] or "").strip(), []))
-        elif entries and depth >= indent:
-            entries[-1][2].append(line)
-        else:
-            raise ValueError(f"line {plain(raw, 60)!r} is no plain `key: value`")
-    return entries
-
-
-def _value(inline: str, block: list[str]) -> _Value:
-    """The value of a key: on its line, or in the lines below."""
-    if inline[:1] in ("[", "{"):
-        return _flow(" ".join([inline, *block]))
-    if inline:
-        if block:
-            raise ValueError(f"line {plain(block[0], 60)!r} continues a plain value")
-        return int(inline) if re.fullmatch(r"-?\d{1,18}", inline) else inline
-    if block and block[0].lstrip().startswith("-"):
-        return [_item(line) for line in block]
-    if block and block[0].lstrip()[:1] in ("[", "{"):
-        return _flow(" ".join(block))
-    rows: dict[int, list[int]] = {}
-    for key, below, more in _entries(block):
-        row = _value(below, more)
-        if not re.fullmatch(r"-?\d{1,18}", key) or int(key) in rows or not isinstance(row, list):
-            raise ValueError(f"key {key} must be one layer number with a list of experts")
-        rows[int(key)] = row
-    return rows
-
-
-def _item(line: str) -> int:
-    found = re.fullmatch(r"\s*-\s+(-?\d{1,18})", line)
-    if not found:
-        raise ValueError(f"line {plain(line, 60)!r} is no `- expert`")
-    return int(found[1])
-
-
-def _flow(text: str) -> list[int] | dict[int, list[int]]:
-    """`[1, 2]` or `{3: [1, 2], 4: [5]}`."""
-    tokens, at = [], 0
-    while text[at:].strip():
-        found = _TOKEN.match(text, at)
-        if not found:
-            raise ValueError(f"{plain(text[at:], 40)!r} in a list of experts")
-        tokens.append(found[1] or found[2])
-        at = found.end()
-    if tokens[0] == "[":
-        row, end = _flow_list(tokens, 0)
-        if end != len(tokens):
-            raise ValueError(f"{tokens[end]!r} after the end of a list")
-        return row
-    rows: dict[int, list[int]] = {}
-    at = 1
-    while tokens[at] != "}":
-        layer = int(tokens[at])
-        if tokens[at + 1] != ":" or layer in rows:
-            raise ValueError(f"layer {layer} must be there once, with a list")
-        rows[layer], at = _flow_list(tokens, at + 2)
-        at += tokens[at] == ","
-    if at != len(tokens) - 1:
-        raise ValueError(f"{tokens[at + 1]!r} after the end of a mapping")
-    return rows
-
-
-def _flow_list(tokens: list[str], at: int) -> tuple[list[int], int]:
-    """The ints from `[` at `at` to its `]`, and the place after it."""
-    if tokens[at] != "[":
-        raise ValueError(f"{tokens[at]!r} where a list begins")
-    end = tokens.index("]", at)
-    inner = tokens[at + 1 : end]
-    if any(token != "," for token in inner[1::2]):
-        raise ValueError("a list of experts must be integers with commas between")
-    return [int(token) for token in inner[::2]], end + 1
+def _layer_number(key: object) -> int:
+    if isinstance(key, str) and re.fullmatch(r"-?\d{1,18}", key):  # some writers put keys in quotes
+        return int(key)
+    return whole_numbers([key])[0]
 
 
 # ---- expert statistics -----------------------------------------------------------------------------------------------
@@ -208,7 +143,7 @@ def read_statistics(path: PathLike) -> Trace:
         FileFormatError: Not such a folder; an iteration that lacks a layer; ranks that do not fit.
     """
     folder = Path(path)
-    facts = _files.read_json(folder / "meta_info.json")
+    facts = read_json(folder / "meta_info.json")
     with reading(path, "TensorRT-LLM's expert statistics", "record them again"):
         experts = int(facts["num_experts"])
         files = sorted(file for file in folder.iterdir() if re.fullmatch(r"rank\d+\.safetensors", file.name))
@@ -216,7 +151,7 @@ def read_statistics(path: PathLike) -> Trace:
             raise bad_file(path, "rank*.safetensors beside meta_info.json", "none", "record them again")
         counts: dict[tuple[int, int], list[IntArray]] = defaultdict(list)
         for file in files:
-            for name, row in _files.read_safetensors(file).items():
+            for name, row in read_safetensors(file).items():
                 if row.shape != (experts,):
                     raise bad_file(file, f"[{experts}] counts", f"{list(row.shape)} in {name}", "record them again")
                 iteration, layer = (int(part) for part in name.split("_"))

@@ -16,8 +16,7 @@ import numpy as np
 
 from eplb_core._arrays import check_kind
 from eplb_core._text import quoted
-from eplb_core.files import reading as _files
-from eplb_core.files.reading import AnyArray, PathLike, bad_file
+from eplb_core.files.reading import AnyArray, PathLike, bad_file, read_json, tensor_array, write_atomic
 from eplb_core.trace import Trace
 
 TRACE_FORMAT = "eplb-trace-1"
@@ -46,7 +45,7 @@ def save_trace(trace: Trace, path: PathLike) -> None:
     }
     stream = io.BytesIO()
     np.savez_compressed(stream, expert_load=load, facts=np.array(json.dumps(facts)))
-    _files.write_atomic(path, stream.getvalue())
+    write_atomic(path, stream.getvalue())
 
 
 def trace_from_arrays(path: PathLike, arrays: dict[str, AnyArray], key: str | None) -> Trace:
@@ -81,9 +80,9 @@ def trace_from_arrays(path: PathLike, arrays: dict[str, AnyArray], key: str | No
 
 def trace_from_json(path: PathLike) -> Trace:
     """The trace that a JSON file holds as `logical_count`."""
-    found = _files.read_json(path)
+    found = read_json(path)
     if isinstance(found, dict) and "logical_count" in found:
-        load = _files.tensor_array(path, found["logical_count"], "logical_count")
+        load = tensor_array(path, found["logical_count"], "logical_count")
         return Trace(load, path=os.fspath(path), format="json", source="logical_count")
     if isinstance(found, dict) and "physical_to_logical_map" in found:
         raise bad_file(path, WANTED, "a layout", "give a recorded load")

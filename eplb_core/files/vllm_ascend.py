@@ -14,9 +14,8 @@ import numpy as np
 
 from eplb_core._arrays import IntArray
 from eplb_core._text import quoted
-from eplb_core.files import reading as _files
 from eplb_core.files.layout_file import LayoutFile, layout_of_map
-from eplb_core.files.reading import PathLike, bad_file, reading
+from eplb_core.files.reading import MAX_BYTES, PathLike, bad_file, read_json, reading, write_atomic
 from eplb_core.files.sglang import full_map
 from eplb_core.layout import ExpertLayout
 from eplb_core.topology import Topology
@@ -44,7 +43,7 @@ def read_expert_map(
     Raises:
         FileFormatError: Not such a file, uneven devices, layers of different devices, or no valid layout.
     """
-    found = _files.read_json(path)
+    found = read_json(path)
     with reading(path, _WANTED, _MEND):
         layers = found["layer_list"]
         if len(layers) != found["moe_layer_count"] or not layers:
@@ -55,7 +54,7 @@ def read_expert_map(
         rows = [_devices(path, layer) for layer in layers]
         layer_ids = [_whole(layer["layer_id"]) for layer in layers]
         width = max(len(experts) for row in rows for experts in row)
-        if len(rows[0]) * width * len(rows) * 8 > _files.MAX_BYTES:
+        if len(rows[0]) * width * len(rows) * 8 > MAX_BYTES:
             raise bad_file(path, "a layout of sane size", f"a device with {width} experts", "mend the file")
         for layer, row in zip(layer_ids, rows, strict=True):
             if len(row) != len(rows[0]):
@@ -128,7 +127,7 @@ def write_expert_map(layout: ExpertLayout, path: PathLike, *, layer_ids: Sequenc
         }
         for layer, row in zip(ids, by_rank.tolist(), strict=True)
     ]
-    _files.write_atomic(path, (json.dumps({"moe_layer_count": len(layers), "layer_list": layers}) + "\n").encode())
+    write_atomic(path, (json.dumps({"moe_layer_count": len(layers), "layer_list": layers}) + "\n").encode())
 
 
 def _check_distinct(by_rank: IntArray) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,22 +57,31 @@ HEAD = "num_slots: 4\ninitial_global_assignments:\n"
         ("num_slots: 4\n", "found num_slots;"),
         ("num_slots: x\ninitial_global_assignments: {0: [0, 1]}", "found num_slots"),
         (HEAD + "  0: [0, 1, 1]\n", r"num_slots \(=4\) experts, found 3 at layer 0"),
-        (HEAD + "  0: [0, 1, 1, 0]\n  0: [0, 1, 1, 0]\n", "key 0 must be one layer"),
-        (HEAD + "  a: [0, 1, 1, 0]\n", "key a must be one layer"),
-        (HEAD + "  0: [0, 1, 1, 0] 5\n", "'5' after the end of a list"),
-        (HEAD + "  0: [0 1 1 0]\n", "commas between"),
-        (HEAD + "  0: [0, [1], 1, 0]\n", "commas between"),
-        (HEAD + "  0: [0, 1.5, 1, 0]\n", r"in a list of experts"),
-        (HEAD + "  0: [0, 1, 1, 0\n", "not in list"),
-        (HEAD + "  0:\n  - 0\n  - x\n", "is no `- expert`"),
-        (HEAD + "  0: &a [0, 1, 1, 0]\n  1: *a\n", "must be one layer"),
-        ("num_slots: 4\nnum_slots: 4\n", "num_slots is there twice"),
-        ("num_slots: 4\n  more\n", "continues a plain value"),
-        ("num_slots: 4\ninitial_global_assignments: {0: [0, 1, 1, 0]} x", "list of experts"),
-        ("num_slots: 4\ninitial_global_assignments: {0: [0, 1, 1, 0]}, 1", "',' after the end of a mapping"),
-        ("num_slots: 4\ninitial_global_assignments: {0 [0, 1, 1, 0]}", "layer 0 must be there once"),
-        ("num_slots: 4\ninitial_global_assignments: {0: 1}", "where a list begins"),
-        (" some words\n", "no plain `key: value`"),
+        (HEAD + "  0: [0, 1, 1, 0]\n  0: [0, 1, 1, 0]\n", r"a key is there twice in the mapping of line 3"),
+        (HEAD + "  0: [0, 1, 1, 0]\n  '0': [0, 1, 1, 0]\n", "a layer is there twice, once in quotes"),
+        (HEAD + "  0: [0, 1, 1, 0]\n  0x0: [0, 1, 1, 0]\n", "a key is there twice"),
+        (HEAD + "  a: [0, 1, 1, 0]\n", r"\['a'\] must be a list of integers"),
+        (HEAD + "  true: [0, 1, 1, 0]\n", r"\[True\] must be a list of integers"),
+        (HEAD + "  0: [0, 1, 1, 0] 5\n", "ParserError"),
+        (HEAD + "  0: [0 1 1 0]\n", r"\['0 1 1 0'\] must be a list of integers"),
+        (HEAD + "  0: [0, [1], 1, 0]\n", r"\[0, \[1\], 1, 0\] must be a list of integers"),
+        (HEAD + "  0: [0, 1.5, 1, 0]\n", r"\[0, 1.5, 1, 0\] must be a list of integers"),
+        (HEAD + "  0: [0, true, 1, 0]\n", r"\[0, True, 1, 0\] must be a list of integers"),
+        (HEAD + "  0: [0, 1, 1, 99999999999999999999]\n", "OverflowError"),
+        (HEAD + "  0: [0, 1, 1, 0\n", "ParserError"),
+        (HEAD + "  0:\n  - 0\n  - x\n", r"\[0, 'x'\] must be a list of integers"),
+        (HEAD + "  0: &a [0, 1, 1, 0]\n  1: *a\n", "an alias, anchor or tag in line 3"),
+        (HEAD + "  0: !!python/tuple [0, 1, 1, 0]\n", "an alias, anchor or tag in line 3"),
+        ("num_slots: 4\nnum_slots: 4\n", "a key is there twice in the mapping of line 1"),
+        ("num_slots: true\ninitial_global_assignments: {0: [0]}", "found num_slots"),
+        ("num_slots: 4\n  more\n", "found num_slots;"),
+        ("num_slots: 4\ninitial_global_assignments: {0: [0, 1, 1, 0]} x", "ParserError"),
+        ("num_slots: 4\ninitial_global_assignments: {0 [0, 1, 1, 0]}", "ParserError"),
+        ("num_slots: 4\ninitial_global_assignments: {0: 1}", "1 must be a list of integers"),
+        ("a: " + "[" * 9 + "]" * 9, "too deep or too long in line 1"),
+        ("a: " + "[" * 100_000, "nesting depth|too deep"),
+        ("a: " + "1:" * 4000 + "1", "too deep or too long in line 1"),
+        (" some words\n", "no mapping but str"),
         (HEAD + "  0: [0, 1, 1, 7]\n", "8 experts in 4 slots"),
     ],
 )
@@ -79,6 +89,29 @@ def test_other_yaml_is_refused_with_the_reason(tmp_path: Path, text: str, match:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(FileFormatError, match=match):
         load_layout(tmp_path / "c.yaml", TWO)
+
+
+def test_yaml_that_would_expand_or_is_too_large_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    laughs = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(40))
+    (tmp_path / "c.yaml").write_text(laughs)
+    with pytest.raises(FileFormatError, match="an alias, anchor or tag in line 1"):
+        load_layout(tmp_path / "c.yaml", TWO)
+    (tmp_path / "c.yaml").write_text("# " + "x" * (4 << 20))
+    with pytest.raises(FileFormatError, match=r"at most 4,194,304 bytes, found 4,194,306"):
+        load_layout(tmp_path / "c.yaml", TWO)
+
+
+@pytest.mark.parametrize(("module", "name"), [("yaml", "c.yaml"), ("safetensors.numpy", "stat")])
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    tensorrt_llm.write_config(LAYOUT, tmp_path / "c.yaml")
+    (tmp_path / "stat").mkdir()
+    statistics(tmp_path / "stat", [{"1_0": row(1, 2, 3)}])
+    monkeypatch.setitem(sys.modules, module, None)
+    read = load_layout if module == "yaml" else load_trace
+    with pytest.raises(ImportError, match=r"pip install 'eplb-core\[files\]'"):
+        read(tmp_path / name)
 
 
 def test_layers_that_the_file_does_not_cover_are_trivial_and_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from eplb_core import ExpertLayout, Topology, load_layout
 from eplb_core.errors import FileFormatError
-from eplb_core.files import reading, vllm_ascend
+from eplb_core.files import vllm_ascend
 from eplb_core.files.formats import read_layout_file
 
 TWO = Topology(num_ranks=2)
@@ -107,7 +107,7 @@ def test_tables_that_do_not_fit_themselves_are_refused(tmp_path: Path, change: A
 def test_a_device_that_would_make_the_layout_huge_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are padded to the width of the widest: a file of some megabytes could ask for any amount of memory."""
     path = written(tmp_path, expert_map(*[[[0, 1, 2] * 20, *[[3]] * 9]] * 2))
-    monkeypatch.setattr(reading, "MAX_BYTES", 8 * 2 * 10 * 60 - 1)
+    monkeypatch.setattr(vllm_ascend, "MAX_BYTES", 8 * 2 * 10 * 60 - 1)
     with pytest.raises(FileFormatError, match="expected a layout of sane size, found a device with 60 experts"):
         vllm_ascend.read_expert_map(path, uneven="pad")
 
