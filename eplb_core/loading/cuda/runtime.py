@@ -35,15 +35,17 @@ class CudaError(RuntimeError):
         self.code = code
 
 
-class _Location(ctypes.Structure):
+class Location(ctypes.Structure):
+    """Where memory is: the kind of place and its number."""
+
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class _Attributes(ctypes.Structure):
     _fields_ = (
         ("source_order", ctypes.c_int),
-        ("source", _Location),
-        ("destination", _Location),
+        ("source", Location),
+        ("destination", Location),
         ("flags", ctypes.c_uint),
     )
 
@@ -196,10 +198,11 @@ def _library(part: str, names: tuple[str, ...]) -> ctypes.CDLL:
     raise ImportError("; ".join(errors))
 
 
-class _Span:
-    """Device memory that torch can look at."""
+class DeviceBytes:
+    """Device memory that torch can look at; torch keeps this object, and this one what owns the memory."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, owner: object = None) -> None:
+        self.owner = owner
         self.__cuda_array_interface__ = {
             "data": (address, False),
             "shape": (nbytes,),
@@ -209,8 +212,8 @@ class _Span:
         }
 
 
-def device_bytes(address: int, nbytes: int, device: str) -> torch.Tensor:
-    """Bytes at an address of a device as a tensor, uint8 `[nbytes]`; keeps nothing alive."""
+def device_bytes(address: int, nbytes: int, device: str, owner: object = None) -> torch.Tensor:
+    """View bytes at an address of a device as a tensor, uint8 `[nbytes]`, which keeps `owner` alive and nothing else."""
     import torch
 
-    return torch.as_tensor(_Span(address, nbytes), device=device)
+    return torch.as_tensor(DeviceBytes(address, nbytes, owner), device=device)

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from eplb_core.loading.cuda.runtime import Location, device_bytes
+
 _PINNED, _FILE_DESCRIPTOR, _DEVICE, _READ_WRITE = 1, 1, 1, 3
 
 
@@ -25,22 +27,18 @@ class DeviceMemoryError(ValueError):
     """A call of the driver that failed."""
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
 class _Properties(ctypes.Structure):
     _fields_ = (
         ("type", ctypes.c_int),
         ("handle_types", ctypes.c_int),
-        ("location", _Location),
+        ("location", Location),
         ("windows", ctypes.c_void_p),
         ("flags", ctypes.c_ubyte * 8),
     )
 
 
 class _Access(ctypes.Structure):
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+    _fields_ = (("location", Location), ("flags", ctypes.c_int))
 
 
 @cache
@@ -58,7 +56,7 @@ def _call(name: str, *args: Any) -> None:
 
 
 def _properties(device: int) -> _Properties:
-    return _Properties(type=_PINNED, handle_types=_FILE_DESCRIPTOR, location=_Location(_DEVICE, device))
+    return _Properties(type=_PINNED, handle_types=_FILE_DESCRIPTOR, location=Location(_DEVICE, device))
 
 
 def granularity(device: int) -> int:
@@ -93,7 +91,7 @@ class Segment:
             try:
                 _call("cuMemMap", address, size, ctypes.c_size_t(0), handle, _zero())
                 try:
-                    access = _Access(_Location(_DEVICE, device), _READ_WRITE)
+                    access = _Access(Location(_DEVICE, device), _READ_WRITE)
                     _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
                 except DeviceMemoryError:
                     _call("cuMemUnmap", address, size)
@@ -109,7 +107,7 @@ class Segment:
     def bytes(self, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
         """A part of it, uint8; keeps it mapped."""
         length = self.nbytes - start if nbytes is None else nbytes
-        return torch.as_tensor(_Bytes(self, self.address + start, length), device=f"cuda:{self.device}")
+        return device_bytes(self.address + start, length, f"cuda:{self.device}", owner=self)
 
     def __del__(self) -> None:
         if self.address and not sys.is_finalizing():
@@ -126,20 +124,6 @@ class Segment:
 
 _SEGMENTS: weakref.WeakSet[Segment] = weakref.WeakSet()
 """What is mapped in this process."""
-
-
-class _Bytes:
-    """Device memory that torch can look at; torch keeps this object, and this one the segment."""
-
-    def __init__(self, segment: Segment, address: int, nbytes: int) -> None:
-        self.segment = segment
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "strides": None,
-            "version": 3,
-        }
 
 
 def create(nbytes: int, device: int) -> Segment:

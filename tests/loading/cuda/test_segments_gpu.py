@@ -30,7 +30,7 @@ def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def child(code: str, *fds: int, arguments: tuple[Any, ...] = ()) -> subprocess.Popen[str]:
-    head = "import sys, os, torch\nfrom eplb_core.loading import _device_memory\n"
+    head = "import sys, os, torch\n"
     head += "from tests.loading.cuda.test_segments_gpu import *\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + code, *map(str, arguments)],
