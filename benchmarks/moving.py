@@ -17,23 +17,21 @@ that, since compiled code in between holds nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks import measure
+from benchmarks import measure, ranks
 from eplb_core import ExpertLayout, ExpertStore, GroupAgreement, Migrator, Topology, plan_pull, transfers
+from eplb_core._arrays import IntArray
 from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.install.installer import Installer, Staging
 from eplb_core.loading.moves.steps import Step
@@ -49,12 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.moving", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few layers, small experts")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank-1", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     measure.one_thread()
-    if options.rank_1:
-        rank_of_two(json.loads(options.rank_1), 1)
-        return 0
     calls = 5 if options.quick else 100
     plans = plan_times(4 if options.quick else LAYERS, calls)
     rows = [[name, f"{entry['reads']}", *entry["columns"]] for name, entry in plans.items()]
@@ -152,8 +146,10 @@ def poll_times(calls: int) -> dict[str, tuple[float, float]]:
     results = {"in process": each(migrator.poll, calls)}
     if not migrator.stop(10.0):
         raise SystemExit("the Migrator does not stop")
-    with tempfile.TemporaryDirectory() as folder:
-        members = gloo(Path(folder))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as threads:  # who makes a group waits for all
+        members = [
+            GroupAgreement(group) for group in threads.map(lambda rank: ranks.gloo_group(folder, rank, 2), range(2))
+        ]
 
         def turn() -> None:
             for member in members:
@@ -166,30 +162,6 @@ def poll_times(calls: int) -> dict[str, tuple[float, float]]:
         for member in members:
             member.take()
     return results
-
-
-def gloo(folder: Path) -> list[GroupAgreement]:
-    members: dict[int, GroupAgreement] = {}
-
-    def join(rank: int) -> None:
-        members[rank] = GroupAgreement(gloo_group(folder, rank))
-
-    in_turn([lambda rank=rank: join(rank) for rank in range(2)])  # type: ignore[misc]
-    return [members[0], members[1]]
-
-
-def gloo_group(folder: Path, rank: int) -> Any:
-    dist: Any = torch.distributed
-    return dist.ProcessGroupGloo(dist.FileStore(str(folder / "store"), 2), rank, 2, timedelta(seconds=60))
-
-
-def in_turn(calls: Sequence[Callable[[], object]]) -> None:
-    """Calls that wait for each other."""
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def each(call: Callable[[], object], calls: int) -> tuple[float, float]:
@@ -250,20 +222,19 @@ def gaps(layers: int, migrations: int) -> dict[str, dict[str, Any]]:
     """What a busy thread of rank 0 sees; rank 1 is another process."""
     with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
         job = {"folder": folder, "layers": layers, "migrations": migrations}
-        command = [sys.executable, "-m", "benchmarks.moving", "--rank-1", json.dumps(job)]
-        peer = subprocess.Popen(command, cwd=Path(__file__).parent.parent)
+        peer = ranks.Peer(rank_of_two, job, 1)
         try:
-            found = rank_of_two(job, 0)
-            if peer.wait(60):
+            found = rank_of_two(None, job, 0)
+            if peer.join(60.0) != 0:
                 raise SystemExit("rank 1 did not end as it should")
         finally:
             peer.kill()
-            peer.wait()
     return found
 
 
-def rank_of_two(job: dict[str, Any], rank: int) -> dict[str, dict[str, Any]]:
+def rank_of_two(pipe: Any, job: dict[str, Any], rank: int) -> dict[str, dict[str, Any]]:
     """All migrations of one rank; rank 1 sleeps where rank 0 looks for gaps."""
+    measure.one_thread()
     rng, topology, layers = np.random.default_rng(SEED), Topology(2), job["layers"]
     slots = 2 * SLOTS // RANKS
     start = ExpertLayout.trivial(layers, slots - 2, num_slots=slots, topology=topology)
@@ -271,27 +242,27 @@ def rank_of_two(job: dict[str, Any], rank: int) -> dict[str, dict[str, Any]]:
     stores = [
         ExpertStore({name: torch.zeros(slots // 2, 4096) for name in ("w13", "w2", "scale")}) for _ in range(layers)
     ]
-    agreement = GroupAgreement(gloo_group(Path(job["folder"]), rank))
+    agreement = GroupAgreement(ranks.gloo_group(job["folder"], rank, 2))
     migrator = Migrator(
         stores, start, rank=rank, transport=SharedMemory(), agreement=agreement, staging=slots * stores[0].slot_bytes
     )
     forward = Forward(migrator) if rank == 0 else Sleeper(migrator)
     forward.passes(lambda: forward.count == 1000)
     found = {"beside idle workers": forward.seen()}
-    for p2l in shuffled:
+
+    def move(p2l: IntArray, passes: Sleeper) -> None:
         target = ExpertLayout(p2l, slots - 2, topology=topology)
         migrator.start(target)
-        forward.passes(lambda: migrator.idle)
+        passes.passes(lambda: migrator.idle)
         if migrator.layout != target:
             raise SystemExit(f"a migration failed: {migrator.status}")
+
+    for p2l in shuffled:
+        move(p2l, forward)
     found["beside a migration"] = forward.seen()
     with Stretches() as stretches:
         for p2l in [start.physical_to_logical_map, *shuffled[: len(shuffled) // 2]]:
-            target = ExpertLayout(p2l, slots - 2, topology=topology)
-            migrator.start(target)
-            Sleeper(migrator).passes(lambda: migrator.idle)
-            if migrator.layout != target:
-                raise SystemExit(f"a migration failed: {migrator.status}")
+            move(p2l, Sleeper(migrator))
     found["workers' stretches"] = stretches.seen()
     if not migrator.stop(10.0):
         raise SystemExit("the Migrator does not stop")

@@ -1,1 +1,1 @@
-"""CUDA's runtime and driver by their C interfaces."""
+"""CUDA's runtime and driver, called by ctypes: streams, copies, and memory that processes share."""

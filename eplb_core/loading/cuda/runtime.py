@@ -1,4 +1,4 @@
-"""The few calls of CUDA's runtime that transports need and torch does not give."""
+"""The few calls of CUDA's runtime that transports need and torch does not offer, by ctypes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STREAM_ORDER, _PREFER_OVERLAP = 1, 1
 
 
 class CudaError(RuntimeError):
-    """A call that failed, with CUDA's code and words."""
+    """A failed call, with CUDA's code and message."""
 
     def __init__(self, call: str, code: int, words: str) -> None:
         super().__init__(f"{call}: {words} ({code})")
@@ -51,7 +51,7 @@ class _Attributes(ctypes.Structure):
 
 
 class Handle(ctypes.Structure):
-    """Of an allocation, for other processes."""
+    """Names an allocation to other processes."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
@@ -95,18 +95,19 @@ class Runtime:
             self.call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def new_stream(self) -> ctypes.c_void_p:
-        """Of the lowest priority, on the current device."""
+        """Make a stream of the lowest priority on the current device."""
         stream = ctypes.c_void_p()
         self.call("cudaStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, 0)
         return stream
 
     def new_event(self) -> ctypes.c_void_p:
+        """Make an event that records no times."""
         event = ctypes.c_void_p()
         self.call("cudaEventCreateWithFlags", ctypes.byref(event), _NO_TIMING)
         return event
 
     def is_over(self, event: ctypes.c_void_p) -> bool:
-        """What was enqueued before the event was recorded is done; never waits."""
+        """Say whether all that was enqueued before the event was recorded is done; never waits."""
         try:
             self.call("cudaEventQuery", event)
         except CudaError as error:
@@ -116,7 +117,7 @@ class Runtime:
         return True
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """First byte and length of the allocation that an address lies in."""
+        """Find first byte and length of the allocation that an address lies in."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         code = self._driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
         if code:
@@ -124,18 +125,19 @@ class Runtime:
         return base.value, size.value
 
     def handle_of(self, base: int) -> bytes:
-        """Handle under which other processes open an allocation."""
+        """Make the handle by which other processes open an allocation."""
         handle = Handle()
         self.call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(base))
         return bytes(handle)
 
     def open_handle(self, handle: bytes) -> int:
-        """Map another process's allocation; its first byte here."""
+        """Map another process's allocation and return its first byte here."""
         base = ctypes.c_void_p()
         self.call("cudaIpcOpenMemHandle", ctypes.byref(base), Handle.from_buffer_copy(handle), _PEER_ACCESS)
         return int(base.value or 0)
 
     def close_handle(self, base: int) -> None:
+        """Unmap what `open_handle` mapped."""
         self.call("cudaIpcCloseMemHandle", ctypes.c_void_p(base))
 
     def copy(
@@ -175,7 +177,7 @@ class Runtime:
 
 @cache
 def runtime() -> Runtime:
-    """That of this process: torch's, which is loaded already. ImportError where there is none."""
+    """Find the runtime that torch has loaded in this process; raise ImportError where there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -213,7 +215,7 @@ class DeviceBytes:
 
 
 def device_bytes(address: int, nbytes: int, device: str, owner: object = None) -> torch.Tensor:
-    """View bytes at an address of a device as a tensor, uint8 `[nbytes]`, which keeps `owner` alive and nothing else."""
+    """View bytes at an address of a device as a tensor, uint8 `[nbytes]`; it keeps `owner` alive and nothing else."""
     import torch
 
     return torch.as_tensor(DeviceBytes(address, nbytes, owner), device=device)

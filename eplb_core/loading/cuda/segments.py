@@ -24,7 +24,7 @@ _PINNED, _FILE_DESCRIPTOR, _DEVICE, _READ_WRITE = 1, 1, 1, 3
 
 
 class DeviceMemoryError(ValueError):
-    """A call of the driver that failed."""
+    """A failed call of the driver."""
 
 
 class _Properties(ctypes.Structure):
@@ -60,7 +60,7 @@ def _properties(device: int) -> _Properties:
 
 
 def granularity(device: int) -> int:
-    """Bytes at whose multiples allocations end."""
+    """Ask for the unit, in bytes, of which every allocation is a multiple."""
     size, properties = ctypes.c_size_t(), _properties(device)
     with _on(device):
         _call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(properties), 1)
@@ -79,7 +79,7 @@ class Segment:
     """
 
     def __init__(self, handle: ctypes.c_ulonglong, nbytes: int, device: int, fd: int) -> None:
-        """Takes over the handle and the descriptor."""
+        """Map the allocation; takes over the handle and the descriptor."""
         self.nbytes, self.device, self.fd, self.address = nbytes, device, -1, 0
         address = ctypes.c_ulonglong()
         self.token = secrets.randbits(62)
@@ -105,7 +105,7 @@ class Segment:
         _SEGMENTS.add(self)
 
     def bytes(self, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
-        """A part of it, uint8; keeps it mapped."""
+        """View a part of it as uint8; the view keeps it mapped."""
         length = self.nbytes - start if nbytes is None else nbytes
         return device_bytes(self.address + start, length, f"cuda:{self.device}", owner=self)
 
@@ -177,7 +177,7 @@ def _made(handle: ctypes.c_ulonglong, nbytes: int, device: int, fd: int) -> Segm
 
 
 def find(address: int) -> Segment | None:
-    """The segment that an address of this process lies in."""
+    """Find the segment that an address of this process lies in."""
     for segment in list(_SEGMENTS):
         if segment.address <= address < segment.address + segment.nbytes:
             return segment
@@ -185,7 +185,7 @@ def find(address: int) -> Segment | None:
 
 
 def part_of(memory: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """Bytes of a mapped segment as a storage of their own, which keeps the segment mapped."""
+    """View bytes of a mapped segment as a storage of their own, which keeps the segment mapped."""
     segment = find(memory.data_ptr())
     if segment is None:
         raise DeviceMemoryError(f"no device memory is mapped at {memory.data_ptr():#x}")
@@ -193,7 +193,7 @@ def part_of(memory: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
 
 
 def map_device(fd: int, nbytes: int) -> torch.Tensor:
-    """The segment as bytes of this process, on the current device."""
+    """Map a segment on the current device and view it as uint8."""
     return open_fd(fd, nbytes).bytes()
 
 
