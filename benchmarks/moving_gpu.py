@@ -2,11 +2,11 @@
 
 COMMIT=$(git rev-parse HEAD) python -m benchmarks.moving_gpu --json moving_gpu.json
 
-Parts (`--parts`): `tests` (the tests of moves that need a GPU), `install` (staging to live slots against a plain copy),
-`ranks` (four processes as four ranks: migrations alone, then while captured graphs decode), `host` (a weight host,
-restarts, a standby, SIGKILL). Each part goes on where another failed; what was measured is written after each. On one
-GPU four processes share it by time slices and their copies are local ones: what peer links and copy engines give, it
-cannot show. Without a GPU the same steps run small in host memory, to show that they do.
+Parts (`--parts`): `install` (staging to live slots against a plain copy), `ranks` (four processes as four ranks:
+migrations alone, then while captured graphs decode), `host` (a weight host, restarts, a standby, SIGKILL). Each part
+goes on where another failed; what was measured is written after each. On one GPU four processes share it by time slices
+and their copies are local ones: what peer links and copy engines give, it cannot show. Without a GPU the same steps run
+small in host memory, to show that they do.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,24 +26,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import measure
-from benchmarks.moving_gpu_ranks import Shape, allocate, random_layout
+from benchmarks import measure, ranks
+from benchmarks.moving_gpu_ranks import Shape, allocate, be_engine, be_host, be_rank, random_layout
 from eplb_core import ExpertStore
 from eplb_core._arrays import IntArray
 from eplb_core.loading.install.installer import Copies, Installer, Staging
 from eplb_core.loading.moves.steps import Step, plan_steps
 
-ROOT = Path(__file__).parent.parent
 FULL = {"layers": 58, "per_rank": 4, "experts": 12, "hidden": 3584, "inner": 1024, "tokens": 64, "ranks": 4}
 SMALL = {"layers": 4, "per_rank": 3, "experts": 8, "hidden": 64, "inner": 32, "tokens": 16, "ranks": 4}
-PARTS = ("tests", "install", "ranks", "host")
+PARTS = ("install", "ranks", "host")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.moving_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few small layers, as always without a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--parts", default="install,ranks,host", help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--passes", type=int, default=0)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for the ranks")
     parser.add_argument("--json", type=Path)
@@ -58,13 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes["migrations"] = 1 if quick else 2
     record: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "the CPU", "sizes": sizes}
     calls: dict[str, Callable[[], Any]] = {
-        "tests": run_tests,
-        "install": lambda: in_a_process("install", sizes, options.limit),
+        "install": lambda: ranks.Peer(measure_installs, sizes).hear(options.limit),  # its memory is given back
         "ranks": lambda: run_ranks(sizes, options.limit),
         "host": lambda: run_host(sizes, options.limit),
     }
     failed = 0
-    for part in options.parts.split(","):
+    for part in options.parts:
         start = time.perf_counter()
         print(f"---- {part}", flush=True)
         try:
@@ -72,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception:
             record[f"{part}_error"] = traceback.format_exc()
             print(record[f"{part}_error"], flush=True)
-        failed += f"{part}_error" in record or bool(errors_in(record.get(part)))
+        failed += f"{part}_error" in record or 'error": "' in json.dumps(record[part])
         record.setdefault("part_s", {})[part] = time.perf_counter() - start
         measure.write_json(options.json, record)
     record["summary"] = summary_of(record)
@@ -82,46 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(failed > 0)
 
 
-def errors_in(entry: Any) -> list[str]:
-    """Keys of errors, at any depth."""
-    if isinstance(entry, dict):
-        here = [key for key, value in entry.items() if key.endswith("error") and value]
-        return here + [key for value in entry.values() for key in errors_in(value)]
-    return [key for value in entry for key in errors_in(value)] if isinstance(entry, list) else []
-
-
-def run_tests() -> str:
-    """The tests of moves that need a GPU; the last line that pytest prints."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"]
-    folder = ROOT / "tests" / "loading"
-    files = [str(path) for path in sorted(folder.glob("test_*_gpu.py"))]
-    found = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    print(found.stdout[-6000:], found.stderr[-2000:])
-    if found.returncode:
-        raise RuntimeError("a test failed")
-    return (found.stdout.strip().splitlines() or [found.stderr[-200:]])[-1]
-
-
 # ---- installs --------------------------------------------------------------------------------------------------------
 
 
-def in_a_process(part: str, sizes: dict[str, Any], limit: float) -> Any:
-    """Its memory is given back at the end."""
-    code = f"import benchmarks.moving_gpu as m, json, sys; m.child_{part}(json.loads(sys.argv[1]))"
-    command = [sys.executable, "-c", code, json.dumps(sizes)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=limit)
-    for line in done.stdout.splitlines():
-        if line.startswith("ANSWER "):
-            return json.loads(line[7:])
-        print(line)
-    raise RuntimeError(f"part {part} ended with {done.returncode}")
-
-
-def child_install(sizes: dict[str, Any]) -> None:
-    print("ANSWER " + json.dumps(measure_installs(sizes)), flush=True)
-
-
-def measure_installs(sizes: dict[str, Any]) -> dict[str, Any]:
+def measure_installs(pipe: Any, sizes: dict[str, Any]) -> None:
     shape = Shape(sizes)
     on_gpu = shape.device.type == "cuda"
     weights = allocate(shape)
@@ -162,7 +122,7 @@ def measure_installs(sizes: dict[str, Any]) -> dict[str, Any]:
     record["prepare_us"] = 1e6 * statistics.median(
         timed(lambda: installer._prepare(0, every, NOTHING)) for _ in range(20)
     )
-    return record
+    pipe.send(record)
 
 
 NOTHING = np.empty((0, 2), dtype=np.int64)
@@ -260,81 +220,12 @@ def launches(call: Callable[[], Any]) -> list[str]:
 
 def run_ranks(sizes: dict[str, Any], limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
-        processes = []
-        for rank in range(sizes["ranks"]):
-            options = {**sizes, "rank": rank, "folder": folder, "parts": ["ipc", "decode"]}
-            processes.append(start_process("rank", options, stdout=None))
-        end = time.monotonic() + limit
-        codes = [wait_for(process, end - time.monotonic()) for process in processes]
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        found = []
-        for rank in range(sizes["ranks"]):
-            path = Path(folder, f"rank{rank}.json")
-            found.append(json.loads(path.read_text()) if path.exists() else {"error": f"ended with {codes[rank]}"})
-    failures = {} if codes == [0] * len(codes) else {"codes_error": str(codes)}
-    return {"by_rank": found, **failures}
-
-
-def wait_for(process: subprocess.Popen[str], seconds: float) -> int | None:
-    """Its exit status; None if it still runs."""
-    try:
-        return process.wait(max(1.0, seconds))
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def start_process(role: str, options: dict[str, Any], **more: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.moving_gpu_ranks", role, json.dumps(options)]
-    return subprocess.Popen(command, cwd=ROOT, text=True, **more)
+        options = {**sizes, "folder": folder, "parts": ["ipc", "decode"]}
+        peers = [ranks.Peer(be_rank, {**options, "rank": rank}) for rank in range(sizes["ranks"])]
+        return ranks.by_rank(*ranks.collect(peers, limit))
 
 
 # ---- a weight host ---------------------------------------------------------------------------------------------------
-
-
-class Talk:
-    """A process that answers lines."""
-
-    def __init__(self, role: str, options: dict[str, Any], limit: float) -> None:
-        self.limit, self.began = limit, time.perf_counter()
-        self.process = start_process(role, options, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.hello = self.read()
-        self.hello["from_start_s"] = time.perf_counter() - self.began
-
-    def ask(self, verb: str) -> dict[str, Any]:
-        """The answer to one word."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(verb + "\n")
-        self.process.stdin.flush()
-        found = self.read()
-        if "error" in found:
-            raise RuntimeError(found["error"])
-        return found
-
-    def read(self) -> dict[str, Any]:
-        """The next answer; other lines are passed on."""
-        assert self.process.stdout is not None
-        watch = threading.Timer(self.limit, self.process.kill)
-        watch.start()
-        try:
-            for line in self.process.stdout:
-                if line.startswith("ANSWER "):
-                    answer: dict[str, Any] = json.loads(line[7:])
-                    return answer
-                print(line, end="")
-        finally:
-            watch.cancel()
-        raise RuntimeError(f"a process ended with {self.process.wait()}")
-
-    def kill(self) -> None:
-        """SIGKILL, and wait; again is nothing."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 def used_gb(on_gpu: bool) -> float:
@@ -349,7 +240,7 @@ def run_host(sizes: dict[str, Any], limit: float) -> dict[str, Any]:
     """All scenes; what came before a failure is kept."""
     on_gpu = sizes["device"] == "cuda"
     record: dict[str, Any] = {"used_gib": {"before": used_gb(on_gpu)}}
-    started: list[Talk] = []
+    started: list[ranks.Peer] = []
     with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
         slots = 16 if on_gpu else sizes["per_rank"]
         options = {**sizes, "path": os.path.join(folder, "host"), "per_rank": slots, "experts": slots}
@@ -367,43 +258,40 @@ def run_host(sizes: dict[str, Any], limit: float) -> dict[str, Any]:
 
 
 def host_scenes(
-    options: dict[str, Any], record: dict[str, Any], started: list[Talk], limit: float, on_gpu: bool
+    options: dict[str, Any], record: dict[str, Any], started: list[ranks.Peer], limit: float, on_gpu: bool
 ) -> None:
     def note(scene: str, entry: dict[str, Any]) -> None:
         record[scene] = entry
         record["used_gib"][scene] = used_gb(on_gpu)
         print(scene, entry, f"{record['used_gib'][scene]:.2f} GiB used", flush=True)
 
-    def start(role: str, name: str) -> Talk:
-        talk = Talk(role, {**options, "name": name}, limit)
-        started.append(talk)
-        return talk
+    def start(scene: str, function: Callable[..., None], name: str) -> ranks.Peer:
+        started.append(ranks.Peer(function, {**options, "name": name}))
+        hello = started[-1].hear(limit)
+        note(scene, {**hello, "from_start_s": time.perf_counter() - started[-1].began})
+        return started[-1]
 
-    host = start("host", "host")
-    note("host ready", host.hello)
-    first = start("engine", "first")
-    note("first engine", first.hello)
-    note("first engine's pass", first.ask("pass"))
+    host = start("host ready", be_host, "host")
+    first = start("first engine", be_engine, "first")
+    note("first engine's pass", first.ask("pass", limit))
     crc = record["first engine's pass"]["crc"]
-    note("first engine moves experts", first.ask("move"))
-    note("its pass after the move", first.ask("pass"))
-    standby = start("engine", "standby")
-    note("standby", standby.hello)
-    note("standby's pass", standby.ask("pass"))
+    note("first engine moves experts", first.ask("move", limit))
+    note("its pass after the move", first.ask("pass", limit))
+    standby = start("standby", be_engine, "standby")
+    note("standby's pass", standby.ask("pass", limit))
     begin = time.perf_counter()
     first.kill()
-    while len(standby.ask("state")["state"][1]) != 1:
+    while len(standby.ask("state", limit)["state"][1]) != 1:
         time.sleep(0.001)
     seen = time.perf_counter() - begin
-    answer = standby.ask("pass")
+    answer = standby.ask("pass", limit)
     note("standby takes over", {"alone_s": seen, "first_pass_s": time.perf_counter() - begin, **answer})
-    again = start("engine", "again")
-    note("engine restarted", again.hello)
-    note("its pass", again.ask("pass"))
+    again = start("engine restarted", be_engine, "again")
+    note("its pass", again.ask("pass", limit))
     host.kill()
     time.sleep(1.0)
-    note("pass after the host was killed", again.ask("pass"))
-    note("standby's pass after the host was killed", standby.ask("pass"))
+    note("pass after the host was killed", again.ask("pass", limit))
+    note("standby's pass after the host was killed", standby.ask("pass", limit))
     passes = [entry["crc"] for entry in record.values() if isinstance(entry, dict) and "crc" in entry]
     record["outputs_equal"] = all(other == crc for other in passes)
     record["weights_exact"] = not any(entry.get("wrong") for entry in record.values() if isinstance(entry, dict))

@@ -1,7 +1,5 @@
 """The processes of `benchmarks.moving_gpu`: ranks that decode while experts move, a weight host and its engines.
 
-python -m benchmarks.moving_gpu_ranks ROLE OPTIONS
-
 A rank's pass is a CUDA graph of 58 MoE layers: router, dispatch by the library's tables, the rank's own slots on all
 tokens, one number for each token and choice. Ranks sum these once a pass over gloo, where each entry has one rank that
 computed it, and the next tokens depend on every bit of the sum. So a slot that holds another expert, a token that goes
@@ -11,16 +9,15 @@ device, so what a rank computes on a layer does not depend on other ranks' resul
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
-import sys
 import time
 import traceback
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -164,8 +161,8 @@ class Decoder:
 class Rank:
     """One process of four."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options, self.shape = options, Shape(options)
+    def __init__(self, pipe: Any, options: dict[str, Any]) -> None:
+        self.pipe, self.options, self.shape = pipe, options, Shape(options)
         self.rank, self.size = options["rank"], options["ranks"]
         self.on_gpu = self.shape.device.type == "cuda"
         torch.set_num_threads(1)
@@ -236,28 +233,21 @@ class Rank:
         """Another one, the same on every rank."""
         return random_layout(self.shape, self.size, self.rng)
 
-    def run_parts(self) -> None:
-        """One after the other; what was measured is written after each."""
-        for part in self.options["parts"]:
-            if not self.run_part(part):
-                break  # ranks are not in step any more
-
-    def run_part(self, part: str) -> bool:
-        """Whether it came to its end."""
+    def run(self) -> None:
+        """All parts, one after the other, to the end of the process; what was measured is told after each."""
+        part = ""
         try:
-            self.say(part)
-            getattr(self, f"part_{part}")()
-        except Exception:
+            for part in self.options["parts"]:
+                self.say(part)
+                getattr(self, f"part_{part}")()
+                self.pipe.send(self.results)
+        except Exception:  # ranks are not in step any more
             self.results[f"{part}_error"] = traceback.format_exc()
             print(f"rank {self.rank}: {self.results[f'{part}_error']}", flush=True)
-            return False
-        finally:
-            self.write()
-        return True
-
-    def write(self) -> None:
-        """Where the parent looks."""
-        Path(self.options["folder"], f"rank{self.rank}.json").write_text(json.dumps(self.results))
+            self.pipe.send(self.results)
+            os._exit(1)
+        self.say("end")
+        os._exit(0)
 
     # ---- moves and nothing else ------------------------------------------------------------------------------------
 
@@ -294,7 +284,7 @@ class Rank:
             mig.stop(30.0)
             self.results.setdefault("ipc", {})[name] = entries
             self.say(f"{name}: {json.dumps(rounded(entries))}")
-            self.write()
+            self.pipe.send(self.results)
 
     # ---- decoding --------------------------------------------------------------------------------------------------
 
@@ -345,7 +335,7 @@ class Rank:
                 **more,
             }
             self.say(f"{name}: {json.dumps(rounded(out[name]))}")
-            self.write()
+            self.pipe.send(self.results)
 
         note("off", reference)
         for name, transport in self.transports.items():
@@ -512,11 +502,9 @@ def percentiles(times: np.ndarray[Any, Any]) -> dict[str, float]:
     }
 
 
-def run_rank(options: dict[str, Any]) -> None:
-    rank = Rank(options)
-    rank.run_parts()
-    rank.say("end")
-    os._exit(0 if not any(name.endswith("_error") for name in rank.results) else 1)
+def be_rank(pipe: Any, options: dict[str, Any]) -> None:
+    """The process of a rank."""
+    Rank(pipe, options).run()
 
 
 # ---- a weight host and its engines -----------------------------------------------------------------------------------
@@ -528,7 +516,8 @@ def host_layout(shape: Shape) -> ExpertLayout:
     )
 
 
-def run_host(options: dict[str, Any]) -> None:
+def be_host(pipe: Any, options: dict[str, Any]) -> None:
+    """Share weights until the pipe ends."""
     from eplb_core.loading.sharing.host import WeightHost
 
     shape = Shape(options)
@@ -545,15 +534,13 @@ def run_host(options: dict[str, Any]) -> None:
     host = WeightHost(options["path"], load, config={"model": "random"}, layout=host_layout(shape), rank=0)
     if shape.device.type == "cuda":
         torch.cuda.empty_cache()
-    answer(
-        {"ready_s": time.perf_counter() - start, "load_s": seconds["load"], "bytes": host.num_bytes, "pid": os.getpid()}
-    )
-    for _ in sys.stdin:
-        break
+    ready = time.perf_counter() - start
+    pipe.send({"ready_s": ready, "load_s": seconds["load"], "bytes": host.num_bytes, "pid": os.getpid()})
+    pipe.poll(None)
     host.close()
 
 
-def run_engine(options: dict[str, Any]) -> None:
+def be_engine(pipe: Any, options: dict[str, Any]) -> None:
     """Attach, then answer: `pass`, `move`, `state`."""
     born = time.perf_counter()
     shape = Shape(options)
@@ -584,7 +571,7 @@ def run_engine(options: dict[str, Any]) -> None:
             for name, expected in zip(("w13", "w13_scale", "w2"), expert_weights(shape, layer, expert), strict=True):
                 if not torch.equal(weights[layer][name][slot], expected):
                     wrong.append([layer, slot, name])
-    answer(
+    pipe.send(
         {
             "attach_s": done - imported,
             "context_s": context - born,
@@ -597,41 +584,36 @@ def run_engine(options: dict[str, Any]) -> None:
     )
     decoder: Any = None
     first = torch.arange(shape.tokens) % VOCABULARY
-    for line in sys.stdin:
-        verb = line.strip()
-        try:
-            start = time.perf_counter()
-            if verb == "pass":
-                decoder = decoder or Decoder(shape, weights, tables, 0)
-                made = time.perf_counter()
-                crc = zlib.crc32(decoder.run(first).numpy().tobytes())
-                answer({"crc": crc, "graph_s": made - start, "pass_s": time.perf_counter() - made})
-            elif verb == "state":
-                found = client.query()
-                answer({"state": None if found is None else [found.version, list(found.engines), str(found.dirty)]})
-            elif verb == "move":
-                rng = np.random.default_rng(3)
-                target = ExpertLayout(
-                    rng.permuted(layout.physical_to_logical_map, axis=1), shape.per_rank, topology=Topology(1)
-                )
-                layout = move_experts(
-                    stores,
-                    layout,
-                    target,
-                    rank=0,
-                    transport=CudaIpc() if shape.device.type == "cuda" else SharedMemory(),
-                    agreement=LocalAgreement.group(1)[0],
-                    tables=tables,
-                    record=client,
-                )
-                answer({"move_s": time.perf_counter() - start, "version": client.adopted})
-        except Exception:
-            answer({"error": traceback.format_exc()})
 
+    def one_pass() -> dict[str, Any]:
+        nonlocal decoder
+        start = time.perf_counter()
+        decoder = decoder or Decoder(shape, weights, tables, 0)
+        made = time.perf_counter()
+        crc = zlib.crc32(decoder.run(first).numpy().tobytes())
+        return {"crc": crc, "graph_s": made - start, "pass_s": time.perf_counter() - made}
 
-def answer(value: Any) -> None:
-    print("ANSWER " + json.dumps(value), flush=True)
+    def say_state() -> dict[str, Any]:
+        found = client.query()
+        return {"state": None if found is None else [found.version, list(found.engines), str(found.dirty)]}
 
+    def move() -> dict[str, Any]:
+        nonlocal layout
+        start = time.perf_counter()
+        rows = np.random.default_rng(3).permuted(layout.physical_to_logical_map, axis=1)
+        layout = move_experts(
+            stores,
+            layout,
+            ExpertLayout(rows, shape.per_rank, topology=Topology(1)),
+            rank=0,
+            transport=CudaIpc() if shape.device.type == "cuda" else SharedMemory(),
+            agreement=LocalAgreement.group(1)[0],
+            tables=tables,
+            record=client,
+        )
+        return {"move_s": time.perf_counter() - start, "version": client.adopted}
 
-if __name__ == "__main__":
-    {"rank": run_rank, "host": run_host, "engine": run_engine}[sys.argv[1]](json.loads(sys.argv[2]))
+    calls = {"pass": one_pass, "state": say_state, "move": move}
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(calls[pipe.recv()]())

@@ -23,8 +23,6 @@ import argparse
 import json
 import mmap
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -36,8 +34,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks import measure
-from benchmarks.moving_gpu import ROOT, SMALL, tables_of, wait_for
+from benchmarks import measure, ranks
+from benchmarks.moving_gpu import SMALL, tables_of
 from benchmarks.moving_gpu_ranks import Rank, percentiles, rounded
 from eplb_core import ExpertLayout
 from eplb_core.loading.moves.migrator import Migrator
@@ -56,10 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--migrations", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for the ranks")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", help="one process, by its options")
     options = parser.parse_args(argv)
-    if options.rank:
-        run_rank(json.loads(options.rank))
     gpus = torch.cuda.device_count()
     on_gpus = gpus > 1
     sizes: dict[str, Any] = {**(FULL if on_gpus and not options.quick else SMALL), "ranks": gpus if on_gpus else 2}
@@ -102,34 +97,22 @@ def plain_copy(both_ways: bool) -> float:
 def run_ranks(sizes: dict[str, Any], on_gpus: bool, limit: float) -> dict[str, Any]:
     """A process a GPU."""
     with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
-        processes = []
         words = Path("/dev/shm", f"{Path(folder).name}-words")  # a device cannot reach pages of other file systems
         words.write_bytes(bytes(mmap.PAGESIZE))
-        for rank in range(sizes["ranks"]):
-            device = f"cuda:{rank}" if on_gpus else "cpu"
-            options = {**sizes, "rank": rank, "folder": folder, "device": device, "words": str(words)}
-            command = [sys.executable, "-m", "benchmarks.multi_gpu", "--rank", json.dumps(options)]
-            # Torch would end a process whose peer is gone.
-            environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-            processes.append(subprocess.Popen(command, cwd=ROOT, text=True, env=environment))
-        end = time.monotonic() + limit
-        codes = [wait_for(process, end - time.monotonic()) for process in processes]
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        words.unlink()
-        paths = [Path(folder, f"rank{rank}.json") for rank in range(sizes["ranks"])]
-        found = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
-    failures = {} if codes == [0] * len(codes) else {"codes_error": str(codes)}
-    return {"by_rank": found, **failures}
+        options = {**sizes, "folder": folder, "words": str(words)}
+        devices = [f"cuda:{rank}" if on_gpus else "cpu" for rank in range(sizes["ranks"])]
+        peers = [ranks.Peer(be_rank, {**options, "rank": rank, "device": each}) for rank, each in enumerate(devices)]
+        try:
+            return ranks.by_rank(*ranks.collect(peers, limit))
+        finally:
+            words.unlink()
 
 
 class GpuRank(Rank):
     """A rank with a GPU of its own: results are summed on the devices."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__(options)
+    def __init__(self, pipe: Any, options: dict[str, Any]) -> None:
+        super().__init__(pipe, options)
         self.nccl: Any = None
         if self.on_gpu:
             self.nccl = dist.new_group(backend="nccl", timeout=timedelta(seconds=120))
@@ -243,11 +226,11 @@ def device_work(events: list[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def run_rank(options: dict[str, Any]) -> None:
-    rank = GpuRank(options)
-    rank.run_parts()
-    rank.say("end")
-    os._exit(0 if not any(name.endswith("_error") for name in rank.results) else 1)
+def be_rank(pipe: Any, options: dict[str, Any]) -> None:
+    """The process of a rank."""
+    # Torch would end a process whose peer is gone.
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    GpuRank(pipe, options).run()
 
 
 def summary(record: dict[str, Any]) -> list[str]:
