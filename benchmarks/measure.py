@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -30,6 +31,20 @@ class Times(NamedTuple):
     def columns(self) -> list[str]:
         """First, median and minimum in milliseconds."""
         return [milliseconds(self.first), milliseconds(self.median), milliseconds(self.minimum)]
+
+
+def parser(name: str, about: str, *, quick: str) -> argparse.ArgumentParser:
+    """The options that every benchmark has.
+
+    Args:
+        name: Of its module.
+        about: The module's docstring.
+        quick: What `--quick` makes of it.
+    """
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about.splitlines()[0])
+    made.add_argument("--quick", action="store_true", help=quick)
+    made.add_argument("--json", type=Path, help="file for the figures")
+    return made
 
 
 def timed(call: Callable[[], T], *, calls: int, budget_s: float) -> tuple[T, Times]:

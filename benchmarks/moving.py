@@ -16,14 +16,12 @@ that, since compiled code in between holds nothing.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,9 +42,7 @@ SEED = 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.moving", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few layers, small experts")
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser("moving", __doc__, quick="few layers, small experts")
     options = parser.parse_args(argv)
     measure.one_thread()
     calls = 5 if options.quick else 100

@@ -11,7 +11,6 @@ small in host memory, to show that they do.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,7 +19,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,13 +37,11 @@ PARTS = ("install", "ranks", "host")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.moving_gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few small layers, as always without a GPU")
+    parser = measure.parser("moving_gpu", __doc__, quick="few small layers, as always without a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--passes", type=int, default=0)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for the ranks")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     on_gpu = options.device == "cuda"
     quick = options.quick or not on_gpu  # 20 GB of weights are nothing for a processor

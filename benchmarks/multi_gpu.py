@@ -19,7 +19,6 @@ do: by shared memory, or by groups of gloo in place of NCCL's.
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 import os
@@ -46,14 +45,12 @@ FULL = {"layers": 58, "per_rank": 16, "experts": 24, "hidden": 7168, "inner": 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.multi_gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few small layers")
+    parser = measure.parser("multi_gpu", __doc__, quick="few small layers")
     parser.add_argument("--transport", choices=["ipc", "nccl"], default="ipc")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--passes", type=int, default=0)
     parser.add_argument("--migrations", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for the ranks")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     gpus = torch.cuda.device_count()
     on_gpus = gpus > 1

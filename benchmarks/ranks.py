@@ -24,10 +24,15 @@ class Peer:
         function: What it runs.
         arguments: After the pipe.
         method: As `multiprocessing` has them; what has seen a GPU must not be forked.
+        preload: Modules that the "forkserver" imports once for all.
     """
 
-    def __init__(self, function: Callable[..., object], *arguments: Any, method: str = "spawn") -> None:
+    def __init__(
+        self, function: Callable[..., object], *arguments: Any, method: str = "spawn", preload: Sequence[str] = ()
+    ) -> None:
         context: Any = multiprocessing.get_context(method)
+        if preload:
+            context.set_forkserver_preload(preload)
         self.began = time.perf_counter()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=function, args=(theirs, *arguments), daemon=True)

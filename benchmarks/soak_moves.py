@@ -21,10 +21,8 @@ continued later, in each phase of a migration, and the others go on.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -42,7 +40,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks import measure
+from benchmarks import measure, ranks
 from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology, fingerprints, topk_to_slots, verify_weights
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.loading.agreement import GroupAgreement
@@ -70,9 +68,7 @@ CHUNK = 50
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak_moves", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few migrations on 4 ranks, shared memory alone")
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser("soak_moves", __doc__, quick="few migrations on 4 ranks, shared memory alone")
     parser.add_argument("--transport", nargs="+", choices=TRANSPORTS)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--migrations", type=int, default=1000, help="over each transport; 0: losses alone")
@@ -161,26 +157,17 @@ def summary(runs: list[dict[str, Any]]) -> list[str]:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """All ranks of a job; what they agree on and their sums."""
     start = time.perf_counter()
+    dies = victim(job) if job["scenario"] == "killed" else -1
     with tempfile.TemporaryDirectory(prefix="eplb-soak-") as folder:
-        processes = [process({**job, "rank": rank, "folder": folder}) for rank in range(job["size"])]
-        limit = time.monotonic() + 90 + 4 * job["migrations"] * job["size"]
-        dies = victim(job) if job["scenario"] == "killed" else -1
-        try:
-            # Whoever fails first says why; the others only that it did not answer.
-            while any(each.exitcode is None for each in processes) and time.monotonic() < limit:
-                if any(each.exitcode for rank, each in enumerate(processes) if rank != dies):
-                    break
-                time.sleep(0.05)
-            failed = [rank for rank, each in enumerate(processes) if each.exitcode != 0 and rank != dies]
-        finally:
-            for each in processes:
-                each.kill()
-                each.join()
-        told = [Path(folder, f"out{rank}").read_text() for rank in range(job["size"])]
-        if failed:
-            said = "\n".join(f"rank {rank}: {told[rank][-3000:]}" for rank in failed if told[rank])
-            raise SystemExit(f"{job}: ranks {failed} did not end as they should\n{said}")
-        answers = [json.loads(text.splitlines()[-1]) for rank, text in enumerate(told) if rank != dies]
+        here = [{**job, "rank": rank, "folder": folder} for rank in range(job["size"])]
+        # Forks, since eight times the imports take longer than the migrations.
+        peers = [ranks.Peer(begin_rank, each, method="fork") for each in here]
+        said, codes = ranks.collect(peers, 90 + 4 * job["migrations"] * job["size"], may_die=dies)
+    failed = [rank for rank, code in enumerate(codes) if code != 0 and rank != dies]
+    if failed:
+        why = "\n".join(f"rank {rank}: {said[rank]}" for rank in failed if said[rank])
+        raise SystemExit(f"{job}: ranks {failed} did not end as they should\n{why}")
+    answers = [answer for rank, answer in enumerate(said) if rank != dies]
     live = [answer for answer in answers if not answer["out"]]
     for key in ("layout", "installed", "causes"):
         if len({json.dumps(answer[key]) for answer in live}) != 1:
@@ -195,19 +182,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def process(job: dict[str, Any]) -> Any:
-    """One rank: a fork, since eight times the imports take longer than the migrations."""
-    made = multiprocessing.get_context("fork").Process(target=begin_rank, args=(job,), daemon=True)
-    made.start()
-    return made
-
-
-def begin_rank(job: dict[str, Any]) -> None:
+def begin_rank(pipe: Any, job: dict[str, Any]) -> None:
     """In the new process."""
-    out = os.open(Path(job["folder"], f"out{job['rank']}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  for good
     os.environ |= {
         "NIXL_LOG_LEVEL": "ERROR",
         # Where there are GPUs, NIXL refuses a choice without the last.
@@ -217,11 +193,16 @@ def begin_rank(job: dict[str, Any]) -> None:
         "GLOO_SOCKET_IFNAME": "lo",  # a machine's name may lead nowhere
     }
     try:
-        one_rank(job)
+        rank = Rank(job)
+        (rank.random_migrations if job["scenario"] == "random" else rank.loss)()
+        if not rank.out and rank.migrator.stop(10.0) is False:
+            raise SystemExit(f"rank {rank.rank} does not stop: {rank.migrator.status}")
+        rank.end()
+        pipe.send(rank.answer())
     except BaseException:
-        traceback.print_exc(file=sys.stdout)
-        sys.stdout.flush()
+        pipe.send(traceback.format_exc()[-3000:])
         os._exit(1)
+    os._exit(0)  # what is left of a broken group may wait for its peers
 
 
 def victim(job: dict[str, Any]) -> int:
@@ -230,16 +211,6 @@ def victim(job: dict[str, Any]) -> int:
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------
-
-
-def one_rank(job: dict[str, Any]) -> None:
-    rank = Rank(job)
-    (rank.random_migrations if job["scenario"] == "random" else rank.loss)()
-    if not rank.out and rank.migrator.stop(10.0) is False:
-        raise SystemExit(f"rank {rank.rank} does not stop: {rank.migrator.status}")
-    rank.end()
-    print(json.dumps(rank.answer()), flush=True)
-    os._exit(0)  # what is left of a broken group may wait for its peers
 
 
 def label(layer: int, expert: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -293,11 +264,9 @@ class Rank:
         self.job, self.rank, self.size, self.folder = job, job["rank"], job["size"], job["folder"]
         self.patience = 60.0
         sys.setswitchinterval(1e-4)  # else each wait for another thread's Python code is one of 5 ms
-        timeout = timedelta(seconds=60)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{self.folder}/store", rank=self.rank, world_size=self.size, timeout=timeout
+        words, self.traffic, bytes_ = (
+            ranks.gloo_group(self.folder, self.rank, self.size, name=name) for name in ("words", "traffic", "bytes")
         )
-        words, self.traffic, bytes_ = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(3))
         self.rng = np.random.default_rng(job["seed"])
         self.topology = Topology(self.size, 2)
         self.live = list(range(self.size))
@@ -630,16 +599,13 @@ class Rank:
 
     def rejoin(self) -> None:
         """Go on with the ranks that live."""
-        torch_names: Any = dist
-        groups = []
-        for name in ("words", "traffic"):
-            store = torch_names.FileStore(f"{self.folder}/{name}", len(self.live))
-            member = self.live.index(self.rank)
-            groups.append(torch_names.ProcessGroupGloo(store, member, len(self.live), timedelta(seconds=60)))
-        self.traffic = groups[1]
+        member, size = self.live.index(self.rank), len(self.live)
+        words, self.traffic = (
+            ranks.gloo_group(self.folder, member, size, name=f"{name} of {size}") for name in ("words", "traffic")
+        )
         self.patience = 30.0
         with self.between:
-            self.migrator.rejoin(GroupAgreement(groups[0], deadline=30.0))
+            self.migrator.rejoin(GroupAgreement(words, deadline=30.0))
         self.passes = 0
 
     def end(self) -> None:

@@ -1,6 +1,6 @@
 """Four processes on one GPU: reads of each other's device memory by CUDA IPC, against a plain copy on the device.
 
-python -m benchmarks.transport_gpu --tests --json transport_gpu.json
+python -m benchmarks.transport_gpu --json transport_gpu.json
 
 Speeds of one reader and of all four at once, with the flag that asks copies to leave the cores alone and without; a
 matrix product beside them; bytes compared; owners killed and stopped. On one GPU the copies are local ones: what peer
@@ -9,17 +9,12 @@ links give, it cannot show. Without a GPU the same steps run in host memory, to 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks import measure, transports
@@ -32,8 +27,6 @@ from eplb_core.testing._peers import (
     connect,
     export,
     export_again,
-    pattern,
-    put,
     read_times,
     world,
 )
@@ -46,17 +39,11 @@ RANKS = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transport_gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="experts of a hundredth")
+    parser = measure.parser("transport_gpu", __doc__, quick="experts of a hundredth")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tests", action="store_true", help="first run the tests that need a GPU")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     on_gpu = options.device == "cuda"
     record: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "the CPU", "ranks": RANKS}
-    if options.tests:
-        record["tests"] = run_tests()
-        print(record["tests"])
     expert = EXPERT // 100 // 4096 * 4096 if options.quick else EXPERT
     kinds = gpu_kinds() if on_gpu else {"SharedMemory": TransportKit(kits.shared_memory)}
     kinds = {name: dataclasses.replace(kit, big=expert * EXPERTS) for name, kit in kinds.items()}
@@ -64,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     record |= {"expert_bytes": expert, "experts_a_read": EXPERTS, "kinds": {}}
     record["plain_copy_gb_s"] = plain_copy(expert, times, options.device)
     for name, kit in kinds.items():
-        entry = {"one_reader": one_reader(kit, expert, times), "all_readers_gb_s": all_readers(kit, expert, times)}
-        entry["product"] = beside_product(kit, expert, times, options.device, 256 if options.quick else 8192)
+        entry = {"one_reader": one_reader(kit, times), "all_readers_gb_s": all_readers(kit, times)}
+        entry["product"] = beside_product(kit, times, options.device, 256 if options.quick else 8192)
         record["kinds"][name] = entry
     name, kit = next(iter(kinds.items()))
     record["ends"] = {"kind": name, **transports.ends(kit)}
@@ -77,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{record['plain_copy_gb_s']:.0f} GB/s; a peer killed during a read: {record['ends']['killed']}"
     ]
     measure.write_json(options.json, record)
-    return 1 if " failed" in record.get("tests", "") else 0
+    return 0
 
 
 def gpu_kinds() -> dict[str, TransportKit]:
@@ -114,16 +101,6 @@ def table_of(record: dict[str, Any]) -> str:
     return measure.table(head, rows)
 
 
-def run_tests() -> str:
-    """The GPU tests of transports; the last line that pytest prints."""
-    tests = Path(__file__).parent.parent / "tests" / "loading" / "transports"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", str(tests)]
-    result = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
-    if result.returncode:
-        print(result.stdout[-4000:], result.stderr[-2000:])
-    return (result.stdout.strip().splitlines() or [result.stderr[-200:]])[-1]
-
-
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -143,40 +120,19 @@ def plain_copy(expert: int, times: int, device: str) -> float:
     return statistics.median(rates[1:])
 
 
-def ops_of(expert: int) -> list[Op]:
-    return [(0, i * expert, 0, i * expert, expert) for i in range(EXPERTS)]
-
-
-def one_reader(kit: TransportKit, expert: int, times: int) -> dict[str, float]:
-    """One rank reads, the others are idle; every byte is compared."""
-    with world(kit, RANKS - 1) as w:
-        transports.join(w, 1)
-        own = w.me.tensors[0]
-        expected = torch.from_numpy(pattern(1, kit.big)).to(own.device)
-        rates, calls = [], []
-        for _ in range(times + 1):
-            put(own, np.zeros(kit.big, dtype=np.uint8))
-            start = time.perf_counter()
-            ticket = w.transport.read(1, batch(ops_of(expert)))
-            calls.append(time.perf_counter() - start)
-            transports.finish(w, ticket)
-            rates.append(kit.big / (time.perf_counter() - start) / 1e9)
-            if not torch.equal(own, expected):
-                raise SystemExit(f"{w.transport.caps.name}: wrong bytes")
-        small = []
-        for _ in range(50):
-            start = time.perf_counter()
-            transports.finish(w, w.transport.read(1, batch([(0, 0, 0, 0, 4096)])))
-            small.append(time.perf_counter() - start)
+def one_reader(kit: TransportKit, times: int) -> dict[str, float]:
+    """One rank reads, the others are idle."""
+    found = transports.rates_of(kit, times, peers=RANKS - 1, count=EXPERTS)
+    rates = found["gb_s"]
     return {
-        "gb_s": statistics.median(rates[1:]),
-        "best_gb_s": max(rates[1:]),
-        "call_us": statistics.median(calls[1:]) * 1e6,
-        "small_us": statistics.median(small) * 1e6,
+        "gb_s": rates["median"],
+        "best_gb_s": rates["best"],
+        "call_us": found["call_us"],
+        "small_us": found["small_us"],
     }
 
 
-def all_readers(kit: TransportKit, expert: int, times: int) -> float:
+def all_readers(kit: TransportKit, times: int) -> float:
     """Each rank reads from the next one, all at once: GB/s of all together."""
     with world(kit, RANKS - 1) as w:
         export(w.me, [kit.big], 0)
@@ -184,7 +140,7 @@ def all_readers(kit: TransportKit, expert: int, times: int) -> float:
         blobs |= {rank: peer.call(export, [kit.big], rank) for rank, peer in w.peers.items()}
         w.transport.connect(1, blobs[1])
         peers = [peer for peer in w.peers.values() if isinstance(peer, Process)]
-        ops = ops_of(expert)
+        ops = transports.pieces(kit.big, EXPERTS)
         for peer in peers:
             source = (peer.rank + 1) % RANKS
             peer.call(connect, source, blobs[source])
@@ -200,7 +156,7 @@ def all_readers(kit: TransportKit, expert: int, times: int) -> float:
         return RANKS * times * kit.big / (time.perf_counter() - start) / 1e9
 
 
-def beside_product(kit: TransportKit, expert: int, times: int, device: str, size: int) -> dict[str, float]:
+def beside_product(kit: TransportKit, times: int, device: str, size: int) -> dict[str, float]:
     """How much slower a bf16 product is while one rank reads all the time."""
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
 
@@ -212,30 +168,21 @@ def beside_product(kit: TransportKit, expert: int, times: int, device: str, size
             torch.cuda.current_stream().synchronize()
         return time.perf_counter() - start
 
-    with world(kit, RANKS - 1) as w:
+    with world(kit) as w:
         transports.join(w, 1)
-        w.peers[2].call(export, [kit.big], None)
-        w.peers[2].call(connect, 1, w.peers[1].call(export_again))
-        ops = ops_of(expert)
+        ops = transports.pieces(kit.big, EXPERTS)
         product()
         alone = statistics.median(product() for _ in range(times))
         start = time.perf_counter()
         transports.finish(w, w.transport.read(1, batch(ops)))
         ahead = min(2 + int(3 * alone / (time.perf_counter() - start)), 64)
         beside, covered = own_reads(w, ops, ahead, product, times)
-        peer = w.peers[2]
-        if isinstance(peer, Process):
-            peer.begin(read_times, 1, ops, 100 if device == "cuda" else 3)
-        other_process = statistics.median(product() for _ in range(times))
-        if isinstance(peer, Process):
-            peer.finish()
     return {
         "alone_ms": alone * 1e3,
         "beside_ms": beside * 1e3,
         "ratio": beside / alone,
         "covered": covered,
         "reads_ahead": ahead,
-        "beside_another_process_ms": other_process * 1e3,
     }
 
 

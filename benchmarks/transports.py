@@ -9,7 +9,6 @@ a network gives.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -17,10 +16,10 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks import measure
 from eplb_core.errors import TransportError
@@ -43,10 +42,8 @@ OWN_KITS: dict[str, tuple[TransportKit, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transports", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a few megabytes")
+    parser = measure.parser("transports", __doc__, quick="a few megabytes")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="kinds whose name begins so")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     measure.one_thread()
     nbytes = 4 * MIB if options.quick else BYTES
@@ -151,22 +148,22 @@ def busy_interpreter() -> Iterator[None]:
         thread.join()
 
 
-def rates_of(kit: TransportKit, times: int) -> dict[str, Any]:
-    """What one reader gets from one owner."""
-    with world(kit) as w:
+def rates_of(kit: TransportKit, times: int, *, peers: int = 1, count: int = 32) -> dict[str, Any]:
+    """What one reader gets from one owner in so many pieces; other peers are idle. Every byte is compared."""
+    with world(kit, peers) as w:
         join(w, 1)
-        own = export_own(w, [kit.big])
-        ops = pieces(kit.big)
-        expected = pattern(1, kit.big)
+        own = w.me.tensors[0]
+        ops = pieces(kit.big, count)
+        expected = torch.from_numpy(pattern(1, kit.big)).to(own.device)
         rates, calls = [], []
         for _ in range(times + 1):
-            put(own[0], np.zeros(kit.big, dtype=np.uint8))
+            put(own, np.zeros(kit.big, dtype=np.uint8))
             start = time.perf_counter()
             ticket = w.transport.read(1, batch(ops))
             calls.append(time.perf_counter() - start)
             finish(w, ticket)
             rates.append(kit.big / (time.perf_counter() - start) / 1e9)
-            if not np.array_equal(contents(own[0]), expected):
+            if not torch.equal(own, expected):
                 raise SystemExit(f"{w.transport.caps.name}: wrong bytes")
         small = []
         for _ in range(50):
@@ -224,22 +221,17 @@ def end_after(w: World, ticket: Any, act: Callable[[], None]) -> tuple[str, floa
 def ready(w: World) -> tuple[list[Any], Process]:
     """Connected, and warm: a first read has gone through."""
     join(w, 1)
-    own = export_own(w, [w.kit.big])
     finish(w, w.transport.read(1, batch([(0, 0, 0, 0, 4096)])))
     peer = w.peers[1]
     if not isinstance(peer, Process):
         raise TypeError("peers must be processes")
-    return own, peer
+    return w.me.tensors, peer
 
 
 def join(w: World, rank: int) -> None:
-    export_own(w, [w.kit.big])
+    """Own memory, and a peer's with bytes of its number."""
+    export(w.me, [w.kit.big], None)
     w.transport.connect(rank, w.peers[rank].call(export, [w.kit.big], rank))
-
-
-def export_own(w: World, sizes: Sequence[int]) -> list[Any]:
-    export(w.me, sizes, None)
-    return w.me.tensors
 
 
 def pieces(nbytes: int, count: int = 32) -> list[Op]:

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 import eplb_core as eplb
+from benchmarks import ranks
 from benchmarks.engine.engine import Lost, Membership, Rank, Setup
 
 
@@ -68,10 +68,14 @@ def serve(pipe: Connection, setup: Setup, worker: int) -> None:
                 break
 
 
-class Worker(ABC):
+class Worker:
     """One rank, as its parent sees it."""
 
     pipe: Connection
+    signal: Callable[[int], None]
+    """Stop, continue or kill it."""
+    end: Callable[[], None]
+    """Make sure that it is gone."""
 
     def ask(self, name: str, *arguments: Any, **options: Any) -> None:
         """Send a command; one that is gone is noticed when it does not answer."""
@@ -88,38 +92,15 @@ class Worker(ABC):
         except (EOFError, ConnectionResetError):
             return "dead", ""
 
-    @abstractmethod
-    def signal(self, number: int) -> None:
-        """Stop, continue or kill it."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Make sure that it is gone."""
-
 
 class ProcessWorker(Worker):
     """A process of its own."""
 
     def __init__(self, setup: Setup, number: int) -> None:
-        context: Any = multiprocessing.get_context("spawn")  # what has seen a GPU must not be forked
-        if setup.device == "cpu":
-            context = multiprocessing.get_context("forkserver")
-            # Imports once, not in every process: a restarted rank is there at once.
-            context.set_forkserver_preload(["benchmarks.engine.preload"])
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve_process, args=(theirs, setup, number), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def signal(self, number: int) -> None:
-        """As the system does."""
-        os.kill(int(self.process.pid), number)
-
-    def end(self) -> None:
-        """Kill it."""
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
+        # Imports once, not in every process: a restarted rank is there at once. What has seen a GPU is not forked.
+        how: dict[str, Any] = {"method": "forkserver", "preload": ["benchmarks.engine.preload"]}
+        self.peer = ranks.Peer(serve_process, setup, number, **(how if setup.device == "cpu" else {}))
+        self.pipe, self.signal, self.end = self.peer.pipe, self.peer.signal, self.peer.kill
 
 
 class ThreadWorker(Worker):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import signal
 import tempfile
 import time
@@ -22,6 +21,7 @@ from benchmarks.engine.engine import Setup, fingerprint_of, first_layout
 from benchmarks.engine.oracle import Oracle
 from benchmarks.engine.requests import Scheduler, Traffic
 from benchmarks.engine.weights import empty_experts, load_experts, save_experts
+from benchmarks.ranks import Peer
 
 
 def keep(pipe: Connection, setup: Setup, ranks: int) -> None:
@@ -48,18 +48,14 @@ def keep(pipe: Connection, setup: Setup, ranks: int) -> None:
 @contextlib.contextmanager
 def weight_hosts(setup: Setup, ranks: int) -> Iterator[None]:
     """Hosts for all ranks, in a process of their own, while the block runs."""
-    context = multiprocessing.get_context("forkserver")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=keep, args=(theirs, setup, ranks), daemon=True)
-    process.start()
-    theirs.close()
+    host = Peer(keep, setup, ranks, method="forkserver")
     try:
-        pipe.recv()
+        host.hear(600.0)
         yield
     finally:
-        pipe.close()
-        process.join(10)
-        process.kill()
+        host.pipe.close()  # the hosts end
+        host.join(10.0)
+        host.kill()
 
 
 @dataclass(slots=True)
