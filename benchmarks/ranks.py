@@ -81,14 +81,14 @@ def collect(peers: Sequence[Peer], seconds: float, *, may_die: int = -1) -> tupl
     """
     said: list[Any] = [None] * len(peers)
     codes: list[int | None] = [None] * len(peers)
-    talking = {peer.pipe: number for number, peer in enumerate(peers)}
+    talking: dict[Any, int] = {peer.pipe: number for number, peer in enumerate(peers)}
     until = time.monotonic() + seconds
     try:
         while talking and (left := until - time.monotonic()) > 0:
             for pipe in connection.wait(list(talking), left):
                 number = talking[pipe]
                 try:
-                    said[number] = pipe.recv()  # type: ignore[union-attr]
+                    said[number] = peers[number].pipe.recv()
                 except (EOFError, ConnectionResetError):
                     del talking[pipe]
                     codes[number] = peers[number].join(10.0)

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import measure, transports
 from eplb_core.testing import TransportKit
-from eplb_core.testing._peers import (
+from eplb_core.testing.peers import (
     Op,
     Process,
     World,

@@ -25,7 +25,7 @@ from benchmarks import measure
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadState, Status
 from eplb_core.testing import TransportKit
-from eplb_core.testing._peers import Op, Process, World, batch, contents, export, in_time, pattern, put, wait, world
+from eplb_core.testing.peers import Op, Process, World, batch, contents, export, in_time, pattern, put, wait, world
 from tests.loading.transports import kits
 
 MIB = 1 << 20

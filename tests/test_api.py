@@ -60,6 +60,9 @@ def test_every_transport_is_under_its_module(name: str) -> None:
     value = getattr(eplb_core.transports, name)
     assert (value.__name__, vars(eplb_core.transports)[name]) == (name, value)
     assert name in dir(eplb_core.transports)
+
+
+def test_an_unknown_transport_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"module 'eplb_core\.loading\.transports' has no attribute 'Smoke'"):
         eplb_core.transports.Smoke  # type: ignore[attr-defined]  # noqa: B018
 

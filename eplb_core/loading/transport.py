@@ -1,4 +1,4 @@
-"""What moves bytes between ranks: the protocol that every transport obeys, and the words it is described in."""
+"""The protocol of transports, which move bytes between ranks, and the types that it uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from eplb_core._arrays import IntArray
 
 
 class Region(NamedTuple):
-    """One span of memory that peers may read from, or that reads may land in."""
+    """One span of memory that peers read from or that reads write to."""
 
     address: int
     """First byte."""
@@ -18,8 +18,7 @@ class Region(NamedTuple):
     device: str
     """`"cpu"`, or a CUDA device such as `"cuda:0"`."""
     handle: Any = None
-    """What a transport needs beyond the address when the memory is not this process's own, such as the handle under
-    which a weight host exported it; None for own memory."""
+    """For memory of another process: what the transport needs beside the address, such as `IpcMemory`; else None."""
 
 
 class Caps(NamedTuple):
@@ -52,23 +51,23 @@ class ReadBatch(NamedTuple):
 
 
 class ReadState(IntEnum):
-    """State of a ticket. The destination's bytes are undefined unless it is DONE."""
+    """State of a ticket. Unless it is DONE, the bytes of the destination are undefined."""
 
     PENDING = 0
     DONE = 1
-    """Every byte is there and nothing of this read can still be written."""
+    """Every byte has arrived and nothing of this read can still be written."""
     FAILED = 2
     """It ended without all bytes; nothing of it can still be written."""
     LOST_PEER = 3
     """The peer is gone; nothing of it can still be written."""
     ABANDONED = 4
-    """Given up on, and may still write: the destination stays quarantined."""
+    """Given up on, and may still write: the destination stays in quarantine."""
     DRAINED = 5
-    """Given up on, and nothing of it can be written any more: the destination is free again."""
+    """Given up on, and nothing of it can still be written: the destination is free again."""
 
     @property
     def is_end(self) -> bool:
-        """Nothing of the read can still be written, and the state does not change any more."""
+        """Whether nothing of the read can still be written; the state then never changes."""
         return self not in (ReadState.PENDING, ReadState.ABANDONED)
 
 
@@ -90,7 +89,10 @@ class Transport(Protocol):
     caller who makes sure that the owner does not write there, and who compares the owner's slot versions.
     """
 
-    caps: Caps
+    @property
+    def caps(self) -> Caps:
+        """What it can and cannot do."""
+        ...
 
     def export(self, regions: list[Region]) -> bytes:
         """Make these regions readable by peers and writable by own reads; region i is number i from now on.

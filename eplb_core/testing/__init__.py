@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.transports import LocalCopy
-from eplb_core.testing._peers import TransportKit
 from eplb_core.testing.layouts import shifted_layout
+from eplb_core.testing.peers import TransportKit
 from eplb_core.testing.transports import TRANSPORT_CHECKS, check_transport
 
 __all__ = ["TRANSPORT_CHECKS", "LocalAgreement", "LocalCopy", "TransportKit", "check_transport", "shifted_layout"]

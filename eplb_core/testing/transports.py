@@ -11,7 +11,7 @@ import numpy as np
 
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadState, Status
-from eplb_core.testing._peers import (
+from eplb_core.testing.peers import (
     Bytes,
     Op,
     Process,

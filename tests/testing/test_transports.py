@@ -13,7 +13,7 @@ import torch
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status, Transport
 from eplb_core.loading.transports import DeferredCopy, Faulty, LocalCopy, SharedMemory
-from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, _peers, check_transport, transports
+from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, check_transport, peers, transports
 
 
 def honest(rank: int, size: int, folder: str) -> Transport:
@@ -144,7 +144,7 @@ def refuses(rank: int, size: int, folder: str) -> Transport:
 
 def test_a_read_of_a_dead_peer_may_be_refused_at_once_and_one_that_ended_badly_is_told() -> None:
     kit = TransportKit(refuses, processes=False, big=1 << 20)
-    with _peers.world(kit) as w:
+    with peers.world(kit) as w:
         transports._join(w, 1, [kit.big], 1)
         transports._ends_though_dead(w, transports._own(w, [kit.big])[0])
         with pytest.raises(AssertionError, match="peers of this check must be processes"):
@@ -152,9 +152,9 @@ def test_a_read_of_a_dead_peer_may_be_refused_at_once_and_one_that_ended_badly_i
     reader = DeferredCopy()
     memory = torch.zeros(8, dtype=torch.uint8)
     reader.connect(0, reader.export([Region(memory.data_ptr(), 8, "cpu")]))
-    state = _peers.State(TransportKit(local, deadline=0.01), reader, [])
+    state = peers.State(TransportKit(local, deadline=0.01), reader, [])
     with pytest.raises(AssertionError, match=r"a read from rank 0 ended as .*PENDING"):
-        _peers.read_times(state, 0, [(0, 0, 0, 4, 4)], 1)
+        peers.read_times(state, 0, [(0, 0, 0, 4, 4)], 1)
 
 
 def test_calls_on_another_thread_bring_back_what_was_raised_or_say_that_they_did_not_come_back() -> None:
@@ -162,27 +162,27 @@ def test_calls_on_another_thread_bring_back_what_was_raised_or_say_that_they_did
         raise ZeroDivisionError("there")
 
     with pytest.raises(ZeroDivisionError, match="there"):
-        _peers.in_time(fail, 20.0, "fail")
+        peers.in_time(fail, 20.0, "fail")
     may = threading.Event()
     with pytest.raises(AssertionError, match=r"`wait` did not come back within 0\.01 s"):
-        _peers.in_time(may.wait, 0.01, "wait")
+        peers.in_time(may.wait, 0.01, "wait")
     may.set()
 
 
-def breaks(state: _peers.State) -> None:
+def breaks(state: peers.State) -> None:
     raise ZeroDivisionError("there")
 
 
 @pytest.mark.slow
 def test_a_process_that_fails_stops_or_dies_is_told_with_its_rank() -> None:
-    with _peers.world(TransportKit(honest), 2) as w:
+    with peers.world(TransportKit(honest), 2) as w:
         with pytest.raises(AssertionError, match=r"rank 1, breaks: ZeroDivisionError\('there'\)"):
             w.peers[1].call(breaks)
         process = transports._process(w, 2)
         process.stop()
         process.kit = TransportKit(honest, deadline=0.01)
         with pytest.raises(AssertionError, match=r"rank 2 did not ping within 0\.01 s"):
-            process.call(_peers.ping)
+            process.call(peers.ping)
         process.kit = w.kit
         process.kill()
         with pytest.raises(AssertionError, match="rank 2 died during answer"):

@@ -1,4 +1,4 @@
-"""What moves experts between ranks: one file a transport, imported when first used.
+"""Transports, which move experts between ranks: one file per transport, imported when first used.
 
 Optional packages are imported by the constructor, whose error names the extra to install.
 """
@@ -11,6 +11,7 @@ from eplb_core._lazy import lazy
 
 if TYPE_CHECKING:
     from eplb_core.loading.transports.cuda_ipc import CudaIpc as CudaIpc
+    from eplb_core.loading.transports.cuda_ipc import IpcMemory as IpcMemory
     from eplb_core.loading.transports.faulty import Faulty as Faulty
     from eplb_core.loading.transports.local import DeferredCopy as DeferredCopy
     from eplb_core.loading.transports.local import LocalCopy as LocalCopy
@@ -23,6 +24,7 @@ _HOME_OF = {
     "CudaIpc": "cuda_ipc",
     "DeferredCopy": "local",
     "Faulty": "faulty",
+    "IpcMemory": "cuda_ipc",
     "LocalCopy": "local",
     "Mooncake": "mooncake",
     "Nixl": "nixl",

@@ -1,4 +1,4 @@
-"""What all transports share: numbered regions, epochs, the blobs that peers exchange, tickets.
+"""What transports have in common: numbered regions, epochs, the blobs that peers exchange, tickets.
 
 A transport adds how memory is registered (`_register`), how a peer is reached (`_attach`, `_detach`), how a read
 begins (`_start`) and how far it is (`_progress`).
@@ -41,7 +41,7 @@ class Peer(NamedTuple):
 
 
 class Ticket:
-    """One read. `status` is the last that was seen, once it is an end for good."""
+    """One read, as its reader sees it."""
 
     __slots__ = ("_end", "given_up", "lost", "rank", "spans")
 
@@ -54,12 +54,17 @@ class Ticket:
         self._end: Status | None = None
 
     @property
+    def unwanted(self) -> bool:
+        """Nobody waits for it any more."""
+        return self.given_up or bool(self.lost)
+
+    @property
     def status(self) -> Status:
-        """Never the same end twice under different names: what ended stays."""
-        return self._end or (ABANDONED if self.given_up or self.lost else PENDING)
+        """The last state that was seen; an end stays what it is."""
+        return self._end or (ABANDONED if self.unwanted else PENDING)
 
     def finish(self, status: Status) -> None:
-        """Nothing of this read is written from now on. Given up on before: DRAINED or, with a lost peer, that."""
+        """Note an end: nothing of this read is written any more. Given up on before: DRAINED, or LOST_PEER."""
         if self._end is not None:
             return
         if status.state is not ReadState.DONE:
@@ -71,12 +76,22 @@ class Ticket:
 
 
 class BaseTransport(ABC):
-    """Bookkeeping; see the protocol `eplb_core.Transport` for what each method promises."""
+    """Keeps regions, peers and tickets; `eplb_core.Transport` says what each method promises."""
 
     caps: Caps
 
-    def __init__(self, caps: Caps) -> None:
-        self.caps = caps
+    def __init__(
+        self,
+        name: str,
+        *devices: str,
+        max_batch: int,
+        one_sided: bool = True,
+        owner_must_progress: bool = False,
+        stops_late_writes: bool = True,
+        sm_free: bool | None = None,
+    ) -> None:
+        kinds = frozenset(devices)
+        self.caps = Caps(name, one_sided, owner_must_progress, kinds, stops_late_writes, max_batch, sm_free)
         self._identity = secrets.token_hex(8)
         self._epoch = 0
         self._blob = b""
@@ -137,10 +152,14 @@ class BaseTransport(ABC):
         spans = check_batch(
             batch, (self._address, self._nbytes), (peer.address, peer.nbytes), rank, self.caps.max_batch
         )
-        for left in [ticket for ticket in self._pending if ticket.given_up or ticket.lost]:
+        for left in [ticket for ticket in self._pending if ticket.unwanted]:
             self.poll(left)
+        if not len(spans.nbytes):
+            ticket = Ticket(rank, spans)
+            ticket.finish(DONE)
+            return ticket
         try:
-            ticket = self._start(peer, spans, stream) if len(spans.nbytes) else _nothing(rank, spans)
+            ticket = self._start(peer, spans, stream)
         except TransportError:
             self._lost.add(rank)
             raise
@@ -211,7 +230,7 @@ class BaseTransport(ABC):
         """Reach a peer, or raise and leave the former in place."""
 
     def _detach(self, peer: Peer) -> None:
-        """Let go of a peer, except for what pending reads hold."""
+        """Release what belongs to a peer, except for what pending reads hold."""
 
     @abstractmethod
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
@@ -225,12 +244,6 @@ class BaseTransport(ABC):
 
     def _shut(self) -> None:
         """Release what is left at the end."""
-
-
-def _nothing(rank: int, spans: Spans) -> Ticket:
-    ticket = Ticket(rank, spans)
-    ticket.finish(DONE)
-    return ticket
 
 
 def _spans_of(regions: tuple[Region, ...], caps: Caps) -> tuple[IntArray, IntArray]:

@@ -1,4 +1,4 @@
-"""What is asked of a transport, checked before a byte moves: from regions and offsets to addresses."""
+"""Check a batch of reads before a byte moves, and turn regions and offsets into addresses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Spans(NamedTuple):
 def check_batch(
     batch: ReadBatch, own: tuple[IntArray, IntArray], theirs: tuple[IntArray, IntArray], rank: int, max_batch: int
 ) -> Spans:
-    """Refuse what is not inside of the regions, before a byte moves; addresses of the rest.
+    """Refuse operations outside of the regions, and find the addresses of the others.
 
     Args:
         batch: What a caller asks for.
@@ -136,14 +136,3 @@ def warm_up() -> None:
     """Compile, or load, what reads need; once a process, when the first transport is made."""
     nothing = [np.empty(0, dtype=np.int64) for _ in range(11)]
     _fill_addresses(*nothing)
-
-
-def split(spans: Spans, piece: int) -> Spans:
-    """The same bytes in spans of at most `piece`."""
-    if not len(spans.nbytes) or int(spans.nbytes.max()) <= piece:
-        return spans
-    parts = -(-spans.nbytes // piece)
-    of = np.repeat(np.arange(len(parts)), parts)
-    offset = (np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)) * piece
-    nbytes = np.minimum(spans.nbytes[of] - offset, piece)
-    return Spans(spans.dst[of] + offset, spans.src[of] + offset, nbytes, spans.dst_region[of], spans.src_region[of])

@@ -14,18 +14,18 @@ import numpy as np
 from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
 from eplb_core.loading.cuda import runtime as _cuda
-from eplb_core.loading.transport import Caps, ReadState, Region, Status
+from eplb_core.loading.transport import ReadState, Region, Status
 from eplb_core.loading.transports.base import DONE, BaseTransport, Peer, Ticket
 from eplb_core.loading.transports.batches import Spans
-from eplb_core.loading.transports.processes import Process, borrowed_fd, host, started
+from eplb_core.loading.transports.processes import borrowed_fd, process_of, this_process
 
 _FD_HANDLE = struct.Struct("<qqq")
 
 
 class IpcMemory(NamedTuple):
-    """Where a span of device memory lies, in words of its owner. For `Region.handle`, where the owner is a third one.
+    """Where a span of device memory lies, as its owner exports it: for `Region.handle` of a third process's memory.
 
-    A process that opened memory of another cannot export it again; with this it hands on what it was given.
+    A process that opened memory of another cannot export it again, so it passes on what it was given.
     """
 
     handle: bytes
@@ -66,17 +66,7 @@ class CudaIpc(BaseTransport):
             self._cuda = _cuda.runtime()
         except ImportError as error:
             raise TransportError(f"CudaIpc needs a CUDA device and its runtime: {error}") from error
-        super().__init__(
-            Caps(
-                name="cuda_ipc",
-                one_sided=True,
-                owner_must_progress=False,
-                devices=frozenset({"cuda"}),
-                stops_late_writes=True,
-                max_batch=4096,
-                sm_free=None,
-            )
-        )
+        super().__init__("cuda_ipc", "cuda", max_batch=4096)
         if device is None:
             import torch
 
@@ -99,24 +89,20 @@ class CudaIpc(BaseTransport):
         bases: dict[int, bytes] = {}
         with self._cuda.on(self.device):
             for i, region in enumerate(regions):
-                self._check_device(i, region)
+                if region.device.partition(":")[2] not in ("", str(self.device)):
+                    raise TransportError(
+                        f"`regions[{i}].device` (={region.device!r}) must be cuda:{self.device}, the device of this "
+                        "transport"
+                    )
                 memory = IpcMemory(*region.handle) if region.handle is not None else self._own_memory(i, region, bases)
                 region_handle.append(handles.setdefault(bytes(memory.handle), len(handles)))
                 region_offset.append(int(memory.offset))
         return {
-            "host": host(),
-            "pid": os.getpid(),
-            "started": started(os.getpid()),
+            **this_process(),
             "handles": [base64.b64encode(handle).decode() for handle in handles],
             "region_handle": region_handle,
             "region_offset": region_offset,
         }
-
-    def _check_device(self, i: int, region: Region) -> None:
-        if region.device.partition(":")[2] not in ("", str(self.device)):
-            raise TransportError(
-                f"`regions[{i}].device` (={region.device!r}) must be cuda:{self.device}, the device of this transport"
-            )
 
     def _own_memory(self, i: int, region: Region, bases: dict[int, bytes]) -> IpcMemory:
         if not region.nbytes:
@@ -147,10 +133,6 @@ class CudaIpc(BaseTransport):
             owner = _Owner(peer)
         except (KeyError, TypeError, ValueError) as error:
             raise TransportError(f"`blob` of rank {peer.rank} lacks {error!r}", rank=peer.rank) from error
-        if not owner.process.is_alive():
-            raise TransportError(
-                f"rank {peer.rank} (process {owner.pid}) must be alive to be connected", rank=peer.rank
-            )
         if owner.pid != os.getpid():
             with self._cuda.on(self.device):
                 for i, handle in enumerate(owner.handles):
@@ -240,10 +222,8 @@ class _Owner:
 
     def __init__(self, peer: Peer) -> None:
         extra = peer.extra
-        if extra["host"] != host():
-            raise TransportError(f"rank {peer.rank} must be on this host and in this pid namespace", rank=peer.rank)
-        self.pid = int(extra["pid"])
-        self.process = Process(self.pid, int(extra["started"]))
+        self.process = process_of(peer.rank, extra)
+        self.pid = self.process.pid
         self.handles = [base64.b64decode(handle, validate=True) for handle in extra["handles"]]
         self.region_handle: IntArray = np.array(extra["region_handle"], dtype=np.int64)
         self.shift: IntArray = np.array(extra["region_offset"], dtype=np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from eplb_core._arrays import check_int, check_real, to_list
 from eplb_core._text import quoted
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Caps, ReadBatch, ReadState, Region, Status, Transport
+from eplb_core.loading.transports.base import ABANDONED, DRAINED, PENDING
 
 FAULTS = ("none", "delay", "drop", "fail", "late", "lose", "tear")
 
@@ -98,8 +100,8 @@ class Faulty:
         held = fault in ("drop", "late")
         if held:
             self._check(rank, batch)
-        ticket = _Spoilt(rank, fault, batch, stream, self.polls)
-        ticket.inner = self.inner.read(rank, nothing if held else batch, stream=stream)
+        inner = self.inner.read(rank, nothing if held else batch, stream=stream)
+        ticket = _Spoilt(rank, fault, batch, stream, self.polls, inner)
         self.log.append((rank, fault))
         self._pending.add(ticket)
         for given_up in [other for other in self._pending if other.given_up]:
@@ -134,7 +136,7 @@ class Faulty:
         """As `inner`; dropped and late reads write nothing any more."""
         for ticket in list(self._pending):
             if ticket.fault in ("drop", "late"):
-                ticket.end = Status(ReadState.DRAINED) if ticket.given_up else _CLOSED
+                ticket.end = DRAINED if ticket.given_up else _CLOSED
                 self._pending.discard(ticket)
         self.inner.close()
 
@@ -159,12 +161,12 @@ class Faulty:
 
     def _seen(self, ticket: _Spoilt) -> Status:
         if ticket.fault == "drop":
-            return Status(ReadState.DRAINED) if ticket.given_up else Status(ReadState.PENDING)
+            return DRAINED if ticket.given_up else PENDING
         if ticket.fault == "late" and not ticket.given_up:
-            return Status(ReadState.PENDING)
+            return PENDING
         if ticket.fault in ("late", "delay") and ticket.polls > 0:
             ticket.polls -= 1
-            return Status(ReadState.ABANDONED if ticket.given_up else ReadState.PENDING)
+            return ABANDONED if ticket.given_up else PENDING
         if ticket.fault == "late":
             return self._write_late(ticket)
         status = self.inner.poll(ticket.inner)
@@ -188,8 +190,8 @@ class Faulty:
             try:
                 ticket.inner = self.inner.read(ticket.rank, ticket.batch, stream=ticket.stream)
             except TransportError:  # gone meanwhile
-                return Status(ReadState.DRAINED)
-        return Status(ReadState.DRAINED if self.inner.poll(ticket.inner).state.is_end else ReadState.ABANDONED)
+                return DRAINED
+        return DRAINED if self.inner.poll(ticket.inner).state.is_end else ABANDONED
 
     def _spoil(self, batch: ReadBatch) -> None:
         """Turn over the bits of the tail of one operation, at least one byte."""
@@ -206,21 +208,19 @@ class Faulty:
 _CLOSED = Status(ReadState.LOST_PEER, "the transport was closed")
 
 
+@dataclass(slots=True, eq=False)
 class _Spoilt:
     """A ticket."""
 
-    __slots__ = ("batch", "begun", "end", "fault", "given_up", "inner", "polls", "rank", "stream")
-
-    def __init__(self, rank: int, fault: str, batch: ReadBatch, stream: Any, polls: int) -> None:
-        self.rank = rank
-        self.fault = fault
-        self.batch = batch
-        self.stream = stream
-        self.polls = polls
-        self.inner: Any = None
-        self.given_up = False
-        self.begun = False
-        self.end: Status | None = None
+    rank: int
+    fault: str
+    batch: ReadBatch
+    stream: Any
+    polls: int
+    inner: Any
+    given_up: bool = False
+    begun: bool = False
+    end: Status | None = None
 
 
 def flip(address: int, nbytes: int, device: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from eplb_core.errors import TransportError
 from eplb_core.loading.install.copies import copy_spans
-from eplb_core.loading.transport import Caps, ReadState, Region, Status
+from eplb_core.loading.transport import ReadState, Region, Status
 from eplb_core.loading.transports.base import DONE, BaseTransport, Peer, Ticket
 from eplb_core.loading.transports.batches import Spans
 
@@ -36,17 +36,7 @@ class LocalCopy(BaseTransport):
     """
 
     def __init__(self) -> None:
-        super().__init__(
-            Caps(
-                name="local_copy",
-                one_sided=True,
-                owner_must_progress=False,
-                devices=frozenset({"cpu"}),
-                stops_late_writes=True,
-                max_batch=1 << 20,
-                sm_free=None,
-            )
-        )
+        super().__init__("local_copy", "cpu", max_batch=1 << 20)
         _OPEN[self._identity] = self
 
     def _register(self, regions: tuple[Region, ...]) -> Mapping[str, Any]:
@@ -56,7 +46,7 @@ class LocalCopy(BaseTransport):
         if peer.extra.get("process") != _PROCESS:
             raise TransportError(f"rank {peer.rank} must be in this process; use SharedMemory", rank=peer.rank)
         if peer.identity not in _OPEN:
-            raise TransportError(f"the transport of rank {peer.rank} must be there still", rank=peer.rank)
+            raise TransportError(f"the transport of rank {peer.rank} is gone; connect to a new one", rank=peer.rank)
 
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
         ticket = Ticket(peer.rank, spans)

@@ -9,13 +9,13 @@ from importlib import metadata
 from typing import Any, cast
 
 from eplb_core.errors import TransportError
-from eplb_core.loading.transport import Caps, ReadState, Region, Status
+from eplb_core.loading.transport import ReadState, Region, Status
 from eplb_core.loading.transports.base import DONE, BaseTransport, Peer, Ticket
 from eplb_core.loading.transports.batches import Spans
 
 _HOST_ONLY = "mooncake-transfer-engine-non-cuda"
 _UNDRAINED: set[Ticket] = set()
-"""Reads of closed transports that may still write: their engine stays."""
+"""Reads of closed transports that may still write; kept with their engines."""
 
 
 class Mooncake(BaseTransport):
@@ -49,17 +49,8 @@ class Mooncake(BaseTransport):
         if protocol not in ("tcp", "rdma"):  # Mooncake takes any word
             raise TransportError(f"`protocol` (={protocol!r}) must be 'tcp' or 'rdma'")
         engine_type = _import()
-        super().__init__(
-            Caps(
-                name="mooncake",
-                one_sided=True,
-                owner_must_progress=True,
-                devices=frozenset({"cpu"} if _is_installed(_HOST_ONLY) else {"cpu", "cuda"}),
-                stops_late_writes=False,
-                max_batch=1024,
-                sm_free=None,
-            )
-        )
+        kinds = ["cpu"] if _is_installed(_HOST_ONLY) else ["cpu", "cuda"]
+        super().__init__("mooncake", *kinds, max_batch=1024, owner_must_progress=True, stops_late_writes=False)
         self._engine = engine_type()
         self._timeout = timeout
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, device)
@@ -147,7 +138,7 @@ class _Transfers(Ticket):
         self.stuck = False
 
     def look(self) -> None:
-        """Up to the first transfer that is not over: the read is when all are."""
+        """Poll up to the first transfer that is not over; the read is over when all are."""
         while self.numbers and not self.stuck:
             code = self.engine.transfer_check_status(self.numbers[-1])
             if code == 0:

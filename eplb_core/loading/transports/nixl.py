@@ -16,15 +16,15 @@ import numpy.typing as npt
 
 from eplb_core._arrays import IntArray
 from eplb_core.errors import TransportError
-from eplb_core.loading.transport import Caps, ReadState, Region, Status
+from eplb_core.loading.transport import ReadState, Region, Status
 from eplb_core.loading.transports.base import DONE, BaseTransport, Peer, Ticket
 from eplb_core.loading.transports.batches import Spans
 
 _KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 _UNDRAINED: set[Nixl] = set()
-"""Closed ones with reads that may still write: to release their handles would let go of nothing but the news."""
+"""Closed transports whose abandoned reads may still write; kept so that we learn when those end."""
 _LOOK_S = 0.5
-"""Seconds between two looks at the reads of a closed one."""
+"""Seconds between two polls of a closed transport's reads."""
 
 
 class Nixl(BaseTransport):
@@ -50,17 +50,7 @@ class Nixl(BaseTransport):
     """
 
     def __init__(self, backend: str = "UCX") -> None:
-        super().__init__(
-            Caps(
-                name="nixl",
-                one_sided=True,
-                owner_must_progress=True,
-                devices=frozenset({"cpu", "cuda"}),
-                stops_late_writes=False,
-                max_batch=1024,
-                sm_free=None,
-            )
-        )
+        super().__init__("nixl", "cpu", "cuda", max_batch=1024, owner_must_progress=True, stops_late_writes=False)
         self._api = _import()
         try:
             config = self._api.nixl_agent_config(backends=[backend])
@@ -180,7 +170,7 @@ class Nixl(BaseTransport):
             threading.Thread(target=self._drain, name="eplb-nixl-drain", daemon=False).start()
 
     def _drain(self) -> None:
-        """Look at what is left, for nobody else may.
+        """Poll what is left, since no caller may.
 
         No daemon: one that is within NIXL when the interpreter ends takes the process down.
         """
@@ -190,13 +180,13 @@ class Nixl(BaseTransport):
                 self.poll(ticket)
 
     def _let_go(self) -> None:
-        """Nothing is written any more."""
+        """Release the agent: nothing is written any more."""
         self._quietly(self._unregister, set(self._registered))
         _UNDRAINED.discard(self)
         self._agent = None
 
     def _quietly(self, function: Any, *args: Any) -> None:
-        """Tidy up what the engine may have let go of itself, such as a peer that died."""
+        """Call, and accept that NIXL has released it by itself, such as a peer that died."""
         try:
             function(*args)
         except self._api.nixlBind.nixlNotFoundError:

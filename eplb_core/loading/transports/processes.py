@@ -1,4 +1,4 @@
-"""Which process is meant, and is it still there? Linux."""
+"""Processes of one host: their names for peers, whether they live, their descriptors. Linux."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import ctypes
 import os
 import select
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from eplb_core.errors import TransportError
 
 
 def host() -> str:
-    """Equal for processes that see each other by number: one host, one pid namespace."""
+    """Name the host and pid namespace: equal for processes that know each other by number."""
     return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip() + " " + os.readlink("/proc/self/ns/pid")
 
 
 def started(pid: int) -> int:
-    """When a process started, in ticks since boot; -1 if there is none, or only its remains.
+    """Find when a process started, in ticks since boot; -1 if there is none, or a zombie.
 
     Number and start together name a process: numbers are used again.
     """
@@ -50,10 +53,29 @@ class Process:
         self._is_gone = started(pid) != start  # asked while the descriptor is there: it is of this process, or of none
 
     def is_alive(self) -> bool:
-        """It runs, or is stopped; what is left of one that ended does not count."""
+        """Whether it runs or is stopped; a zombie does not count."""
         if not self._is_gone:
             self._is_gone = _has_ended(self._fd) if self._fd >= 0 else started(self.pid) != self._start
         return not self._is_gone
+
+
+def this_process() -> dict[str, Any]:
+    """Name this process to peers on its host, for `process_of`."""
+    return {"host": host(), "pid": os.getpid(), "started": started(os.getpid())}
+
+
+def process_of(rank: int, named: Mapping[str, Any]) -> Process:
+    """Find the process that a rank named by `this_process`.
+
+    Raises:
+        TransportError: It is on another host, or has ended.
+    """
+    if named["host"] != host():
+        raise TransportError(f"rank {rank} must be on this host and in this pid namespace", rank=rank)
+    process = Process(int(named["pid"]), int(named["started"]))
+    if not process.is_alive():
+        raise TransportError(f"rank {rank} (process {process.pid}) must be alive to be connected", rank=rank)
+    return process
 
 
 def _has_ended(fd: int) -> bool:
@@ -67,7 +89,7 @@ _PIDFD_GETFD = 438
 
 @contextlib.contextmanager
 def borrowed_fd(pid: int, fd: int) -> Iterator[int]:
-    """A process's descriptor as one of this process's, for as long as the block lasts.
+    """Duplicate a descriptor of another process for the time of the block.
 
     Raises:
         OSError: No such process or descriptor, a kernel before 5.6, or this process may not trace that one.

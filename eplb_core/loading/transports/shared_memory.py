@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core.errors import TransportError
-from eplb_core.loading.transport import Caps, ReadState, Region, Status
+from eplb_core.loading.transport import ReadState, Region, Status
 from eplb_core.loading.transports import span_copies
 from eplb_core.loading.transports.base import DONE, BaseTransport, Peer, Ticket
 from eplb_core.loading.transports.batches import Spans
-from eplb_core.loading.transports.processes import Process, host, started
+from eplb_core.loading.transports.processes import process_of, this_process
 
 
 class SharedMemory(BaseTransport):
@@ -49,17 +49,7 @@ class SharedMemory(BaseTransport):
     def __init__(self) -> None:
         if not span_copies.IS_NATIVE:
             raise TransportError("SharedMemory needs Linux; use TorchDistributed over gloo")
-        super().__init__(
-            Caps(
-                name="shared_memory",
-                one_sided=True,
-                owner_must_progress=False,
-                devices=frozenset({"cpu"}),
-                stops_late_writes=True,
-                max_batch=65536,
-                sm_free=None,
-            )
-        )
+        super().__init__("shared_memory", "cpu", max_batch=65536)
         span_copies.warm_up()
         self._jobs: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -68,14 +58,7 @@ class SharedMemory(BaseTransport):
 
     def _register(self, regions: tuple[Region, ...]) -> Mapping[str, Any]:
         files, region_file, region_offset = _files_of(regions)
-        return {
-            "host": host(),
-            "pid": os.getpid(),
-            "started": started(os.getpid()),
-            "files": files,
-            "region_file": region_file,
-            "region_offset": region_offset,
-        }
+        return {**this_process(), "files": files, "region_file": region_file, "region_offset": region_offset}
 
     def _attach(self, peer: Peer, former: Peer | None) -> None:
         try:
@@ -108,10 +91,8 @@ class _Maps:
 
     def __init__(self, peer: Peer) -> None:
         extra = peer.extra
-        if extra["host"] != host():
-            raise TransportError(f"rank {peer.rank} must be on this host and in this pid namespace", rank=peer.rank)
-        self.pid = int(extra["pid"])
-        self.process = Process(self.pid, int(extra["started"]))
+        self.process = process_of(peer.rank, extra)
+        self.pid = self.process.pid
         count = len(peer.address)
         file_of_region = np.array(extra["region_file"], dtype=np.int64)
         offset = np.array(extra["region_offset"], dtype=np.int64)
@@ -119,8 +100,6 @@ class _Maps:
         inside = (file_of_region >= -1) & (file_of_region < len(files)) & (offset >= 0)
         if not file_of_region.shape == offset.shape == (count,) or not inside.all():
             raise TransportError(f"`blob` of rank {peer.rank} must name a file for each region", rank=peer.rank)
-        if not self.process.is_alive():
-            raise TransportError(f"rank {peer.rank} (process {self.pid}) must be alive to be connected", rank=peer.rank)
         self.views: list[npt.NDArray[np.uint8]] = []
         self.shift = np.zeros(count, dtype=np.int64)
         """From an address of the owner's to one of this process, for mapped regions."""
@@ -158,7 +137,7 @@ class _Maps:
 
 
 def why_failed(pid: int, moved: int, expected: int) -> str:
-    """What to tell of a copy of so many bytes that moved others, or ended with minus an error number."""
+    """Say why a copy moved fewer bytes than expected, or ended with minus an error number."""
     if moved == -errno.EPERM:
         return (
             f"process {pid} may not be read (EPERM); put its tensors into shared memory "
@@ -180,10 +159,6 @@ class _Copy(Ticket):
     def run(self) -> None:
         failed = self.maps.read(self.spans, lambda: not self.unwanted)
         self.finish(DONE if failed is None else failed._replace(reason=f"rank {self.rank}: {failed.reason}"))
-
-    @property
-    def unwanted(self) -> bool:
-        return self.given_up or bool(self.lost)
 
 
 def _work(jobs: queue.SimpleQueue[_Copy | None]) -> None:

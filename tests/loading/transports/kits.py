@@ -20,8 +20,8 @@ from eplb_core.loading.transport import Transport
 from eplb_core.loading.transports import CudaIpc, Faulty, Mooncake, Nixl, SharedMemory, TorchDistributed
 
 
-def require(find: Callable[[], object]) -> None:
-    """Skip a module whose transport is not installed; where EPLB_REQUIRE_TRANSPORTS is set, fail."""
+def required(find: Callable[[], object]) -> Any:
+    """Marks that skip where a transport is not installed; where EPLB_REQUIRE_TRANSPORTS is set, it must be."""
     import pytest  # not in the peers' processes, which import this file too
 
     try:
@@ -29,7 +29,8 @@ def require(find: Callable[[], object]) -> None:
     except TransportError as error:
         if os.environ.get("EPLB_REQUIRE_TRANSPORTS"):
             raise
-        pytest.skip(str(error), allow_module_level=True)
+        return (pytest.mark.skip(reason=str(error)),)
+    return ()
 
 
 @contextmanager

@@ -13,14 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from eplb_core.errors import TransportError
-from eplb_core.loading import transports
-from eplb_core.loading.transport import Caps, ReadBatch, ReadState, Region, Status, Transport
+from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status, Transport
 from eplb_core.loading.transports import span_copies
 from eplb_core.loading.transports.base import DONE, BaseTransport, Peer, Ticket
 from eplb_core.loading.transports.batches import Spans
-
-CAPS = Caps("plain", True, False, frozenset({"cpu"}), True, 100, None)
-
 
 BATCH = ReadBatch(*(np.array([value]) for value in (0, 50, 0, 0, 50)))
 
@@ -29,7 +25,7 @@ class Plain(BaseTransport):
     """Reads end when the test says so."""
 
     def __init__(self) -> None:
-        super().__init__(CAPS)
+        super().__init__("plain", "cpu", max_batch=100)
 
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
         return Ticket(peer.rank, spans)
@@ -237,12 +233,6 @@ def test_portions_are_the_same_bytes_within_the_limits(
         ]
     expected = [(a + i, b + i, r, r + 100) for r, (a, b, n) in enumerate(rows) for i in range(n)]
     assert moved == expected
-
-
-def test_an_unknown_transport_is_an_attribute_error() -> None:
-    assert "SharedMemory" in dir(transports)
-    with pytest.raises(AttributeError, match="has no attribute 'Pigeon'"):
-        transports.Pigeon  # noqa: B018
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,20 +11,12 @@ import torch
 from eplb_core import TransportError
 from eplb_core.loading.transport import ReadState, Region
 from eplb_core.loading.transports import CudaIpc
-from eplb_core.testing import TRANSPORT_CHECKS, TransportKit
-from eplb_core.testing._peers import World, batch, contents, export, export_again, pattern, wait, world
-from eplb_core.testing.transports import Check
+from eplb_core.testing import TransportKit
+from eplb_core.testing.peers import World, batch, contents, export, export_again, pattern, wait, world
 from tests.loading.transports import kits
 
 HAS_CUDA = torch.cuda.is_available()
-needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 KIT = TransportKit(kits.cuda_ipc, allocate=kits.device_tensor)
-KITS = {
-    "prefer overlap": KIT,
-    "on cores": dataclasses.replace(KIT, make=kits.cuda_ipc_on_cores),
-    "one by one": dataclasses.replace(KIT, make=kits.cuda_ipc_one_by_one),
-    "gloo": dataclasses.replace(KIT, make=kits.gloo_and_device, rejoins=False),
-}
 NBYTES = 1 << 20
 
 
@@ -34,12 +26,9 @@ def test_without_a_device_it_says_what_it_needs() -> None:
         CudaIpc()
 
 
-@needs_cuda
-@pytest.mark.cuda
-@pytest.mark.parametrize("kit", KITS.values(), ids=KITS)
-@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
-def test_conforms(check: Check, kit: TransportKit) -> None:
-    check(kit)
+def on_gpu(test: Callable[[], None]) -> Callable[[], None]:
+    needed = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+    return pytest.mark.cuda(needed(test))
 
 
 def joined(w: World) -> torch.Tensor:
@@ -53,8 +42,7 @@ def read_whole(w: World, stream: object = None) -> ReadState:
     return wait(w.transport, ticket, 10.0).state
 
 
-@needs_cuda
-@pytest.mark.cuda
+@on_gpu
 def test_a_read_waits_for_the_stream_that_it_is_given() -> None:
     """A staging buffer that an install still reads on the engine's stream."""
     with world(KIT) as w:
@@ -73,8 +61,7 @@ def test_a_read_waits_for_the_stream_that_it_is_given() -> None:
         assert np.array_equal(contents(own), pattern(1, NBYTES))
 
 
-@needs_cuda
-@pytest.mark.cuda
+@on_gpu
 def test_a_read_goes_on_while_a_graph_is_captured() -> None:
     """The engine captures its graphs in global mode, in which other threads' calls would break the capture."""
     with world(KIT) as w:
@@ -93,8 +80,7 @@ def test_a_read_goes_on_while_a_graph_is_captured() -> None:
         assert np.array_equal(contents(own), pattern(1, NBYTES))
 
 
-@needs_cuda
-@pytest.mark.cuda
+@on_gpu
 def test_a_region_of_a_third_process_is_handed_on() -> None:
     """Weights that live in a host process: a rank maps them, and peers get the host's handle, not a new one."""
     with world(KIT, 2) as w:
@@ -120,8 +106,7 @@ def export_foreign(state: object, memory: tuple[bytes, int]) -> bytes:
     return blob
 
 
-@needs_cuda
-@pytest.mark.cuda
+@on_gpu
 def test_regions_that_cannot_be_exported_are_named() -> None:
     transport = CudaIpc()
     tensor = torch.zeros(100, dtype=torch.uint8)
@@ -134,8 +119,7 @@ def test_regions_that_cannot_be_exported_are_named() -> None:
     transport.close()
 
 
-@needs_cuda
-@pytest.mark.cuda
+@on_gpu
 def test_export_again_is_the_same_blob() -> None:
     with world(KIT) as w:
         joined(w)

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from eplb_core.errors import TransportError
-from eplb_core.loading.transport import ReadBatch, ReadState, Region, Transport
+from eplb_core.loading.transport import ReadState, Region, Transport
 from eplb_core.loading.transports import Mooncake, Nixl, nixl
+from eplb_core.testing.peers import batch
 from tests.loading.engine_process import until
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ OWN = [Region(MEMORY.data_ptr(), 8, "cpu"), Region(MEMORY.data_ptr() + 8, 8, "cp
 
 def read(transport: Transport) -> Any:
     """From region 0 of rank 1 into region 1."""
-    return transport.read(1, ReadBatch(*(np.array([number]) for number in (1, 0, 0, 0, 4))))
+    return transport.read(1, batch([(1, 0, 0, 0, 4)]))
 
 
 def modules(monkeypatch: pytest.MonkeyPatch, package: str, part: str, **names: Any) -> None:

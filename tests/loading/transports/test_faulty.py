@@ -6,25 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from eplb_core import ReadState, TransportError
-from eplb_core.loading.transport import ReadBatch, Region, Status
+from eplb_core.loading.transport import Region, Status
 from eplb_core.loading.transports import DeferredCopy, Faulty, SharedMemory
-from eplb_core.testing import TRANSPORT_CHECKS, TransportKit
-from eplb_core.testing.transports import Check
-from tests.loading.transports import kits
+from eplb_core.testing.peers import batch
 
-DELAYED = TransportKit(kits.delayed)
 NBYTES = 10_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
-def test_what_only_delays_is_a_transport_like_others(check: Check) -> None:
-    check(DELAYED)
 
 
 class Pair:
@@ -38,15 +28,15 @@ class Pair:
         self.blob = self.faulty.export([Region(t.data_ptr(), NBYTES, "cpu") for t in tensors])
         self.faulty.connect(0, self.blob)
 
-    def read(self) -> object:
-        columns = ([1, 1], [0, NBYTES // 2], [0, 0], [0, NBYTES // 2], [NBYTES // 2, NBYTES - NBYTES // 2])
-        return self.faulty.read(0, ReadBatch(*(np.array(column) for column in columns)))
+    def read(self) -> Any:
+        half = NBYTES // 2
+        return self.faulty.read(0, batch([(1, 0, 0, 0, half), (1, half, 0, half, NBYTES - half)]))
 
-    def end(self, ticket: object) -> tuple[Status, list[ReadState]]:
+    def end(self, ticket: Any) -> tuple[Status, list[ReadState]]:
         """Poll up to a bound that no read of this size needs."""
         seen = []
         for _ in range(10**6):
-            status = self.faulty.poll(ticket)  # type: ignore[arg-type]
+            status = self.faulty.poll(ticket)
             seen.append(status.state)
             if status.state.is_end:
                 return status, seen
@@ -89,8 +79,8 @@ def test_a_delayed_read_is_pending_for_so_many_polls() -> None:
 def test_a_dropped_read_stays_until_it_is_given_up_on() -> None:
     with pair(["drop"]) as p:
         ticket = p.read()
-        assert {p.faulty.poll(ticket).state for _ in range(1000)} == {ReadState.PENDING}  # type: ignore[arg-type]
-        p.faulty.abandon(ticket)  # type: ignore[arg-type]
+        assert {p.faulty.poll(ticket).state for _ in range(1000)} == {ReadState.PENDING}
+        p.faulty.abandon(ticket)
         assert p.end(ticket)[1] == [ReadState.DRAINED]
         assert not p.landed.any()
 
@@ -100,10 +90,10 @@ def test_a_late_read_writes_between_abandoned_and_drained() -> None:
     with pair(["late"]) as p:
         assert not p.faulty.caps.stops_late_writes
         ticket = p.read()
-        assert {p.faulty.poll(ticket).state for _ in range(1000)} == {ReadState.PENDING}  # type: ignore[arg-type]
-        p.faulty.abandon(ticket)  # type: ignore[arg-type]
+        assert {p.faulty.poll(ticket).state for _ in range(1000)} == {ReadState.PENDING}
+        p.faulty.abandon(ticket)
         for _ in range(3):
-            assert p.faulty.poll(ticket).state is ReadState.ABANDONED  # type: ignore[arg-type]
+            assert p.faulty.poll(ticket).state is ReadState.ABANDONED
             assert not p.landed.any()
         status, seen = p.end(ticket)
         assert status.state is ReadState.DRAINED
@@ -158,9 +148,9 @@ def test_shares_are_shares() -> None:
 @pytest.mark.parametrize("fault", ["drop", "late"])
 def test_what_the_inner_transport_refuses_is_refused_under_every_fault(fault: str) -> None:
     with pair([fault] * 3) as p:
-        for columns in ([[1], [1], [0], [0], [NBYTES]], [[1], [0], [2], [0], [1]], [[1], [0], [0], [0], [-1]]):
+        for bad in ((1, 1, 0, 0, NBYTES), (1, 0, 2, 0, 1), (1, 0, 0, 0, -1)):
             with pytest.raises(TransportError):
-                p.faulty.read(0, ReadBatch(*(np.array(column) for column in columns)))
+                p.faulty.read(0, batch([bad]))
         assert p.faulty.log == []
 
 
@@ -183,7 +173,7 @@ class Slow:
         self.faulty.connect(0, self.faulty.export([Region(self.memory.data_ptr(), 8, "cpu")]))
 
     def read(self, nbytes: int = 4) -> Any:
-        return self.faulty.read(0, ReadBatch(*(np.array([number]) for number in (0, 0, 0, 4, nbytes))))
+        return self.faulty.read(0, batch([(0, 0, 0, 4, nbytes)]))
 
 
 @pytest.mark.parametrize("fault", ["drop", "late"])

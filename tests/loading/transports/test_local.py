@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from eplb_core.errors import TransportError
-from eplb_core.loading.transport import ReadBatch, ReadState, Region, Transport
+from eplb_core.loading.transport import ReadState, Region, Transport
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
+from eplb_core.testing.peers import batch
 
 
 def pair(kind: type[LocalCopy]) -> tuple[LocalCopy, LocalCopy, torch.Tensor, torch.Tensor]:
@@ -24,14 +25,14 @@ def pair(kind: type[LocalCopy]) -> tuple[LocalCopy, LocalCopy, torch.Tensor, tor
 # The owner has a name in each test: a transport that nobody holds is gone for its peers.
 
 
-def batch(dst: int, src: int, nbytes: int) -> ReadBatch:
-    return ReadBatch(*(np.array([value]) for value in (0, dst, 0, src, nbytes)))
+def read(reader: LocalCopy, dst: int, src: int, nbytes: int) -> Any:
+    return reader.read(0, batch([(0, dst, 0, src, nbytes)]))
 
 
 def test_a_read_is_done_when_it_returns() -> None:
     _owner, reader, _, target = pair(LocalCopy)
     assert isinstance(reader, Transport)
-    ticket = reader.read(0, batch(1, 4, 3))
+    ticket = read(reader, 1, 4, 3)
     assert reader.poll(ticket).state is ReadState.DONE
     assert target.tolist() == [0, 4, 5, 6, 0, 0, 0, 0]
 
@@ -39,14 +40,14 @@ def test_a_read_is_done_when_it_returns() -> None:
 def test_spans_outside_of_a_region_are_refused() -> None:
     _owner, reader, _, target = pair(LocalCopy)
     with pytest.raises(TransportError, match="must end inside of region 0"):
-        reader.read(0, batch(0, 6, 3))
+        read(reader, 0, 6, 3)
     assert target.tolist() == [0] * 8
 
 
 def test_an_owner_that_closed_is_lost() -> None:
     owner, reader, _, target = pair(LocalCopy)
     owner.close()
-    status = reader.poll(reader.read(0, batch(0, 0, 8)))
+    status = reader.poll(read(reader, 0, 0, 8))
     assert (status.state, status.reason) == (ReadState.LOST_PEER, "rank 0 has closed its transport")
     assert target.tolist() == [0] * 8
 
@@ -58,14 +59,14 @@ def test_ranks_of_other_processes_are_refused() -> None:
     with pytest.raises(TransportError, match="rank 3 must be in this process; use SharedMemory"):
         reader.connect(3, json.dumps(record).encode())
     record = json.loads(LocalCopy().export([]))  # gone at once
-    with pytest.raises(TransportError, match="the transport of rank 3 must be there still"):
+    with pytest.raises(TransportError, match="the transport of rank 3 is gone"):
         reader.connect(3, json.dumps(record).encode())
 
 
 def test_deferred_reads_copy_when_they_are_told_to_and_late_ones_too() -> None:
     _owner, reader, source, target = pair(DeferredCopy)
     assert isinstance(reader, DeferredCopy)
-    first, second = reader.read(0, batch(0, 0, 4)), reader.read(0, batch(4, 4, 4))
+    first, second = read(reader, 0, 0, 4), read(reader, 4, 4, 4)
     assert (reader.waiting, target.tolist()) == (2, [0] * 8)
     source += 1
     assert reader.complete(1) == 1
@@ -82,7 +83,7 @@ def test_deferred_reads_copy_when_they_are_told_to_and_late_ones_too() -> None:
 def test_deferred_reads_can_fail(lost: bool, state: ReadState) -> None:
     _owner, reader, _, target = pair(DeferredCopy)
     assert isinstance(reader, DeferredCopy)
-    ticket = reader.read(0, batch(0, 0, 8))
+    ticket = read(reader, 0, 0, 8)
     assert reader.fail("as told", lost=lost) == 1
     assert reader.poll(ticket).state is state
     assert target.tolist() == [0] * 8

@@ -8,19 +8,12 @@ import pytest
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Region
 from eplb_core.loading.transports import mooncake
-from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
-from eplb_core.testing._peers import batch, contents, pattern, world
-from eplb_core.testing.transports import Check
+from eplb_core.testing import TransportKit, transports
+from eplb_core.testing.peers import batch, contents, pattern, world
 from tests.loading.transports import kits
 
-kits.require(mooncake._import)
+pytestmark = kits.required(mooncake._import)
 KIT = TransportKit(kits.mooncake)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
-def test_conforms(check: Check) -> None:
-    check(KIT)
 
 
 @pytest.mark.slow

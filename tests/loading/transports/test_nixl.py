@@ -12,32 +12,13 @@ from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadState, Status
 from eplb_core.loading.transports import nixl
 from eplb_core.loading.transports.batches import Spans
-from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, transports
-from eplb_core.testing._peers import batch, contents, pattern, wait, world
+from eplb_core.testing import TransportKit, transports
+from eplb_core.testing.peers import batch, contents, pattern, wait, world
 from tests.loading.engine_process import until
 from tests.loading.transports import kits
 
-kits.require(nixl._import)
-TCP, ONE_HOST = TransportKit(kits.nixl_tcp), TransportKit(kits.nixl_on_one_host)
-DIFFERENT = (
-    transports.random_batches_are_exact,
-    transports.abandoned_reads_end_and_leave_the_destination_alone,
-    transports.a_peer_that_dies_during_a_read_ends_it,
-    transports.reads_of_a_stopped_peer_are_as_the_caps_say,
-)
-"""Checks in which it shows how UCX moves the bytes."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
-def test_conforms(check: transports.Check) -> None:
-    check(TCP)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", DIFFERENT, ids=lambda check: check.__name__)
-def test_conforms_with_the_systems_own_copy(check: transports.Check) -> None:
-    check(ONE_HOST)
+pytestmark = kits.required(nixl._import)
+TCP = TransportKit(kits.nixl_tcp)
 
 
 def test_an_unknown_back_end_is_named() -> None:

@@ -20,30 +20,12 @@ import pytest
 import torch
 
 from eplb_core.errors import TransportError
-from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status
+from eplb_core.loading.transport import ReadState, Region, Status
 from eplb_core.loading.transports import SharedMemory, span_copies
 from eplb_core.loading.transports.batches import Spans
 from eplb_core.loading.transports.shared_memory import _Copy, _work, why_failed
-from eplb_core.testing import TRANSPORT_CHECKS, TransportKit
-from eplb_core.testing.transports import Check
+from eplb_core.testing.peers import Op, batch, wait
 from tests.loading.transports import kits
-
-KITS = {
-    "private memory": TransportKit(kits.shared_memory),
-    "shared memory": TransportKit(kits.shared_memory, allocate=kits.shared_tensor),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kit", KITS.values(), ids=KITS)
-@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
-def test_conforms(check: Check, kit: TransportKit) -> None:
-    """I8 among others: a reader that dies in the middle of a read leaves its owner to others."""
-    check(kit)
-
-
-def numbers(*columns: list[int]) -> ReadBatch:
-    return ReadBatch(*(np.array(column) for column in columns))
 
 
 @contextmanager
@@ -55,12 +37,9 @@ def reader_of(*regions: Region) -> Iterator[tuple[SharedMemory, dict[str, Any]]]
     transport.close()
 
 
-def end_of(transport: SharedMemory, ticket: Any) -> Status:
-    for _ in range(10**7):
-        status = transport.poll(ticket)
-        if status.state.is_end:
-            return status
-    raise AssertionError("no end")
+def end_of(transport: SharedMemory, rank: int, op: Op) -> Status:
+    """How a read of one span ends."""
+    return wait(transport, transport.read(rank, batch([op])), 60.0)
 
 
 def test_shared_regions_are_found_by_their_address() -> None:
@@ -100,8 +79,7 @@ def test_an_older_blob_of_the_same_exporter_is_ignored() -> None:
     new = transport.export([Region(at, 200, "cpu")])
     transport.connect(3, new)
     transport.connect(3, old)
-    ticket = transport.read(3, numbers([0], [100], [0], [0], [100]))
-    assert end_of(transport, ticket).state is ReadState.DONE
+    assert end_of(transport, 3, (0, 100, 0, 0, 100)).state is ReadState.DONE
     assert data[100:].tolist() == list(range(100))
     transport.close()
 
@@ -112,7 +90,7 @@ def test_memory_that_cannot_be_read_fails_the_read_and_says_so() -> None:
         transport = SharedMemory()
         regions = [Region(target.ctypes.data, 1 << 20, "cpu"), Region(address, 1 << 20, "cpu")]
         transport.connect(0, transport.export(regions))
-        status = end_of(transport, transport.read(0, numbers([0], [0], [1], [0], [1 << 20])))
+        status = end_of(transport, 0, (0, 0, 1, 0, 1 << 20))
         assert status.state is ReadState.FAILED
         assert status.reason.startswith(f"rank 0: process {os.getpid()}: EFAULT; memory was unmapped")
         transport.close()
@@ -212,6 +190,6 @@ def test_threads_end_with_their_transports() -> None:
     for _ in range(3):
         transport = SharedMemory()
         transport.connect(0, transport.export([Region(data.ctypes.data, 10, "cpu")]))
-        end_of(transport, transport.read(0, numbers([0], [0], [0], [5], [5])))
+        end_of(transport, 0, (0, 0, 0, 5, 5))
         transport.close()
     assert count() == before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,10 +91,6 @@ class Fetch(Ticket):
         self.writing = threading.Lock()
         """Held while bytes go to the destination."""
 
-    @property
-    def unwanted(self) -> bool:
-        return self.given_up or bool(self.lost)
-
     def request(self, spans: Spans) -> IntArray:
         """What the owner is asked."""
         words = np.zeros(5 + 3 * MOST_SPANS, dtype=np.int64)
@@ -115,23 +111,8 @@ class Fetch(Ticket):
                     self.finish(Status(ReadState.FAILED, f"rank {self.rank}: own memory cannot be written: {error}"))
 
 
-class Line(Protocol):
-    """How requests reach a peer. Answers come in the order of requests."""
-
-    @property
-    def dead(self) -> str:
-        """Why no answer will come, or nothing."""
-        ...
-
-    def ask(self, request: IntArray) -> None: ...
-
-    def hear(self, room: torch.Tensor, nbytes: int) -> int:
-        """Wait for an answer: how it went, and if well, that many bytes behind the head of `room`."""
-        ...
-
-
 class Wire:
-    """Through the group; the bytes behind the head, or by the payload's groups."""
+    """Carries requests to a peer through the group, and its answers, in the order of the requests."""
 
     def __init__(self, end: PeerEnd, payload: Payload | None) -> None:
         self.end, self.payload = end, payload
@@ -139,13 +120,16 @@ class Wire:
 
     @property
     def dead(self) -> str:
+        """Why no answer will come, or nothing."""
         return self.end.dead
 
     def ask(self, request: IntArray) -> None:
+        """Send a request."""
         message = torch.from_numpy(request)
         self.asked.put((message, self.end.ask(message)))  # alive until answered
 
     def hear(self, room: torch.Tensor, nbytes: int) -> int:
+        """Wait for an answer: its code and, where that is 0, so many bytes behind the head of `room`."""
         message = room[: HEAD + nbytes] if self.payload is None else torch.empty(HEAD, dtype=torch.uint8)
         self.end.group.recv([message], self.end.rank, ANSWER).wait(LONG)
         first = bool(self.asked.get()[0][0] == MEET)
@@ -156,7 +140,7 @@ class Wire:
 
 
 class Short:
-    """Within this rank."""
+    """As `Wire`, within this rank."""
 
     dead = ""
 
@@ -165,16 +149,18 @@ class Short:
         self.asked: queue.SimpleQueue[IntArray] = queue.SimpleQueue()
 
     def ask(self, request: IntArray) -> None:
+        """Keep a request."""
         self.asked.put(request)
 
     def hear(self, room: torch.Tensor, nbytes: int) -> int:
+        """Answer the first request that was kept."""
         return self.served.answer(self.asked.get(), room)[0]
 
 
 class Courier:
     """The thread that makes the reads from one peer, one after the other, two requests ahead."""
 
-    def __init__(self, rank: int, line: Line, buffers: Buffers, payload: Payload | None) -> None:
+    def __init__(self, rank: int, line: Wire | Short, buffers: Buffers, payload: Payload | None) -> None:
         self.rank = rank
         self.line = line
         self.broken = ""
@@ -183,16 +169,13 @@ class Courier:
         self.rooms: list[torch.Tensor] = []
         self.has_met = threading.Event()
         self.jobs: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
+        """Reads to be made, in order. If nobody looks into it any more, polls see that."""
         self.thread = start_thread(f"eplb-read-{rank}", self.run)
 
     @property
     def dead(self) -> str:
         """Why no read will end by itself any more, or nothing."""
         return self.broken or (self.line.dead and f"rank {self.rank} is gone: {self.line.dead}")
-
-    def take(self, ticket: Fetch) -> None:
-        """Make this read, after those before it. If nobody looks into the queue any more, polls see that."""
-        self.jobs.put(ticket)
 
     def run(self) -> None:
         """All reads."""

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from eplb_core.errors import TransportError
-from eplb_core.loading.transport import Caps, ReadState, Status
+from eplb_core.loading.transport import ReadState, Status
+from eplb_core.loading.transports import span_copies
 from eplb_core.loading.transports.base import BaseTransport, Peer, Ticket
 from eplb_core.loading.transports.batches import Spans
 from eplb_core.loading.transports.two_sided.carriers import Buffers, Payload, PeerEnd
 from eplb_core.loading.transports.two_sided.exchange import (
     Courier,
     Fetch,
-    Line,
     Memory,
     Served,
     Short,
@@ -68,16 +68,14 @@ class TorchDistributed(BaseTransport):
         self._rank, self._size = int(group.rank()), int(group.size())
         kind = "" if payload is None else self._check_payload(group, payload, device)
         super().__init__(
-            Caps(
-                name=f"torch_distributed {kind}".strip(),
-                one_sided=False,
-                owner_must_progress=True,
-                devices=frozenset({"cpu"} if device is None else {"cpu", "cuda"}),
-                stops_late_writes=True,
-                max_batch=65536,
-                sm_free=False if kind == "nccl" else None,
-            )
+            f"torch_distributed {kind}".strip(),
+            *(["cpu"] if device is None else ["cpu", "cuda"]),
+            max_batch=65536,
+            one_sided=False,
+            owner_must_progress=True,
+            sm_free=False if kind == "nccl" else None,
         )
+        span_copies.warm_up()
         self._payload = None if payload is None else Payload(payload, self._rank, device if kind == "nccl" else None)
         self._buffers = Buffers(device, kind == "nccl")
         served = Served(int(self._identity, 16) >> 1, self._buffers)
@@ -115,7 +113,7 @@ class TorchDistributed(BaseTransport):
             )
         courier = self._session.couriers.get(peer.rank)
         if courier is None:
-            line: Line = Short(self._session.served)
+            line: Wire | Short = Short(self._session.served)
             if peer.rank != self._rank:
                 line = Wire(self._session.ends[peer.rank], self._payload)
             courier = self._session.couriers[peer.rank] = Courier(peer.rank, line, self._buffers, self._payload)
@@ -127,7 +125,7 @@ class TorchDistributed(BaseTransport):
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
         on_device = np.array([region.device != "cpu" for region in self._regions], dtype=np.bool_)
         ticket = Fetch(peer, spans, on_device)
-        self._session.couriers[peer.rank].take(ticket)
+        self._session.couriers[peer.rank].jobs.put(ticket)
         return ticket
 
     def _progress(self, ticket: Ticket) -> None:

@@ -79,6 +79,7 @@ class World:
 
     @property
     def transport(self) -> Transport:
+        """That of rank 0."""
         return self.me.transport
 
     def start(self, rank: int) -> Peer:
@@ -87,6 +88,7 @@ class World:
         return self.peers[rank]
 
     def end(self) -> None:
+        """End all peers and close the own transport."""
         unharmed = all(peer.unharmed for peer in self.peers.values())
         for peer in self.peers.values():
             peer.end(unharmed)
@@ -120,7 +122,7 @@ class Peer:
         self.state = State(self.kit, self.kit.make(self.rank, size, folder), [])
 
     def wait_ready(self) -> None:
-        """Its transport is made."""
+        """Wait until its transport is made."""
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
         """Run `function(state, *args)` there."""
@@ -143,6 +145,7 @@ class Process(Peer):
         self._pipe.send((self.kit, self.rank, size, folder))
 
     def wait_ready(self) -> None:
+        """Wait until its transport is made."""
         self._answer("start", max(self.kit.deadline, _START))
         self.unharmed = True
 
@@ -152,11 +155,13 @@ class Process(Peer):
         self._pipe.send((function, args))
 
     def finish(self, what: str = "answer") -> Any:
+        """Wait for the answer to what was begun."""
         answer = self._answer(what)
         self.unharmed = self._before
         return answer
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Run `function(state, *args)` there and wait for its answer."""
         self.begin(function, *args)
         answer: T = self.finish(function.__name__)
         return answer
@@ -195,6 +200,7 @@ class Process(Peer):
         self.call(ping)
 
     def end(self, keep: bool = False) -> None:
+        """Close its transport and end it; `keep`: let it be a rank of another check."""
         if keep and self._rests():
             _IDLE.append((self.kit, self.process, self._pipe))
         else:
@@ -300,6 +306,7 @@ def export_again(state: State) -> bytes:
 
 
 def connect(state: State, rank: int, blob: bytes) -> None:
+    """Connect to a rank."""
     state.transport.connect(rank, blob)
 
 
