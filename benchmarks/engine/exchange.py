@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -78,49 +78,37 @@ def add_up(group: Group) -> Callable[[torch.Tensor], None]:
     return all_reduce
 
 
-class Exchange(Protocol):
-    """Two all-to-alls: 0 takes rows to the experts, 1 takes answers home."""
+class Exchange:
+    """Two all-to-alls: 0 takes rows to the experts, 1 takes answers home. This one: through the host, by gloo.
 
-    send: list[torch.Tensor]
-    """uint8 `[size, bytes]` each: what goes to each member. Fixed for life."""
-    receive: list[torch.Tensor]
-    """What came from each."""
+    Attributes:
+        send: What goes to each member, uint8 `[size, bytes]` for each of the two. Fixed for life.
+        receive: What came from each.
+    """
 
-    def swap(self, which: int) -> None:
-        """Exchange on the current stream. Raises RuntimeError where a member does not come."""
-        ...
-
-
-class GlooExchange:
-    """Through the host."""
-
-    def __init__(self, group: Group, nbytes: tuple[int, int]) -> None:
-        self._group = group.rows
-        self.send = [torch.zeros(group.size, each, dtype=torch.uint8) for each in nbytes]
+    def __init__(self, group: Group, nbytes: tuple[int, int], device: torch.device) -> None:
+        self._group, self._device = self._form(group), device
+        self.send = [torch.zeros(group.size, each, dtype=torch.uint8, device=device) for each in nbytes]
         self.receive = [torch.zeros_like(each) for each in self.send]
         self._options = _within(group, "AllToAllOptions")
 
+    def _form(self, group: Group) -> Any:
+        return group.rows
+
     def swap(self, which: int) -> None:
-        """One all-to-all of gloo, in equal parts."""
+        """Exchange in equal parts, on the current stream. Raises RuntimeError where a member does not come."""
         self._group.alltoall_base(self.receive[which], self.send[which], [], [], self._options).wait()
 
 
-class NcclExchange:
+class NcclExchange(Exchange):
     """Between GPUs, on the current stream: the host goes on, and a member that does not come shows where it waits."""
 
-    def __init__(self, group: Group, nbytes: tuple[int, int], device: torch.device) -> None:
+    def _form(self, group: Group) -> Any:
         torch_names: Any = dist
         options = torch_names.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=group.deadline)
         store = torch_names.PrefixStore("nccl", group.store)
-        self._group = torch_names.ProcessGroupNCCL(store, group.me, group.size, options)
-        self.send = [torch.zeros(group.size, each, dtype=torch.uint8, device=device) for each in nbytes]
-        self.receive = [torch.zeros_like(each) for each in self.send]
-        self._options = dist.distributed_c10d.AllToAllOptions()
-
-    def swap(self, which: int) -> None:
-        """One all-to-all of NCCL, in equal parts."""
-        self._group.alltoall_base(self.receive[which], self.send[which], [], [], self._options).wait()
+        return torch_names.ProcessGroupNCCL(store, group.me, group.size, options)
 
 
 class _Frame:
@@ -132,7 +120,7 @@ class _Frame:
         self.filled: list[list[Any]] = [[]] * size
 
 
-class ThreadExchange:
+class ThreadExchange(Exchange):
     """Between threads of one process, each on a stream of its own: streams wait for streams, and nobody for the device.
 
     As with processes, the wait for all members in one exchange makes the other's buffers free again.
@@ -142,9 +130,8 @@ class ThreadExchange:
     _lock = threading.Lock()
 
     def __init__(self, group: Group, nbytes: tuple[int, int], device: torch.device) -> None:
-        self._me, self._device, self._deadline = group.me, device, group.deadline
-        self.send = [torch.zeros(group.size, each, dtype=torch.uint8, device=device) for each in nbytes]
-        self.receive = [torch.zeros_like(each) for each in self.send]
+        super().__init__(group, nbytes, device)
+        self._me, self._deadline = group.me, group.deadline
         with self._lock:
             self._frame = self._frames.setdefault(group.folder, _Frame(group.size))
         self._frame.send[group.me] = self.send
@@ -171,7 +158,7 @@ class ThreadExchange:
             raise RuntimeError("a member did not come to the exchange") from error
 
 
-class IpcExchange:
+class IpcExchange(Exchange):
     """Between processes on one GPU, which NCCL does not serve: each maps the others' send buffers and copies.
 
     Both buffers are filled again only after the other exchange, in which every member's stream has been waited for: so
@@ -182,9 +169,8 @@ class IpcExchange:
         import torch.multiprocessing.reductions
 
         reduce_tensor: Any = torch.multiprocessing.reductions.reduce_tensor
-        self._group, self._device = group, device
-        self.send = [torch.zeros(group.size, each, dtype=torch.uint8, device=device) for each in nbytes]
-        self.receive = [torch.zeros_like(each) for each in self.send]
+        super().__init__(group, nbytes, device)
+        self._members = group
         blob = torch.frombuffer(bytearray(pickle.dumps([reduce_tensor(each) for each in self.send])), dtype=torch.uint8)
         sizes = gather(group, torch.tensor([len(blob)]))
         room = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
@@ -205,13 +191,13 @@ class IpcExchange:
         torch.cuda.current_stream(self._device).synchronize()
         self._meet()
         for index, peer in enumerate(self._peers):
-            self.receive[which][index].copy_(peer[which][self._group.me], non_blocking=True)
+            self.receive[which][index].copy_(peer[which][self._members.me], non_blocking=True)
 
     def _meet(self) -> None:
         """Wait until every member has come as far as this one: numbers in shared memory."""
         self._turn += 1
-        self._tickets[self._group.me] = self._turn
-        until = time.monotonic() + self._group.deadline
+        self._tickets[self._members.me] = self._turn
+        until = time.monotonic() + self._members.deadline
         while int(self._tickets.min()) < self._turn:
             if time.monotonic() > until:
                 raise RuntimeError(f"member {int(self._tickets.argmin())} did not come to the exchange")
@@ -225,7 +211,7 @@ def make_exchange(group: Group, nbytes: tuple[int, int], device: torch.device) -
     if processes < group.size:
         return ThreadExchange(group, nbytes, device)
     if device.type == "cpu":
-        return GlooExchange(group, nbytes)
+        return Exchange(group, nbytes, device)
     if gpus == group.size:
         return NcclExchange(group, nbytes, device)
     return IpcExchange(group, nbytes, device)

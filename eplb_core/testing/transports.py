@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -141,9 +142,7 @@ def many_regions_are_told_apart(kit: TransportKit) -> None:
 
 def spans_outside_of_a_region_are_refused(kit: TransportKit) -> None:
     """On either side, also where they would end in the next region; the destination keeps its bytes."""
-    with world(kit) as w:
-        _join(w, 1, [1000, 1000], 1)
-        own = _own(w, [1000, 1000], seed=5)
+    with _joined(kit, [1000, 1000], seed=5) as (w, own):
         top = 2**62
         bad: list[Op] = [(0, 0, 0, 1, 1000), (0, 1, 0, 0, 1000), (0, 0, 0, -1, 10), (0, -1, 0, 0, 10), (0, 0, 0, 0, -1)]
         bad += [(0, 0, 2, 0, 1), (2, 0, 0, 0, 1), (-1, 0, 0, 0, 1), (0, 0, -1, 0, 1)]
@@ -157,9 +156,7 @@ def spans_outside_of_a_region_are_refused(kit: TransportKit) -> None:
 
 def unknown_ranks_are_refused(kit: TransportKit) -> None:
     """Never connected, or disconnected; to disconnect an unknown one is nothing."""
-    with world(kit) as w:
-        _join(w, 1, [100], 1)
-        _own(w, [100])
+    with _joined(kit, [100]) as (w, _):
         _refused("a read from a rank that was never connected", w.transport.read, 77, batch([(0, 0, 0, 0, 1)]))
         w.transport.disconnect(77)
         w.transport.disconnect(1)
@@ -178,9 +175,7 @@ def blobs_that_are_none_are_refused(kit: TransportKit) -> None:
 
 def batches_above_the_limit_are_refused(kit: TransportKit) -> None:
     """`caps.max_batch` is what one read takes, and it does take that."""
-    with world(kit) as w:
-        _join(w, 1, [4], 1)
-        own = _own(w, [4])
+    with _joined(kit, [4]) as (w, own):
         limit = w.transport.caps.max_batch
         if limit < _MIB:
             _refused(f"{limit + 1} operations", w.transport.read, 1, batch([(0, 0, 0, 0, 0)] * (limit + 1)))
@@ -192,18 +187,14 @@ def batches_above_the_limit_are_refused(kit: TransportKit) -> None:
 
 def arrays_of_different_lengths_are_refused(kit: TransportKit) -> None:
     """A batch is five arrays of one length."""
-    with world(kit) as w:
-        _join(w, 1, [4], 1)
-        _own(w, [4])
+    with _joined(kit, [4]) as (w, _):
         uneven = batch([(0, 0, 0, 0, 1)])._replace(nbytes=np.array([1, 1]))
         _refused("a batch of lengths 1 and 2", w.transport.read, 1, uneven)
 
 
 def empty_reads_are_done(kit: TransportKit) -> None:
     """No operations, and operations of no bytes, at the end of a region too."""
-    with world(kit) as w:
-        _join(w, 1, [10, 0], 1)
-        own = _own(w, [10], seed=4)
+    with _joined(kit, [10, 0], [10], seed=4) as (w, own):
         _done(w, w.transport.read(1, batch([])))
         _done(w, w.transport.read(1, batch([(0, 10, 0, 10, 0), (0, 0, 1, 0, 0)])))
         _equal(contents(own[0]), pattern(4, 10), "bytes after empty reads")
@@ -214,9 +205,7 @@ def empty_reads_are_done(kit: TransportKit) -> None:
 
 def ends_repeat(kit: TransportKit) -> None:
     """Also after `abandon`, `disconnect` and `close`."""
-    with world(kit) as w:
-        _join(w, 1, [1000], 1)
-        _own(w, [1000])
+    with _joined(kit, [1000]) as (w, _):
         ticket = w.transport.read(1, batch(_whole([1000])))
         _done(w, ticket)
         for step in (partial(w.transport.abandon, ticket), partial(w.transport.disconnect, 1), w.transport.close):
@@ -252,9 +241,7 @@ def any_thread_may_call(kit: TransportKit) -> None:
 
 def abandoned_reads_end_and_leave_the_destination_alone(kit: TransportKit) -> None:
     """Given up on at once, again and again, the peer alive: once one has ended, its destination stays as it is."""
-    with world(kit) as w:
-        _join(w, 1, [kit.big], 1)
-        own = _own(w, [kit.big, kit.big])
+    with _joined(kit, [kit.big], [kit.big, kit.big]) as (w, own):
         for _ in range(5):
             ticket = w.transport.read(1, batch(_pieces(kit.big)))
             w.transport.abandon(ticket)
@@ -269,9 +256,7 @@ def abandoned_reads_end_and_leave_the_destination_alone(kit: TransportKit) -> No
 
 def a_peer_that_died_before_a_read_ends_it(kit: TransportKit) -> None:
     """As LOST_PEER or FAILED, or refused; or DONE, if every byte is there."""
-    with world(kit) as w:
-        _join(w, 1, [kit.big], 1)
-        own = _own(w, [kit.big])
+    with _joined(kit, [kit.big]) as (w, own):
         _done(w, w.transport.read(1, batch([(0, 0, 0, 0, 100)])))
         _process(w, 1).kill()
         _ends_though_dead(w, own[0])
@@ -280,40 +265,33 @@ def a_peer_that_died_before_a_read_ends_it(kit: TransportKit) -> None:
 
 def a_peer_that_dies_during_a_read_ends_it(kit: TransportKit) -> None:
     """And the transport goes on with the others."""
-    with world(kit, 2) as w:
-        for rank in (1, 2):
-            _join(w, rank, [kit.big], 10 * rank)
-        own = _own(w, [kit.big, kit.big])
+    with _joined(kit, [kit.big], [kit.big, kit.big], peers=2) as (w, own):
         tickets = [in_time(w.transport.read, kit.deadline, "read", 1, batch(_pieces(kit.big))) for _ in range(4)]
         _process(w, 1).kill()
         for ticket in tickets:
-            _ended(w, ticket, own[0], 10)
+            _ended(w, ticket, own[0], 1)
         _done(w, w.transport.read(2, batch(_pieces(kit.big, dst=1))))
-        _equal(contents(own[1]), pattern(20, kit.big), "bytes of a live peer after another died")
-        _ends_though_dead(w, own[0], seed=10)
+        _equal(contents(own[1]), pattern(2, kit.big), "bytes of a live peer after another died")
+        _ends_though_dead(w, own[0])
 
 
 def a_stopped_peer_delays_nobody_else(kit: TransportKit) -> None:
     """`read` returns at once, and reads from others go on."""
-    with world(kit, 2) as w:
-        for rank in (1, 2):
-            _join(w, rank, [kit.big], 10 * rank)
-        own = _own(w, [kit.big, kit.big])
+    with _joined(kit, [kit.big], [kit.big, kit.big], peers=2) as (w, own):
         for rank in (1, 2):
             _done(w, w.transport.read(rank, batch([(0, 0, 0, 0, 100)])))
         _process(w, 1).stop()
         ticket = in_time(w.transport.read, kit.deadline, "read", 1, batch(_pieces(kit.big)))
         _done(w, w.transport.read(2, batch(_pieces(kit.big, dst=1))))
-        _equal(contents(own[1]), pattern(20, kit.big), "bytes of a live peer while another is stopped")
+        _equal(contents(own[1]), pattern(2, kit.big), "bytes of a live peer while another is stopped")
         _process(w, 1).resume()
         _done(w, ticket)
-        _equal(contents(own[0]), pattern(10, kit.big), "bytes of a peer that was stopped for a while")
+        _equal(contents(own[0]), pattern(1, kit.big), "bytes of a peer that was stopped for a while")
 
 
 def reads_of_a_stopped_peer_are_as_the_caps_say(kit: TransportKit) -> None:
     """One-sided ones finish; the others are given up on and nothing lands in a destination that was given back."""
-    with world(kit) as w:
-        own, ticket = _stalled(w)
+    with _stalled(kit) as (w, own, ticket):
         caps = w.transport.caps
         status = wait(w.transport, ticket, 0.3 if caps.owner_must_progress else kit.deadline)
         if not caps.owner_must_progress:
@@ -336,8 +314,7 @@ def reads_of_a_stopped_peer_are_as_the_caps_say(kit: TransportKit) -> None:
 
 def disconnecting_a_stopped_peer_gives_its_reads_up(kit: TransportKit) -> None:
     """They end as LOST_PEER or stay ABANDONED; the peer can be connected again."""
-    with world(kit) as w:
-        own, ticket = _stalled(w)
+    with _stalled(kit) as (w, own, ticket):
         in_time(w.transport.disconnect, kit.deadline, "disconnect", 1)
         status = wait(w.transport, ticket, 0.5)
         allowed = (ReadState.LOST_PEER, ReadState.ABANDONED, ReadState.DRAINED, ReadState.DONE)
@@ -355,8 +332,7 @@ def disconnecting_a_stopped_peer_gives_its_reads_up(kit: TransportKit) -> None:
 
 def closing_does_not_wait_for_a_stopped_peer(kit: TransportKit) -> None:
     """Reads that are under way are given up on, and their tickets still answer."""
-    with world(kit) as w:
-        own, ticket = _stalled(w)
+    with _stalled(kit) as (w, own, ticket):
         in_time(w.transport.close, kit.deadline, "close")
         status = wait(w.transport, ticket, 0.5)
         _expect(status.state is not ReadState.PENDING, "a read must not be PENDING after `close`")
@@ -431,6 +407,20 @@ def _join(w: World, rank: int, sizes: Sequence[int], seed: int) -> bytes:
     return blob
 
 
+@contextmanager
+def _joined(
+    kit: TransportKit, theirs: Sequence[int], own: Sequence[int] = (), *, seed: int | None = None, peers: int = 1
+) -> Iterator[tuple[World, list[Any]]]:
+    """Connect to peers whose memory of these sizes holds bytes of their rank as seed; own memory, as large by default.
+
+    The own regions are exported twice, before and after `connect`, as an engine does that grows.
+    """
+    with world(kit, peers) as w:
+        for rank in range(1, peers + 1):
+            _join(w, rank, theirs, rank)
+        yield w, _own(w, own or theirs, seed)
+
+
 def _whole(sizes: Sequence[int]) -> list[Op]:
     return [(i, 0, i, 0, size) for i, size in enumerate(sizes)]
 
@@ -479,14 +469,14 @@ def _process(w: World, rank: int) -> Process:
     return peer
 
 
-def _stalled(w: World) -> tuple[list[Any], Any]:
-    """A big read of region 0 from a peer that was stopped just before; regions 0 and 1 are as big."""
-    _join(w, 1, [w.kit.big], 1)
-    own = _own(w, [w.kit.big, w.kit.big])
-    _done(w, w.transport.read(1, batch([(0, 0, 0, 0, 100)])))
-    w.peers[1].call(ping)
-    _process(w, 1).stop()
-    return own, in_time(w.transport.read, w.kit.deadline, "read", 1, batch(_pieces(w.kit.big)))
+@contextmanager
+def _stalled(kit: TransportKit) -> Iterator[tuple[World, list[Any], Any]]:
+    """Begin a big read of region 0 from a peer that was stopped just before; own regions 0 and 1 are as big."""
+    with _joined(kit, [kit.big], [kit.big, kit.big]) as (w, own):
+        _done(w, w.transport.read(1, batch([(0, 0, 0, 0, 100)])))
+        w.peers[1].call(ping)
+        _process(w, 1).stop()
+        yield w, own, in_time(w.transport.read, kit.deadline, "read", 1, batch(_pieces(kit.big)))
 
 
 def _stays(w: World, tensor: Any, meanwhile: Callable[[], object]) -> None:

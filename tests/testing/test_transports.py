@@ -14,10 +14,7 @@ from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadBatch, ReadState, Region, Status, Transport
 from eplb_core.loading.transports import DeferredCopy, Faulty, LocalCopy, SharedMemory
 from eplb_core.testing import TRANSPORT_CHECKS, TransportKit, check_transport, peers, transports
-
-
-def honest(rank: int, size: int, folder: str) -> Transport:
-    return SharedMemory()
+from tests.loading.transports import kits
 
 
 class Careless(SharedMemory):
@@ -97,7 +94,7 @@ def make(kind: str) -> Any:
 
 @pytest.mark.slow
 def test_an_honest_transport_passes_all_checks_within_one_process() -> None:
-    check_transport(TransportKit(honest, processes=False, big=1 << 20))
+    check_transport(TransportKit(kits.shared_memory, processes=False, big=1 << 20))
 
 
 @pytest.mark.parametrize(
@@ -124,11 +121,7 @@ def test_checks_have_names_and_say_what_they_check() -> None:
 
 
 def test_a_transport_without_a_limit_worth_trying_is_asked_for_a_full_batch_alone() -> None:
-    transports.batches_above_the_limit_are_refused(TransportKit(local, processes=False))
-
-
-def local(rank: int, size: int, folder: str) -> Transport:
-    return LocalCopy()
+    transports.batches_above_the_limit_are_refused(TransportKit(kits.local, processes=False))
 
 
 class Refuses(LocalCopy):
@@ -152,7 +145,7 @@ def test_a_read_of_a_dead_peer_may_be_refused_at_once_and_one_that_ended_badly_i
     reader = DeferredCopy()
     memory = torch.zeros(8, dtype=torch.uint8)
     reader.connect(0, reader.export([Region(memory.data_ptr(), 8, "cpu")]))
-    state = peers.State(TransportKit(local, deadline=0.01), reader, [])
+    state = peers.State(TransportKit(kits.local, deadline=0.01), reader, [])
     with pytest.raises(AssertionError, match=r"a read from rank 0 ended as .*PENDING"):
         peers.read_times(state, 0, [(0, 0, 0, 4, 4)], 1)
 
@@ -175,12 +168,12 @@ def breaks(state: peers.State) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_fails_stops_or_dies_is_told_with_its_rank() -> None:
-    with peers.world(TransportKit(honest), 2) as w:
+    with peers.world(TransportKit(kits.shared_memory), 2) as w:
         with pytest.raises(AssertionError, match=r"rank 1, breaks: ZeroDivisionError\('there'\)"):
             w.peers[1].call(breaks)
         process = transports._process(w, 2)
         process.stop()
-        process.kit = TransportKit(honest, deadline=0.01)
+        process.kit = TransportKit(kits.shared_memory, deadline=0.01)
         with pytest.raises(AssertionError, match=r"rank 2 did not ping within 0\.01 s"):
             process.call(peers.ping)
         process.kit = w.kit

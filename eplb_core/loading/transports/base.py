@@ -80,18 +80,10 @@ class BaseTransport(ABC):
 
     caps: Caps
 
-    def __init__(
-        self,
-        name: str,
-        *devices: str,
-        max_batch: int,
-        one_sided: bool = True,
-        owner_must_progress: bool = False,
-        stops_late_writes: bool = True,
-        sm_free: bool | None = None,
-    ) -> None:
+    def __init__(self, name: str, *devices: str, max_batch: int, **others: bool | None) -> None:
+        """Set `caps`: `others` are those that differ from a one-sided transport whose reads can be stopped."""
         kinds = frozenset(devices)
-        self.caps = Caps(name, one_sided, owner_must_progress, kinds, stops_late_writes, max_batch, sm_free)
+        self.caps = Caps(name, True, False, kinds, True, max_batch, None)._replace(**others)
         self._identity = secrets.token_hex(8)
         self._epoch = 0
         self._blob = b""

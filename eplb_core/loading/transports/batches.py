@@ -136,3 +136,14 @@ def warm_up() -> None:
     """Compile, or load, what reads need; once a process, when the first transport is made."""
     nothing = [np.empty(0, dtype=np.int64) for _ in range(11)]
     _fill_addresses(*nothing)
+
+
+def split(spans: Spans, piece: int) -> Spans:
+    """The same bytes in spans of at most `piece`."""
+    if not len(spans.nbytes) or int(spans.nbytes.max()) <= piece:
+        return spans
+    parts = -(-spans.nbytes // piece)
+    of = np.repeat(np.arange(len(parts)), parts)
+    offset = (np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)) * piece
+    nbytes = np.minimum(spans.nbytes[of] - offset, piece)
+    return Spans(spans.dst[of] + offset, spans.src[of] + offset, nbytes, spans.dst_region[of], spans.src_region[of])

@@ -16,7 +16,7 @@ import numpy as np
 
 from eplb_core._arrays import BoolArray, IntArray
 from eplb_core._numba import kernel
-from eplb_core.loading.transports.batches import Spans
+from eplb_core.loading.transports.batches import Spans, split
 
 _MOST_SPANS = 1024  # that the system takes in one call
 _PORTION = 32 << 20  # a call cannot be stopped: about ten milliseconds
@@ -26,6 +26,18 @@ IS_NATIVE = hasattr(_libc, "process_vm_readv")
 _size, _pointer = ctypes.c_ulong, ctypes.c_void_p
 _call_type = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, _pointer, _size, _pointer, _size, _size, use_errno=True)
 _readv: Any = _call_type(("process_vm_readv", _libc)) if IS_NATIVE else None
+
+
+def portions(spans: Spans, most_bytes: int = _PORTION, most_spans: int = _MOST_SPANS) -> Iterator[Spans]:
+    """The same bytes in portions of so many bytes and spans."""
+    pieces = split(spans, most_bytes)
+    ends = np.cumsum(pieces.nbytes)
+    first = 0
+    while first < len(ends):
+        before = int(ends[first - 1]) if first else 0
+        last = min(int(np.searchsorted(ends, before + most_bytes, side="right")), first + most_spans)
+        yield Spans(*(array[first:last] for array in pieces))
+        first = last
 
 
 def copy(dst: IntArray, src: IntArray, nbytes: IntArray) -> int:
@@ -45,56 +57,32 @@ def _call(pid: int, local: IntArray, remote: IntArray, count: int) -> int:
 
 
 class Walk:
-    """Spans of a process, taken a portion at a time.
+    """Spans of a process, copied a portion at a time.
 
     Args:
         spans: What is to be copied.
         shift: What to add to the addresses of the spans of each of the owner's regions, int64 `[regions]`.
         wanted: Of each region, whether its spans are to be copied, bool `[regions]`.
-        pid: Process in which the source addresses are valid.
-        most_bytes: Of a portion; longer spans are cut.
-        most_spans: Of a portion.
+        pid: In which process the addresses mean something.
     """
 
-    def __init__(
-        self,
-        spans: Spans,
-        shift: IntArray,
-        wanted: BoolArray,
-        pid: int,
-        most_bytes: int = _PORTION,
-        most_spans: int = _MOST_SPANS,
-    ) -> None:
-        self._spans, self._shift, self._wanted, self._pid, self._most_bytes = spans, shift, wanted, pid, most_bytes
+    def __init__(self, spans: Spans, shift: IntArray, wanted: BoolArray, pid: int) -> None:
+        self._spans, self._shift, self._wanted, self._pid = spans, shift, wanted, pid
         self._at = np.zeros(3, dtype=np.int64)
-        count = min(most_spans, len(spans.nbytes) + 1)
+        count = min(_MOST_SPANS, len(spans.nbytes) + 1)
         self._local, self._remote = np.empty((2, count, 2), dtype=np.int64)
-        self._index = np.empty(count, dtype=np.int64)
 
     def next(self) -> int:
-        """Find the next portion and return its bytes, 0 when all is copied."""
-        dst, src, nbytes, _, region = self._spans
-        at, lists = self._at, (self._local, self._remote, self._index)
-        return _fill_portion(dst, src, nbytes, region, self._shift, self._wanted, self._most_bytes, at, *lists)
+        """Find the next portion; its bytes, 0 when all is copied."""
+        spans, at = self._spans, self._at
+        return _fill_portion(
+            spans.dst, spans.src, spans.nbytes, spans.src_region, self._shift, self._wanted, _PORTION, at, self._local,
+            self._remote,
+        )  # fmt: skip
 
     def copy(self) -> int:
         """Copy the portion; bytes moved, or minus an error number. Fewer than were asked for: memory is not mapped."""
         return _call(self._pid, self._local, self._remote, int(self._at[2]))
-
-    def portion(self) -> Spans:
-        """List the portion as spans of their own."""
-        of, count = self._index[: self._at[2]], self._at[2]
-        dst, src, nbytes = self._local[:count, 0].copy(), self._remote[:count, 0].copy(), self._local[:count, 1].copy()
-        return Spans(dst, src, nbytes, self._spans.dst_region[of], self._spans.src_region[of])
-
-
-def portions(spans: Spans, most_bytes: int, most_spans: int) -> Iterator[Spans]:
-    """Divide spans into portions of at most so many bytes and spans."""
-    regions = int(spans.src_region.max(initial=-1)) + 1
-    shift, wanted = np.zeros(regions, dtype=np.int64), np.ones(regions, dtype=np.bool_)
-    walk = Walk(spans, shift, wanted, 0, most_bytes, most_spans)
-    while walk.next():
-        yield walk.portion()
 
 
 @kernel
@@ -109,9 +97,8 @@ def _fill_portion(
     at: IntArray,
     local: IntArray,
     remote: IntArray,
-    index: IntArray,
 ) -> int:
-    """List (address, bytes) and spans of the next portion; `at`: the span, the byte in it, the length of the list."""
+    """List (address, bytes) of the next portion; `at` is the span, the byte in it, and the length of the list."""
     span, done, count, total = at[0], at[1], 0, 0
     while span < len(nbytes) and count < len(local) and total < most_bytes:
         if not wanted[region[span]]:
@@ -120,7 +107,6 @@ def _fill_portion(
         size = min(nbytes[span] - done, most_bytes - total)
         local[count, 0], remote[count, 0] = dst[span] + done, src[span] + done + shift[region[span]]
         local[count, 1] = remote[count, 1] = size
-        index[count] = span
         count, total, done = count + 1, total + size, done + size
         if done == nbytes[span]:
             span, done = span + 1, 0

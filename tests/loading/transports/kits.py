@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import Transport
-from eplb_core.loading.transports import CudaIpc, Faulty, Mooncake, Nixl, SharedMemory, TorchDistributed
+from eplb_core.loading.transports import CudaIpc, Faulty, LocalCopy, Mooncake, Nixl, SharedMemory, TorchDistributed
 
 
 def required(find: Callable[[], object]) -> Any:
@@ -29,8 +29,8 @@ def required(find: Callable[[], object]) -> Any:
     except TransportError as error:
         if os.environ.get("EPLB_REQUIRE_TRANSPORTS"):
             raise
-        return (pytest.mark.skip(reason=str(error)),)
-    return ()
+        return [pytest.mark.skip(reason=str(error))]
+    return []
 
 
 @contextmanager
@@ -55,6 +55,10 @@ def shut_connections() -> int:
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
+
+
+def local(rank: int, size: int, folder: str) -> Transport:
+    return LocalCopy()
 
 
 def shared_memory(rank: int, size: int, folder: str) -> Transport:

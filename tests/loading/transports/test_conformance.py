@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -32,7 +32,7 @@ class Kit(NamedTuple):
     """Those that apply."""
     soon: set[str] = ALL
     """Those of the default run."""
-    marks: tuple[pytest.MarkDecorator, ...] = ()
+    marks: Sequence[pytest.MarkDecorator] = ()
 
 
 def on_device(make: Callable[[int, int, str], Transport], *, rejoins: bool = True) -> Kit:
@@ -40,6 +40,7 @@ def on_device(make: Callable[[int, int, str], Transport], *, rejoins: bool = Tru
 
 
 KITS = {
+    "one process": Kit(TransportKit(kits.local, processes=False, big=1 << 20)),
     "private memory": Kit(TransportKit(kits.shared_memory)),
     "shared memory": Kit(TransportKit(kits.shared_memory, allocate=kits.shared_tensor)),
     "delayed": Kit(TransportKit(kits.delayed)),

@@ -12,7 +12,7 @@ from eplb_core import TransportError
 from eplb_core.loading.transport import ReadState, Region
 from eplb_core.loading.transports import CudaIpc
 from eplb_core.testing import TransportKit
-from eplb_core.testing.peers import World, batch, contents, export, export_again, pattern, wait, world
+from eplb_core.testing.peers import World, batch, contents, export, pattern, wait, world
 from tests.loading.transports import kits
 
 HAS_CUDA = torch.cuda.is_available()
@@ -117,10 +117,3 @@ def test_regions_that_cannot_be_exported_are_named() -> None:
     with pytest.raises(TransportError, match=r"`regions\[0\]\.device` \(='cpu'\) must be one of \['cuda'\]"):
         transport.export([Region(tensor.data_ptr(), 100, "cpu")])
     transport.close()
-
-
-@on_gpu
-def test_export_again_is_the_same_blob() -> None:
-    with world(KIT) as w:
-        joined(w)
-        assert export_again(w.me) == export_again(w.me)

@@ -37,13 +37,6 @@ def test_a_read_is_done_when_it_returns() -> None:
     assert target.tolist() == [0, 4, 5, 6, 0, 0, 0, 0]
 
 
-def test_spans_outside_of_a_region_are_refused() -> None:
-    _owner, reader, _, target = pair(LocalCopy)
-    with pytest.raises(TransportError, match="must end inside of region 0"):
-        read(reader, 0, 6, 3)
-    assert target.tolist() == [0] * 8
-
-
 def test_an_owner_that_closed_is_lost() -> None:
     owner, reader, _, target = pair(LocalCopy)
     owner.close()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import cast
 
-import numpy as np
 import pytest
 
 from eplb_core.errors import TransportError
-from eplb_core.loading.transport import ReadState, Status
+from eplb_core.loading.transport import ReadState
 from eplb_core.loading.transports import nixl
-from eplb_core.loading.transports.batches import Spans
 from eplb_core.testing import TransportKit, transports
 from eplb_core.testing.peers import batch, contents, pattern, wait, world
 from tests.loading.engine_process import until
@@ -26,33 +24,10 @@ def test_an_unknown_back_end_is_named() -> None:
         nixl.Nixl("WIRE")
 
 
-class Agent:
-    """NIXL's, as far as a transfer that is under way asks it."""
-
-    def __init__(self, *states: str) -> None:
-        self.states = list(states)
-
-    def check_xfer_state(self, handle: object) -> str:
-        return self.states.pop(0)
-
-
-def test_a_transfer_that_nixl_calls_an_error_is_not_done() -> None:
-    """Its Python layer may answer "ERR" where it does not raise."""
-    nothing = np.empty(0, dtype=np.int64)
-    agent, ticket = Agent("PROC", "ERR"), nixl._Transfer(1, Spans(*[nothing] * 5), "agent")
-    ticket.handles = [object()]
-    looks = []
-    for _ in range(2):
-        ticket.look(agent, lambda rank, error: Status(ReadState.FAILED, f"rank {rank}: {error}"))
-        looks.append(ticket.status)
-    assert looks == [Status(ReadState.PENDING), Status(ReadState.FAILED, "rank 1: NIXL says ERR")]
-
-
 @pytest.mark.slow
 def test_what_lands_after_a_read_was_given_up_on_lands_before_it_drains() -> None:
     """A stopped owner that runs again: NIXL writes all of it, and the ticket is ABANDONED until then."""
-    with world(TCP) as w:
-        own, ticket = transports._stalled(w)
+    with transports._stalled(TCP) as (w, own, ticket):
         w.transport.abandon(ticket)
         assert w.transport.poll(ticket).state is ReadState.ABANDONED
         assert not contents(own[0])[100:].any()
@@ -82,8 +57,7 @@ def test_a_peer_whose_connection_ended_is_reached_again_by_its_blob() -> None:
 @pytest.mark.parametrize("dies", [False, True])
 def test_an_agent_goes_when_the_last_read_of_its_closed_transport_is_over(dies: bool) -> None:
     """Its thread would keep a core busy. Nobody polls; the peer dies, or runs again, and all bytes land before."""
-    with world(TCP) as w:
-        own, ticket = transports._stalled(w)
+    with transports._stalled(TCP) as (w, own, ticket):
         agent = weakref.ref(cast(nixl.Nixl, w.transport)._agent.agent)
         w.transport.close()
         assert not contents(own[0])[100:].any()

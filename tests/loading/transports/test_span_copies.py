@@ -21,11 +21,12 @@ def test_spans_are_copied_with_and_without_the_systems_help(native: bool, monkey
 
 
 @pytest.mark.skipif(not span_copies.IS_NATIVE, reason="reads by the system's call")
-def test_a_span_larger_than_a_portion_is_copied_in_several() -> None:
+def test_a_span_larger_than_a_portion_is_copied_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_copies, "_PORTION", 4)
     source, target = np.arange(10, dtype=np.uint8), np.zeros(10, dtype=np.uint8)
     one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     spans = Spans(one * target.ctypes.data, one * source.ctypes.data, one * 10, zero, zero)
-    walk = span_copies.Walk(spans, zero, np.ones(1, dtype=np.bool_), os.getpid(), most_bytes=4)
+    walk = span_copies.Walk(spans, zero, np.ones(1, dtype=np.bool_), os.getpid())
     portions = []
     while expected := walk.next():
         portions.append(walk.copy())

@@ -12,7 +12,6 @@ import numpy as np
 
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadState, Status
-from eplb_core.loading.transports import span_copies
 from eplb_core.loading.transports.base import BaseTransport, Peer, Ticket
 from eplb_core.loading.transports.batches import Spans
 from eplb_core.loading.transports.two_sided.carriers import Buffers, Payload, PeerEnd
@@ -75,7 +74,6 @@ class TorchDistributed(BaseTransport):
             owner_must_progress=True,
             sm_free=False if kind == "nccl" else None,
         )
-        span_copies.warm_up()
         self._payload = None if payload is None else Payload(payload, self._rank, device if kind == "nccl" else None)
         self._buffers = Buffers(device, kind == "nccl")
         served = Served(int(self._identity, 16) >> 1, self._buffers)
