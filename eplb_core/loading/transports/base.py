@@ -80,7 +80,7 @@ class BaseTransport(ABC):
 
     caps: Caps
 
-    def __init__(self, name: str, *devices: str, max_batch: int, **others: bool | None) -> None:
+    def __init__(self, name: str, *devices: str, max_batch: int, **others: Any) -> None:
         """Set `caps`: `others` are those that differ from a one-sided transport whose reads can be stopped."""
         kinds = frozenset(devices)
         self.caps = Caps(name, True, False, kinds, True, max_batch, None)._replace(**others)
