@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
 from math import sqrt
 
-from eplb_core._arrays import ArrayLike, check_flag, check_int, check_real, to_reals
+import numpy as np
+
+from eplb_core._arrays import ArrayLike, FloatArray, check_flag, check_int, check_real, to_reals
 from eplb_core._text import quoted
 
 WORTH = 0.02
 """Less than this share of the layers' time is within what deployments differ by anyway."""
-# A column that keeps less than this of its length beside the others says nothing of its own.
+# Columns whose singular values are further apart than this cannot be told apart.
 _TELLS_APART = 1e-6
 
 
@@ -103,7 +104,7 @@ class CostModel:
             TypeError: A field that is fitted is given, too.
 
         Cost:
-            O(n) in plain floats: equal measurements give equal models everywhere.
+            O(n). Fit once and give every rank the same model: the last digits depend on numpy's linear algebra.
 
         Example:
             >>> model = CostModel.fit([1000, 2000, 4000], [0.003, 0.005, 0.009], num_layers=2)
@@ -120,19 +121,19 @@ class CostModel:
         for name, column in zip(("tokens", "experts"), columns.values(), strict=False):
             if len(column) != len(times):
                 raise ValueError(f"`{name}` ({len(column)} values) must be as many as `seconds` ({len(times)})")
-        columns["layer_s"] = [float(check_int(num_layers, "num_layers", 1))] * len(times)
+        columns["layer_s"] = np.full(len(times), float(check_int(num_layers, "num_layers", 1)))
         if len(times) < len(columns):
             raise ValueError(f"`seconds` ({len(times)} values) must be at least {len(columns)}, one for each unknown")
-        if _solve(list(columns.values()), times) is None:
+        found = _solve_not_negative(np.stack(list(columns.values()), axis=1), times)
+        if found is None:
             raise ValueError(
                 f"`seconds` ({len(times)} values) must tell {', '.join(columns)} apart; measure passes of other "
                 "sizes, or leave `experts` out"
             )
-        weights, error = _solve_not_negative(list(columns.values()), times)
-        fitted = dict(zip(columns, weights, strict=True))
+        fitted = dict(zip(columns, found[0].tolist(), strict=True))
         if fitted["token_s"] == 0.0 and fitted.get("expert_s", 0.0) == 0.0:
             raise ValueError("`seconds` must grow with `tokens` or `experts`; measure the ranks that others wait for")
-        return cls(**{**known, **fitted, "fit_error": sqrt(error / len(times))})
+        return cls(**{**known, **fitted, "fit_error": found[1]})
 
 
 def model_of(cost: CostModel | None) -> CostModel:
@@ -142,73 +143,29 @@ def model_of(cost: CostModel | None) -> CostModel:
     return CostModel() if cost is None else cost
 
 
-def _column(values: ArrayLike, name: str) -> list[float]:
+def _column(values: ArrayLike, name: str) -> FloatArray:
     array = to_reals(values, name)
     if array.ndim != 1:
         raise ValueError(f"`{name}` (shape {list(array.shape)}) must be [n]")
-    return [check_real(value, name, at_least=0.0) for value in array.tolist()]
+    for value in array.tolist():
+        check_real(value, name, at_least=0.0)
+    return array
 
 
-def _solve(columns: Sequence[list[float]], target: list[float]) -> list[float] | None:
-    """Least squares by orthogonal columns (modified Gram-Schmidt); None where a column says nothing of its own."""
-    basis: list[list[float]] = []
-    upper: list[list[float]] = []
-    for column in columns:
-        rest, row = list(column), []
-        length = sqrt(_dot(rest, rest))
-        for unit in basis:
-            along = _dot(unit, rest)
-            rest = [a - along * b for a, b in zip(rest, unit, strict=True)]
-            row.append(along)
-        left = sqrt(_dot(rest, rest))
-        if not left > _TELLS_APART * length:
-            return None
-        basis.append([a / left for a in rest])
-        upper.append([*row, left])
-    rest = list(target)
-    along_each = []
-    for unit in basis:
-        along = _dot(unit, rest)
-        rest = [a - along * b for a, b in zip(rest, unit, strict=True)]
-        along_each.append(along)
-    answer = [0.0] * len(columns)
-    for i in reversed(range(len(columns))):
-        value = along_each[i]
-        for j in range(i + 1, len(columns)):
-            value -= upper[j][i] * answer[j]
-        answer[i] = value / upper[i][i]
-    return answer
+def _solve_not_negative(columns: FloatArray, target: FloatArray) -> tuple[FloatArray, float] | None:
+    """Least squares with no weight below 0, and its root mean square; None where columns cannot be told apart.
 
-
-def _solve_not_negative(columns: Sequence[list[float]], target: list[float]) -> tuple[list[float], float]:
-    """Least squares with no weight below 0: the best of all sets of columns whose own answer is not negative."""
-    best, least = [0.0] * len(columns), _dot(target, target)
-    for count in range(1, len(columns) + 1):
-        for chosen in combinations(range(len(columns)), count):
-            part = _solve([columns[i] for i in chosen], target)
-            if part is None or min(part) < 0.0:
-                continue
-            weights = [0.0] * len(columns)
-            for index, value in zip(chosen, part, strict=True):
-                weights[index] = value
-            error = _squares(columns, weights, target)
-            if error < least:
-                best, least = weights, error
-    return best, least
-
-
-def _squares(columns: Sequence[list[float]], weights: list[float], target: list[float]) -> float:
-    total = 0.0
-    for i, goal in enumerate(target):
-        miss = goal
-        for column, weight in zip(columns, weights, strict=True):
-            miss -= column[i] * weight
-        total += miss * miss
-    return total
-
-
-def _dot(a: list[float], b: list[float]) -> float:
-    total = 0.0
-    for x, y in zip(a, b, strict=True):
-        total += x * y
-    return total
+    The best of all sets of columns whose own answer is not negative: three columns have seven.
+    """
+    count = columns.shape[1]
+    scale = columns.max(axis=0, initial=1e-300)  # the rank is counted on columns of one size
+    best, least = np.zeros(count), float(np.linalg.norm(target))
+    rank = 0
+    for chosen in (list(each) for size in range(1, count + 1) for each in combinations(range(count), size)):
+        part, _, rank, _ = np.linalg.lstsq(columns[:, chosen] / scale[chosen], target, rcond=_TELLS_APART)
+        weights = np.zeros(count)
+        weights[chosen] = part / scale[chosen]
+        error = float(np.linalg.norm(target - columns @ weights))
+        if part.min() >= 0.0 and error < least:
+            best, least = weights, error
+    return (best, least / sqrt(len(target))) if rank == count else None  # the last set is the whole
