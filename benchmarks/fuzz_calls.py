@@ -395,8 +395,8 @@ CALLS: dict[str, Callable[[Path], Case]] = {
         window_passes=1.0,
         dispatch="even",
     ),
-    "retire_ranks": simple(
-        eplb.retire_ranks,
+    "plan_removal": simple(
+        eplb.plan_removal,
         current=eplb.ExpertLayout([[0, 1, 0, 1]], 2, topology=TOPOLOGY),
         ranks=[1],
         expert_load=[[3, 4]],

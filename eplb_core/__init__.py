@@ -69,9 +69,10 @@ _HOMES = {
     "placement.worth.costs": "CostModel",
     "placement.worth.decide": "Verdict should_rebalance",
     "placement.deepseek": "rebalance_experts",
-    "placement.elastic": "drop_ranks lost_experts retire_ranks",
+    "placement.elastic": "drop_ranks lost_experts plan_removal retire_ranks",
     "placement.forecast": "forecast",
     "placement.place": "Placement place",
+    "placement.problem": "Locality PlacementDispatch",
     "placement.worth.report": "GainReport gain_report",
     "placement.spend": "spend_budget",
     "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError "

@@ -77,10 +77,13 @@ from eplb_core.metrics import transfers as transfers
 from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
 from eplb_core.placement.elastic import drop_ranks as drop_ranks
 from eplb_core.placement.elastic import lost_experts as lost_experts
+from eplb_core.placement.elastic import plan_removal as plan_removal
 from eplb_core.placement.elastic import retire_ranks as retire_ranks
 from eplb_core.placement.forecast import forecast as forecast
 from eplb_core.placement.place import Placement as Placement
 from eplb_core.placement.place import place as place
+from eplb_core.placement.problem import Locality as Locality
+from eplb_core.placement.problem import PlacementDispatch as PlacementDispatch
 from eplb_core.placement.spend import spend_budget as spend_budget
 from eplb_core.placement.worth.costs import CostModel as CostModel
 from eplb_core.placement.worth.decide import Verdict as Verdict

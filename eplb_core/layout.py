@@ -13,6 +13,7 @@ import numpy as np
 
 from eplb_core._arrays import (
     ArrayLike,
+    BoolArray,
     IntArray,
     check_id,
     check_int,
@@ -24,7 +25,7 @@ from eplb_core._arrays import (
 )
 from eplb_core._html import HTML_LAYERS
 from eplb_core._text import quoted
-from eplb_core.errors import LayoutError, MissingExpertError
+from eplb_core.errors import InfeasiblePlacementError, LayoutError, MissingExpertError
 from eplb_core.topology import Topology
 
 MAX_SLOTS = 1 << 24
@@ -295,6 +296,30 @@ class ExpertLayout:
             )
         return self._of_valid(p2l, self.num_experts, topology)
 
+    def without_ranks(self, ranks: ArrayLike) -> ExpertLayout:
+        """Remove `ranks`; the others close up in order and keep their node, their speed and all their slots.
+
+        Args:
+            ranks: Ranks that leave, ints or bools `[R]`. Each expert needs a slot on another rank (see `plan_removal`).
+
+        Returns:
+            Layout on the ranks that stay; nodes without a rank vanish, the others close up in order.
+
+        Raises:
+            MissingExpertError: An expert would lose its last slot; the text names expert, layer and rank.
+            InfeasiblePlacementError: The ranks that stay have fewer slots than there are experts.
+            IndexError: A rank out of range.
+
+        Example:
+            >>> layout = ExpertLayout([[0, 1, 2, 0, 1, 2]], num_experts=3, topology=Topology(num_ranks=6, num_nodes=3))
+            >>> layout.without_ranks([1, 2, 3]).topology
+            Topology(num_ranks=3, num_nodes=2)
+        """
+        stay = staying_ranks(ranks, np.full(self.topology.num_ranks, self.slots_per_rank), self.num_experts)
+        _, node = np.unique(self.topology.rank_to_node[stay], return_inverse=True)
+        smaller = Topology(rank_to_node=node.astype(np.int64), rank_speed=self.topology.rank_speed[stay])
+        return self.resized(smaller, np.flatnonzero(stay))
+
     def diff(self, other: ExpertLayout) -> LayoutDiff:
         """Say which slots change from this layout to `other` (same shape and experts)."""
         self.check_same_frame(other)
@@ -408,18 +433,34 @@ def check_frame(layout: ExpertLayout, name: str, num_layers: int, num_experts: i
     return layout
 
 
-def layer_rows(layers: ArrayLike, num_layers: int) -> IntArray:
-    """Rows from ints in `[0, L)` or bools `[L]`, as int64 `[n]` in the order given."""
-    array = to_numpy(layers, "layers")
+def layer_rows(layers: ArrayLike, num_layers: int, name: str = "layers") -> IntArray:
+    """Rows from ints in `[0, L)` or bools `[L]`, as int64 `[n]` in the order given; ranks are chosen the same way."""
+    array = to_numpy(layers, name)
     if array.dtype == np.bool_:
         if array.shape != (num_layers,):
-            raise ValueError(f"`layers` (shape {list(array.shape)}) must be bools [{num_layers}] or ints")
+            raise ValueError(f"`{name}` (shape {list(array.shape)}) must be bools [{num_layers}] or ints")
         return np.flatnonzero(array).astype(np.int64)
-    rows = to_ids(array, "layers").reshape(-1)
+    rows = to_ids(array, name).reshape(-1)
     bad = (rows < 0) | (rows >= num_layers)
     if bad.any():
-        raise IndexError(f"`layers` (={rows[np.argmax(bad)]}) must be in [0, {num_layers})")
+        raise IndexError(f"`{name}` (={rows[np.argmax(bad)]}) must be in [0, {num_layers})")
     return rows
+
+
+def staying_ranks(leaving: ArrayLike, capacity: IntArray, num_experts: int) -> BoolArray:
+    """Ranks that are left without `leaving` (ints or bools), bools `[R]`; they must have a slot for every expert."""
+    stay = np.ones(len(capacity), dtype=np.bool_)
+    stay[layer_rows(leaving, len(capacity), "ranks")] = False
+    live = int(capacity[stay].sum())
+    if live < num_experts:
+        enough = int(np.searchsorted(np.cumsum(np.sort(capacity)), num_experts)) + 1  # whichever they are
+        raise InfeasiblePlacementError(
+            f"`ranks` ({int((~stay).sum())} of {len(stay)}) leave {int(stay.sum())} ranks with {live} slots, "
+            f"fewer than the {num_experts} experts; keep {enough} ranks or more, or add slots",
+            num_live_slots=live,
+            num_experts=num_experts,
+        )
+    return stay
 
 
 def count_replicas(p2l: IntArray, num_experts: int) -> IntArray:

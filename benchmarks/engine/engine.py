@@ -415,7 +415,7 @@ class Rank:
 
     def _retire(self, live: eplb.ExpertLayout, loads: Any, rank: int) -> Decision | None:
         """The layout from which a rank may go at any moment; it serves on."""
-        target = eplb.retire_ranks(live, [rank], expert_load=loads if len(loads) else None)
+        target = eplb.plan_removal(live, [rank], expert_load=loads if len(loads) else None)
         return None if target == live else (target, None)
 
     def _move_at_once(self, decision: Decision | None) -> None:

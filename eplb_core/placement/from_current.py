@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from eplb_core._arrays import BoolArray, FloatArray, IntArray, read_only
 from eplb_core.layout import count_replicas
-from eplb_core.placement.problem import Problem, Terms
-from eplb_core.placement.score import cost_of_transfers, score_layers
-from eplb_core.placement.search.improve import improve_layers, score_weighted
+from eplb_core.placement.problem import Load, Problem, Terms
+from eplb_core.placement.score import cost_of_transfers, score_rows
+from eplb_core.placement.search.improve import improve_layers
 from eplb_core.placement.search.links import book_layers, follow
 from eplb_core.placement.search.mend import drop_surplus, restore_lost
 from eplb_core.placement.search.relabel import keep_in_place, least_transfers, settle
+from eplb_core.placement.search.widen import widen
 
 # Fullest ranks whose steps are compared where several windows are seen: a better use of each transfer, in more time.
 _WIDTH = 3
@@ -19,116 +22,135 @@ _WIDTH = 3
 _SOME_GAIN = 1e-9
 
 
-def start_from(
-    was: IntArray,
-    problem: Problem,
-    windows: FloatArray,
-    searched: FloatArray,
-    weights: FloatArray,
-    load: FloatArray,
-    p2l: IntArray,
-    terms: Terms,
-) -> tuple[FloatArray, IntArray, IntArray]:
-    """Choose each layer's row: the present one, a few transfers from it, or the new solution.
+class Start(NamedTuple):
+    """Layers of the current layout, and what they could become, whatever is asked of transfers."""
 
-    The new solution stands in `p2l`, where the rows chosen replace it. Rows are judged on `windows`, and the search
-    looks at `searched`.
+    was: IntArray
+    """Current rows `[L, P]`."""
+    present: IntArray
+    """Those without ranks that are out, and without what a rank has too much `[L, P]`."""
+    stays: BoolArray
+    """Rows of `present` that are valid as they are `[L]`."""
+    anew: BoolArray
+    """Rows that take the solution: the search cannot start from them `[L]`."""
+    home: IntArray
+    """Of `find_homes`, for `present`."""
+    balance: FloatArray
+    """Balancedness of `present` `[L]`; NaN where it does not stay."""
+    solution: IntArray
+    """Rows placed from nothing `[L, P]`."""
+    solved: FloatArray
+    """Their balancedness `[L]`."""
+    searched: FloatArray
+    """Windows that the search looks at `[T, L, E]`: those of the load, or for solved shares wider ones."""
 
-    Returns:
-        Balancedness of the rows chosen, NaN without load; their transfers; where these come from, if links have limits.
-    """
-    ranks = problem.topology.num_ranks
+
+def start_from(was: IntArray, solution: IntArray, problem: Problem, load: Load) -> Start:
+    """Say which rows may stay, and how good they and the solutions are."""
     present = was.copy()
-    by_rank = present.reshape(len(was), ranks, problem.stride)
+    by_rank = present.reshape(len(was), problem.topology.num_ranks, problem.stride)
     by_rank[:, problem.capacity == 0] = -1
     if problem.pin == 0:
-        drop_surplus(load, problem.capacity, present)
+        drop_surplus(load.total, problem.capacity, present)
     settle(was, present, problem.capacity, problem.num_experts)
     fits = ((by_rank >= 0).sum(axis=2) <= problem.capacity).all(axis=1)
     whole, home = find_homes(present, problem)
     stays = fits & whole & (count_replicas(present, problem.num_experts) > 0).all(axis=1)
-
-    # A row that cannot stay takes the solution; an expert lost is no reason for that where groups do not bind.
+    # An expert lost is no reason to solve a row anew where groups do not bind: it is restored.
     anew = ~stays if problem.pin else ~fits
-    near = np.where(anew[:, None], p2l, present)
-    senders = np.full(near.shape, -1)
-    skip = anew | (load.max(axis=1, initial=0.0) <= 0.0)
-    _search_from(was, near, skip, home, problem, searched, weights, load, terms, senders)
-    before = np.where(stays, score(problem, windows, weights, present), np.nan)
-    changed = (near != present).any(axis=1)
-    balance = before.copy()
-    balance[changed] = score(problem, read_only(np.compress(changed, windows, axis=1)), weights, near[changed])
-    cost, received = _transfers(was, near, terms)
-
-    # Others take the solution where that pays although more has to move.
-    new = score(problem, windows, weights, p2l)
-    fewest = np.zeros(len(was), dtype=np.int64)
-    maybe = ~anew & (new > balance)
-    least_transfers(was, p2l, ~maybe, ranks, problem.num_experts, fewest)
-    least_cost = fewest * terms.links.cheapest
-    maybe &= (fewest <= terms.budget) & (new - terms.price * least_cost > balance - terms.price * cost)
-    if (anew | maybe).any():
-        speed, across = problem.topology.rank_speed, problem.pin == 0
-        keep_in_place(was, p2l, ~(anew | maybe), problem.capacity, speed, terms.links, across, problem.num_experts)
-        rows = np.flatnonzero(anew | maybe)
-        new_cost, new_received = _transfers(was[rows], p2l[rows], terms)
-        booked = np.full((len(rows), near.shape[1]), -1)
-        pays = new[rows] - terms.price * new_cost > balance[rows] - terms.price * cost[rows]
-        pays &= new_received <= terms.budget
-        if terms.limited:
-            book_layers(was[rows], p2l[rows], problem.num_experts, terms.links, booked)
-            pays &= (booked >= 0).sum(axis=1) == new_received
-        anew[rows] |= pays
-        take = anew[rows]
-        senders[rows[take]] = booked[take]
-        received[rows[take]] = new_received[take]
-        balance = np.where(anew, new, balance)
-    keep = stays & ~(balance - before >= max(terms.min_gain, _SOME_GAIN))
-    np.copyto(p2l, near, where=~anew[:, None])
-    np.copyto(p2l, present, where=keep[:, None])
-    senders[keep] = -1
-    return np.where(keep, before, balance), np.where(keep, 0, received), senders
+    balance = np.where(stays, score_rows(problem, load, present), np.nan)
+    searched = load.windows
+    if problem.weighted and len(searched) > 1:
+        searched = np.zeros(searched.shape)
+        widen(load.windows, load.weights, searched)
+        read_only(searched)
+    solved = score_rows(problem, load, solution)
+    return Start(was, present, stays, anew, home, balance, solution, solved, searched)
 
 
-def _search_from(
-    was: IntArray,
-    near: IntArray,
-    skip: BoolArray,
-    home: IntArray,
-    problem: Problem,
-    windows: FloatArray,
-    weights: FloatArray,
-    load: FloatArray,
-    terms: Terms,
-    senders: IntArray,
-) -> None:
-    """Improve the rows `near` a transfer at a time, in place; what stays on a rank stays in its slot."""
-    ranks, speed = problem.topology.num_ranks, problem.topology.rank_speed
+def choose_rows(
+    start: Start, problem: Problem, load: Load, terms: Terms
+) -> tuple[IntArray, FloatArray, IntArray, IntArray]:
+    """Choose each layer's row: the present one, a few transfers from it, or the new solution.
+
+    Returns:
+        The rows; their balancedness, NaN without load; their transfers; where these come from, if links have limits.
+    """
+    rows, senders = _search_from(start, problem, load, terms)
+    changed = ~start.anew & (rows != start.present).any(axis=1)
+    balance = start.balance.copy()
+    balance[changed] = score_rows(problem, load.take(changed), rows[changed])
+    received = _take_solutions(start, problem, terms, rows, senders, balance)
+    keep = start.stays & ~(balance - start.balance >= max(terms.min_gain, _SOME_GAIN))
+    rows[keep], senders[keep] = start.present[keep], -1
+    return rows, np.where(keep, start.balance, balance), np.where(keep, 0, received), senders
+
+
+def _search_from(start: Start, problem: Problem, load: Load, terms: Terms) -> tuple[IntArray, IntArray]:
+    """Improve the present rows a transfer at a time; what stays on a rank stays in its slot.
+
+    Returns:
+        Rows, the solution where it must be taken; where their transfers come from, if links have limits.
+    """
+    rows = np.where(start.anew[:, None], start.solution, start.present)
+    senders = np.full(rows.shape, -1)
     if problem.pin == 0:
-        restore_lost(load, problem.capacity, was, terms.links, near, senders)
-    _, needed = _transfers(was, near, terms)
+        restore_lost(load.total, problem.capacity, start.was, terms.links, rows, senders)
+    _, needed = _transfers(start.was, rows, terms)
     improve_layers(
-        windows,
-        weights,
-        was,
-        skip,
+        start.searched,
+        load.weights,
+        start.was,
+        start.anew | ~load.known,
         problem.capacity,
-        1.0 / speed,
+        1.0 / problem.topology.rank_speed,
         terms.links,
-        home,
+        start.home,
         problem.pin == 2,
         terms.price,
         np.maximum(terms.budget - needed, 0),
-        near.shape[1],
-        1 if len(windows) == 1 else _WIDTH,
+        rows.shape[1],
+        1 if len(load.windows) == 1 else _WIDTH,
         problem.weighted,
-        near,
+        rows,
         senders,
     )
-    found = near.copy()
-    settle(was, near, problem.capacity, problem.num_experts)
+    found = rows.copy()
+    settle(start.was, rows, problem.capacity, problem.num_experts)
     if terms.limited:
-        follow(found, near, ranks, senders)
+        follow(found, rows, problem.topology.num_ranks, senders)
+    return rows, senders
+
+
+def _take_solutions(
+    start: Start, problem: Problem, terms: Terms, rows: IntArray, senders: IntArray, balance: FloatArray
+) -> IntArray:
+    """Put the solution into `rows` where it must be, or pays although more has to move; return the transfers `[L]`."""
+    was, ranks = start.was, problem.topology.num_ranks
+    cost, received = _transfers(was, rows, terms)
+    fewest = np.zeros(len(was), dtype=np.int64)
+    maybe = ~start.anew & (start.solved > balance)
+    least_transfers(was, start.solution, ~maybe, ranks, problem.num_experts, fewest)
+    least_cost = fewest * terms.links.cheapest
+    worth = balance - terms.price * cost
+    maybe &= (fewest <= terms.budget) & (start.solved - terms.price * least_cost > worth)
+    asked = np.flatnonzero(start.anew | maybe)
+    if not asked.size:
+        return received
+    new, speed = start.solution.copy(), problem.topology.rank_speed
+    skip, across = ~(start.anew | maybe), problem.pin == 0
+    keep_in_place(was, new, skip, problem.capacity, speed, terms.links, across, problem.num_experts)
+    new_cost, new_received = _transfers(was[asked], new[asked], terms)
+    booked = np.full((len(asked), new.shape[1]), -1)
+    pays = (start.solved[asked] - terms.price * new_cost > worth[asked]) & (new_received <= terms.budget)
+    if terms.limited:
+        book_layers(was[asked], new[asked], problem.num_experts, terms.links, booked)
+        pays &= (booked >= 0).sum(axis=1) == new_received
+    take = start.anew[asked] | pays
+    taken = asked[take]
+    rows[taken], senders[taken], balance[taken] = new[taken], booked[take], start.solved[taken]
+    received[taken] = new_received[take]
+    return received
 
 
 def _transfers(was: IntArray, p2l: IntArray, terms: Terms) -> tuple[FloatArray, IntArray]:
@@ -156,14 +178,3 @@ def find_homes(p2l: IntArray, problem: Problem) -> tuple[BoolArray, IntArray]:
     keeps: BoolArray = np.all(number == 1 if problem.pin == 2 else number > 0, axis=1)
     home = np.repeat(np.argmax(in_node, axis=1), experts // problem.num_groups, axis=1)
     return keeps, np.ascontiguousarray(home, dtype=np.int64)
-
-
-def score(problem: Problem, windows: FloatArray, weights: FloatArray, p2l: IntArray) -> FloatArray:
-    """Balancedness of each layer, NaN without load."""
-    reached = np.zeros(len(p2l))
-    speed = problem.topology.rank_speed
-    if problem.weighted:
-        score_weighted(windows, weights, p2l, problem.capacity, 1.0 / speed, reached)
-    else:
-        score_layers(windows, weights, p2l, problem.capacity, speed, reached)
-    return reached

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
-from typing import NamedTuple
 
 import numpy as np
 
 from eplb_core._arrays import (
     ArrayLike,
-    BoolArray,
     FloatArray,
     IntArray,
     check_int,
@@ -23,23 +20,24 @@ from eplb_core._arrays import (
 from eplb_core._html import HTML_LAYERS, table_html
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known
-from eplb_core.placement.from_current import find_homes, score, start_from
-from eplb_core.placement.pack.block import Scratch, new_scratch
+from eplb_core.placement.from_current import choose_rows, find_homes, start_from
+from eplb_core.placement.pack.block import new_scratch
 from eplb_core.placement.pack.layers import solve_layers
 from eplb_core.placement.problem import (
+    Load,
+    Locality,
+    PlacementDispatch,
     Problem,
     Terms,
-    add_windows,
     check_current,
     check_links,
     check_slots,
     check_weights,
     state_problem,
 )
-from eplb_core.placement.score import bound_layers
+from eplb_core.placement.score import bound_layers, score_rows
 from eplb_core.placement.search.improve import improve_layers
 from eplb_core.placement.search.links import NO_LIMIT, new_links
-from eplb_core.placement.search.widen import widen
 from eplb_core.placement.spend import spend_budget
 from eplb_core.topology import Topology
 
@@ -67,7 +65,7 @@ class Placement:
     """Proven upper limit of `balancedness` over all layouts of this kind, float64 `[L]`; NaN without load."""
     transfers: IntArray
     """Experts that ranks receive to come from `current`, int64 `[L]`; 0 where there is no current layout."""
-    dispatch: str = "even"
+    dispatch: PlacementDispatch = "even"
     """How replicas share their expert's tokens in what is predicted: "even" or "weighted"."""
     senders: IntArray | None = None
     """Where links have limits: the rank that each slot's expert comes from within them, int64 `[L, P]`; -1 where the
@@ -97,10 +95,10 @@ def place(
     transfer_price: float | None = None,
     transfer_cost: ArrayLike | None = None,
     window_weights: ArrayLike | None = None,
-    locality: str = "none",
+    locality: Locality = "none",
     num_groups: int | None = None,
     active_ranks: ArrayLike | None = None,
-    dispatch: str = "even",
+    dispatch: PlacementDispatch = "even",
     effort: float = 1.0,
 ) -> Placement:
     """Which expert goes into which slot, so that the ranks' loads are even?
@@ -173,15 +171,15 @@ def place(
     windows = check_load(expert_load, "expert_load", (2, 3))
     if windows.ndim == 2:
         windows = windows[None]
-    if windows.shape[0] == 0 or windows.shape[2] == 0:
+    count, layers, experts = windows.shape
+    if count == 0 or experts == 0:
         raise ValueError(f"`expert_load` (shape {list(windows.shape)}) must have one window and one expert or more")
     windows = _in_range(windows)
     effort = check_real(effort, "effort", above=0.0, at_most=10_000.0)
-    layers = windows.shape[1]
-    slots = check_slots(num_slots, layers, windows.shape[2])
+    slots = check_slots(num_slots, layers, experts)
     check_kind(topology, "topology", Topology)
     # Without a layer there is a frame all the same: the slots that were asked for, or as many as the experts need.
-    most = int(slots.max()) if layers else int(np.max(to_numpy(num_slots, "num_slots"), initial=windows.shape[2]))
+    most = int(slots.max()) if layers else int(np.max(to_numpy(num_slots, "num_slots"), initial=experts))
     stride = -(-most // topology.num_ranks)
     total = None if max_total_transfers is None else check_int(max_total_transfers, "max_total_transfers", 0)
     default = _PRICE if max_transfers is None and total is None else _PRICE_IN_BUDGET
@@ -191,35 +189,30 @@ def place(
         check_real(min_gain, "min_gain", at_least=0.0),
         check_links(topology, transfer_cost, max_rank_transfers, max_node_transfers),
     )
-    weights = check_weights(window_weights, len(windows))
+    whole = Load.of(windows, check_weights(window_weights, count))
     offers = [terms] if total is None or current is None else _offers(terms)
     p2l = np.full((len(offers), layers, topology.num_ranks * stride), -1, dtype=np.int64)
     senders = np.full_like(p2l, -1)
     reached, transfers = np.zeros(p2l.shape[:2]), np.zeros(p2l.shape[:2], dtype=np.int64)
     bound = np.zeros(layers)
-    for count in np.unique(slots).tolist() or [most]:
-        problem = state_problem(windows, topology, count, stride, locality, num_groups, active_ranks, dispatch)
+    for filled in np.unique(slots).tolist() or [most]:
+        problem = state_problem(experts, topology, filled, stride, locality, num_groups, active_ranks, dispatch)
         if current is not None:
             check_current(current, problem, layers)
-        rows = np.flatnonzero(slots == count)
-        part = windows if len(rows) == layers else read_only(np.take(windows, rows, axis=1))
-        was = None if current is None else current.physical_to_logical_map[rows]
-        load = add_windows(part, weights)
-        searched = _widen(part, weights) if problem.weighted and was is not None else part
-        solution = _solve_rows(problem, part, weights, load, was is None, effort)
-        bound[rows] = _bound(problem, part, weights, solution)
+        rows = slots == filled
+        load = whole.take(rows)
+        solution, bound[rows] = _solve(problem, load, effort, free=current is None)
+        if current is None:
+            p2l[0, rows], reached[0, rows] = solution, score_rows(problem, load, solution)
+            continue
+        start = start_from(current.physical_to_logical_map[rows], solution, problem, load)
         for c, offer in enumerate(offers):
-            row = solution.p2l.copy()
-            if was is None:
-                reached[c, rows] = score(problem, part, weights, row)
-            else:
-                reached[c, rows], transfers[c, rows], senders[c, rows] = start_from(
-                    was, problem, part, searched, weights, load, row, offer
-                )
-            p2l[c, rows] = row
+            p2l[c, rows], reached[c, rows], transfers[c, rows], senders[c, rows] = choose_rows(
+                start, problem, load, offer
+            )
     chosen, each = _share_out(reached, transfers, total), np.arange(layers)
     return Placement(
-        ExpertLayout._of_valid(p2l[chosen, each], windows.shape[2], topology),
+        ExpertLayout._of_valid(p2l[chosen, each], experts, topology),
         read_only(reached[chosen, each]),
         read_only(bound),
         read_only(transfers[chosen, each]),
@@ -258,123 +251,88 @@ def _share_out(reached: FloatArray, transfers: IntArray, total: int | None) -> I
     return spend_budget(gain, extra, max(total - int(transfers[0].sum()), 0)) + 1
 
 
-def _solve_rows(
-    problem: Problem, windows: FloatArray, weights: FloatArray, load: FloatArray, free: bool, effort: float
-) -> _Solution:
-    """Place layers that have equally many slots from nothing; where nothing is in place (`free`), for each window."""
-    has_load = load.max(axis=1, initial=0.0) > 0.0
-    # What is searched further starts from one place, so that more effort goes on where less has ended.
-    further = len(windows) > 1 or problem.weighted
-    solution = _solve(problem, load, ~has_load, 1.0 if further else effort)
-    if free and further:
-        _balance_windows(problem, windows, weights, solution, ~has_load, effort)
-    return solution
+def _solve(problem: Problem, load: Load, effort: float, *, free: bool) -> tuple[IntArray, FloatArray]:
+    """Place every layer with load from nothing, the others as if all experts were equally loaded.
 
+    Args:
+        problem: What the layers must satisfy.
+        load: Their load.
+        effort: As for `place`.
+        free: Nothing is in place: balance each window, where there is more to do than for the sum of them.
 
-class _Solution(NamedTuple):
-    p2l: IntArray
-    """`[L, P]`."""
-    limit: FloatArray
-    """Lower limit of the largest load / speed, for the windows added up `[L]`."""
-    scratch: Scratch
-
-
-def _widen(windows: FloatArray, weights: FloatArray) -> FloatArray:
-    """For the search from a layout with solved shares: windows that differ more."""
-    if len(windows) == 1:
-        return windows
-    out = np.zeros(windows.shape)
-    widen(windows, weights, out)
-    return read_only(out)
-
-
-def _solve(problem: Problem, load: FloatArray, skip: BoolArray, effort: float) -> _Solution:
-    """Place every layer with load from nothing; the others get the trivial spread."""
-    layers, experts = load.shape
-    ranks = problem.topology.num_ranks
-    scratch = new_scratch(experts, ranks, problem.stride)
-    p2l = np.full((layers, ranks * problem.stride), -1, dtype=np.int64)
-    limit = np.zeros(layers)
-    if skip.any():
-        if problem.pin:
-            # The trivial spread knows no groups: place these layers as if all experts were equally loaded.
-            load = np.where(skip[:, None], 1.0, load)
-            skip = np.zeros(layers, dtype=np.bool_)
-        else:
-            open_slots = (np.arange(problem.stride) < problem.capacity[:, None]).reshape(-1)
-            p2l[np.ix_(skip, open_slots)] = np.arange(open_slots.sum()) % experts
+    Returns:
+        The rows `[L, P]`, and the upper limit of their balancedness `[L]`.
+    """
+    layers, experts = load.total.shape
     topology = problem.topology
+    scratch = new_scratch(experts, topology.num_ranks, problem.stride)
+    p2l = np.full((layers, topology.num_ranks * problem.stride), -1, dtype=np.int64)
+    limit, bound = np.zeros(layers), np.zeros(layers)
+    total, skip = load.total, ~load.known
+    if skip.any() and problem.pin:  # the trivial spread knows no groups
+        total, skip = np.where(skip[:, None], 1.0, total), np.zeros(layers, dtype=np.bool_)
+    elif skip.any():
+        open_slots = (np.arange(problem.stride) < problem.capacity[:, None]).reshape(-1)
+        p2l[np.ix_(skip, open_slots)] = np.arange(open_slots.sum()) % experts
+    # What is searched further starts from one place, so that more effort goes on where less has ended.
+    further = len(load.windows) > 1 or problem.weighted
     solve_layers(
-        load,
+        total,
         skip,
         problem.capacity,
         topology.rank_speed,
         topology.rank_to_node,
         problem.num_groups,
         problem.pin,
-        effort,
+        1.0 if further else effort,
         scratch,
         p2l,
         limit,
     )
-    return _Solution(p2l, limit, scratch)
+    # What the search proved holds for one window and even shares alone.
+    bound_layers(load.windows, load.weights, problem.capacity, topology.rank_speed, limit, not further, scratch, bound)
+    if free and further:
+        _balance_windows(problem, load, p2l, effort)
+    return p2l, bound
 
 
-def _balance_windows(
-    problem: Problem,
-    windows: FloatArray,
-    weights: FloatArray,
-    solution: _Solution,
-    skip: BoolArray,
-    effort: float,
-) -> None:
+def _balance_windows(problem: Problem, load: Load, p2l: IntArray, effort: float) -> None:
     """Go on from a placement of the sum until each window is balanced; nothing is in place, so all is free."""
     ranks, none = problem.topology.num_ranks, np.zeros((0, 0), dtype=np.int64)
-    _, home = find_homes(solution.p2l, problem)
+    links = new_links(np.zeros((ranks, ranks)), problem.topology.rank_to_node, none, none)
+    _, home = find_homes(p2l, problem)
     steps = max(1, int(_FREE_STEPS * effort))
     # Steps for even shares see more ways than those for solved ones, which go on from where they have ended. Effort is
     # for the last of them, so that more of it goes on where less has ended.
     for weighted, most in ((False, _FREE_STEPS), (True, steps)) if problem.weighted else ((False, steps),):
         improve_layers(
-            windows,
-            weights,
-            solution.p2l.copy(),
-            skip,
+            load.windows,
+            load.weights,
+            p2l.copy(),
+            ~load.known,
             problem.capacity,
             1.0 / problem.topology.rank_speed,
-            new_links(np.zeros((ranks, ranks)), problem.topology.rank_to_node, none, none),
+            links,
             home,
             problem.pin == 2,
             0.0,
-            np.full(windows.shape[1], NO_LIMIT),
+            np.full(len(p2l), NO_LIMIT),
             most,
             1,
             weighted,
-            solution.p2l,
-            np.full(solution.p2l.shape, -1),
+            p2l,
+            np.full(p2l.shape, -1),
         )
-
-
-def _bound(problem: Problem, windows: FloatArray, weights: FloatArray, solution: _Solution) -> FloatArray:
-    """Upper limit of the balancedness of each layer; what the search proved holds for even shares alone."""
-    bound = np.zeros(windows.shape[1])
-    proved = len(windows) == 1 and not problem.weighted
-    speed = problem.topology.rank_speed
-    bound_layers(windows, weights, problem.capacity, speed, solution.limit, proved, solution.scratch, bound)
-    return bound
 
 
 def _html(placement: Placement) -> str:
     """Balance against its bound, layer by layer, and the layout."""
-    known = ~np.isnan(placement.balancedness)
-    facts = f"<b>Placement</b> for {escape(placement.dispatch)} dispatch: {int(placement.transfers.sum())} transfers"
-    if known.any():
-        mean, bound = float(placement.balancedness[known].mean()), float(placement.bound[known].mean())
-        facts += f", balancedness {mean:.4f} on average, bound {bound:.4f}"
-    worst = np.argsort(np.where(known, placement.balancedness, np.inf), kind="stable")[: min(HTML_LAYERS, known.sum())]
-    rows = [
-        [layer, f"{placement.balancedness[layer]:.4f}", f"{placement.bound[layer]:.4f}", placement.transfers[layer]]
-        for layer in worst.tolist()
-    ]
+    balance, bound = placement.balancedness, placement.bound
+    facts = f"<b>Placement</b> for {placement.dispatch} dispatch: {int(placement.transfers.sum())} transfers"
+    known = int(np.isfinite(balance).sum())
+    if known:
+        facts += f", balancedness {mean_of_known(balance):.4f} on average, bound {mean_of_known(bound):.4f}"
+    worst = np.argsort(balance, kind="stable")[: min(HTML_LAYERS, known)].tolist()  # NaN comes last
+    rows = [[layer, f"{balance[layer]:.4f}", f"{bound[layer]:.4f}", placement.transfers[layer]] for layer in worst]
     table = table_html(["least even layers", "balancedness", "bound", "transfers"], rows) if rows else ""
     return f"<div>{facts}{table}</div>{placement.layout._repr_html_()}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from eplb_core._arrays import (
     check_int,
     check_kind,
     check_word,
+    read_only,
     to_ids,
     to_numpy,
     to_reals,
@@ -23,7 +24,43 @@ from eplb_core.layout import MAX_SLOTS, ExpertLayout, check_num_slots, rank_capa
 from eplb_core.placement.search.links import NO_LIMIT, Links, new_links
 from eplb_core.topology import Topology
 
+PlacementDispatch: TypeAlias = Literal["even", "weighted"]
+"""How replicas will share their expert's tokens: equally, or by shares that are solved for each window."""
+Locality: TypeAlias = Literal["none", "group", "first_copy"]
+"""Where the replicas of an expert may be: anywhere, all in its group's node, or one of them there."""
+
 _PIN = {"none": 0, "first_copy": 1, "group": 2}
+
+
+class Load(NamedTuple):
+    """The load to place for, of the layers that are placed together."""
+
+    windows: FloatArray
+    """`[T, L, E]`, read-only."""
+    weights: FloatArray
+    """Of each window `[T]`."""
+    total: FloatArray
+    """Weighted sum of the windows `[L, E]`, added in order of time."""
+
+    @classmethod
+    def of(cls, windows: FloatArray, weights: FloatArray) -> Load:
+        """All layers of checked windows."""
+        total = windows[0] * weights[0]
+        for window in range(1, len(windows)):
+            total += windows[window] * weights[window]
+        return cls(windows, weights, total)
+
+    def take(self, layers: BoolArray) -> Load:
+        """The load of some layers."""
+        if layers.all():
+            return self
+        return Load(read_only(np.compress(layers, self.windows, axis=1)), self.weights, self.total[layers])
+
+    @property
+    def known(self) -> BoolArray:
+        """Layers that have load `[L]`."""
+        known: BoolArray = self.total.max(axis=1, initial=0.0) > 0.0
+        return known
 
 
 class Problem(NamedTuple):
@@ -57,16 +94,16 @@ class Terms(NamedTuple):
 
 
 def state_problem(
-    windows: FloatArray,
+    experts: int,
     topology: Topology,
     slots: int,
     stride: int,
-    locality: str,
+    locality: Locality,
     num_groups: int | None,
     active_ranks: ArrayLike | None,
-    dispatch: str,
+    dispatch: PlacementDispatch,
 ) -> Problem:
-    experts = windows.shape[2]
+    """What every layer of `slots` slots must satisfy."""
     capacity = rank_capacity(slots, topology.num_ranks)
     capacity = capacity * check_active(active_ranks, topology.num_ranks)
     live = int(capacity.sum())
@@ -100,7 +137,7 @@ def check_active(active_ranks: ArrayLike | None, ranks: int) -> BoolArray:
     return active
 
 
-def check_dispatch(dispatch: str) -> bool:
+def check_dispatch(dispatch: PlacementDispatch) -> bool:
     """Whether shares are solved anew in each window, and not equal."""
     check_word(dispatch, "dispatch", ("even", "weighted"))
     return dispatch == "weighted"
@@ -212,6 +249,7 @@ def _check_cost(transfer_cost: ArrayLike | None, ranks: int) -> FloatArray:
 
 
 def check_current(current: ExpertLayout, problem: Problem, layers: int) -> None:
+    """Raise unless `current` has the frame of what is placed."""
     check_kind(current, "current", ExpertLayout)
     ranks = problem.topology.num_ranks
     for word, mine, theirs, mend in (
@@ -222,11 +260,3 @@ def check_current(current: ExpertLayout, problem: Problem, layers: int) -> None:
     ):
         if mine != theirs:
             raise ValueError(f"`current` has {theirs} {word}, the placement {mine}; {mend}")
-
-
-def add_windows(windows: FloatArray, weights: FloatArray) -> FloatArray:
-    """Load of all windows `[L, E]`, added in order of time."""
-    load: FloatArray = windows[0] * weights[0]
-    for window in range(1, len(windows)):
-        load += windows[window] * weights[window]
-    return load

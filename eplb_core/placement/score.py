@@ -7,10 +7,22 @@ import numpy as np
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import kernel
 from eplb_core.placement.pack.block import ITEM_SHARE, WEIGHT, Scratch, count_replicas, sort_by_load, sort_by_share
+from eplb_core.placement.problem import Load, Problem
+from eplb_core.placement.search.improve import score_weighted
 from eplb_core.placement.search.links import Links
 
 # A limit is lowered by more than rounding can have raised it, so that what is said to be proven is.
 _SURE = 1.0 - 2.0**-40
+
+
+def score_rows(problem: Problem, load: Load, p2l: IntArray) -> FloatArray:
+    """Balancedness of each layer `[L]`, NaN without load, for replicas that share as the problem says."""
+    reached, speed = np.zeros(len(p2l)), problem.topology.rank_speed
+    if problem.weighted:
+        score_weighted(load.windows, load.weights, p2l, problem.capacity, 1.0 / speed, reached)
+    else:
+        score_layers(load.windows, load.weights, p2l, problem.capacity, speed, reached)
+    return reached
 
 
 @kernel

@@ -18,7 +18,7 @@ from eplb_core import (
     drop_ranks,
     lost_experts,
     place,
-    retire_ranks,
+    plan_removal,
 )
 
 
@@ -67,7 +67,7 @@ def departures(draw: st.DrawFn) -> tuple[ExpertLayout, list[int], Any]:
 def test_retiring_moves_exactly_what_only_the_leaving_ranks_hold(case: Any, with_load: bool) -> None:
     """H4: any subset, no expert lost, and each transfer is one that nobody could avoid."""
     live, leaving, load = case
-    ready = retire_ranks(live, leaving, expert_load=load if with_load else None)
+    ready = plan_removal(live, leaving, expert_load=load if with_load else None)
     received = eplb.transfers(live, ready)
     lost = plain_lost(live, set(leaving))
     assert received.sum(axis=1).tolist() == [sum(layer == at for at, _ in lost) for layer in range(live.num_layers)]
@@ -86,8 +86,8 @@ def test_retiring_moves_exactly_what_only_the_leaving_ranks_hold(case: Any, with
 @settings(max_examples=40)
 def test_ranks_that_were_retired_can_be_dropped(case: Any) -> None:
     live, leaving, load = case
-    ready = retire_ranks(live, leaving, expert_load=load)
-    smaller = drop_ranks(ready, leaving)
+    ready = plan_removal(live, leaving, expert_load=load)
+    smaller = ready.without_ranks(leaving)
     stay = [rank for rank in range(live.topology.num_ranks) if rank not in leaving]
     assert rows_of(smaller) == [rows_of(ready)[rank] for rank in stay]
     assert smaller.topology.rank_speed.tolist() == [live.topology.rank_speed[rank] for rank in stay]
@@ -100,25 +100,25 @@ def test_ranks_that_were_retired_can_be_dropped(case: Any) -> None:
 
 def test_without_layers_ranks_may_leave() -> None:
     empty = ExpertLayout.trivial(0, 8, num_slots=12, topology=Topology(4))
-    assert retire_ranks(empty, [0]) == empty
+    assert plan_removal(empty, [0]) == empty
 
 
 def test_a_chosen_rank_can_leave_and_not_only_the_last() -> None:
     """H4: retire rank 1 of 4."""
     live = ExpertLayout([[0, 1, 2, 3, 4, 5, 0, 1]], 6, topology=Topology(4))
-    ready = retire_ranks(live, [1])
+    ready = plan_removal(live, [1])
     assert rows_of(ready)[1:3] == [[2, 3], [4, 5]]
     assert eplb.transfers(live, ready).sum() == 2
-    assert sorted(drop_ranks(ready, [1]).physical_to_logical_map[0].tolist()) == [0, 1, 2, 3, 4, 5]
+    assert sorted(ready.without_ranks([1]).physical_to_logical_map[0].tolist()) == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_replica_that_is_missed_least_makes_way() -> None:
     """An empty slot first; else, of experts 0 and 1 with two replicas on ranks that stay, the cold one."""
     live = ExpertLayout([[0, 1, 0, 1, 2, 3, 2, -1]], 4, topology=Topology(4))
-    assert rows_of(retire_ranks(live, [2])) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert rows_of(plan_removal(live, [2])) == [[0, 1], [0, 1], [2, 3], [2, 3]]
     full = ExpertLayout([[0, 1, 0, 1, 0, 2]], 3, topology=Topology(3))
     for load, cold in (([[90, 2, 5]], 1), ([[2, 90, 5]], 0)):
-        ready = retire_ranks(full, [2], expert_load=load)
+        ready = plan_removal(full, [2], expert_load=load)
         left = [expert for row in rows_of(ready)[:2] for expert in row]
         assert sorted(left) == sorted([0, 1, 2, 1 - cold])
 
@@ -126,19 +126,19 @@ def test_the_replica_that_is_missed_least_makes_way() -> None:
 def test_dropping_without_retiring_names_the_expert_that_would_be_lost() -> None:
     live = ExpertLayout([[0, 1, 2, 3, 0, 1]], 4, topology=Topology(3))
     with pytest.raises(MissingExpertError, match="expert 2 of layer 0 would lose its last slot with rank 1; 1 more"):
-        drop_ranks(live, [1])
+        live.without_ranks([1])
 
 
 def test_retiring_nobody_changes_nothing() -> None:
     live = ExpertLayout([[0, 1, 2, 3, 0, 1]], 4, topology=Topology(3))
-    assert retire_ranks(live, []) == live
-    assert drop_ranks(live, []) == live
+    assert plan_removal(live, []) == live
+    assert live.without_ranks([]) == live
 
 
 def test_too_few_slots_are_said_with_their_numbers() -> None:
     """252 slots for 256 experts: 28 ranks of 9; 29 are needed."""
     live = ExpertLayout.trivial(2, 256, num_slots=288, topology=Topology(32, 4))
-    for function in (retire_ranks, drop_ranks):
+    for function in (plan_removal, ExpertLayout.without_ranks):
         text = r"`ranks` \(4 of 32\) leave 28 ranks with 252 slots, fewer than the 256 experts; keep 29 ranks or more"
         with pytest.raises(InfeasiblePlacementError, match=text) as caught:
             function(live, [3, 9, 20, 31])
@@ -147,18 +147,18 @@ def test_too_few_slots_are_said_with_their_numbers() -> None:
     alive[:4] = False
     with pytest.raises(InfeasiblePlacementError, match="28 active ranks have 252 slots, fewer than the 256 experts"):
         place(np.ones((2, 256)), Topology(32, 4), num_slots=288, current=live, active_ranks=alive)
-    ready = retire_ranks(live, [3, 9, 20])
+    ready = plan_removal(live, [3, 9, 20])
     assert plain_lost(ready, {3, 9, 20}) == []
     uneven = ExpertLayout.trivial(1, 4, num_slots=5, topology=Topology(3))
     with pytest.raises(InfeasiblePlacementError, match=r"leave 2 ranks with 3 slots.*; keep 3 ranks or more"):
-        retire_ranks(uneven, [0], num_slots=5)
+        plan_removal(uneven, [0], num_slots=5)
 
 
 def test_slots_that_a_rank_does_not_have_are_not_filled() -> None:
     """A5: 10 slots on 4 ranks: the last two have two slots, and a third, empty column."""
     live = ExpertLayout.trivial(1, 6, num_slots=10, topology=Topology(4))
     assert rows_of(live)[2:] == [[0, 1, -1], [2, 3, -1]]
-    ready = retire_ranks(live, [1], num_slots=10)
+    ready = plan_removal(live, [1], num_slots=10)
     assert [row[2] for row in rows_of(ready)[2:]] == [-1, -1]
     assert plain_lost(ready, {1}) == []
 
@@ -241,9 +241,9 @@ def test_scaling_up_and_down_loses_no_expert(sizes: list[int], seed: int) -> Non
         ranks = live.topology.num_ranks
         if size < ranks:
             leaving = rng.choice(ranks, ranks - size, replace=False)
-            ready = retire_ranks(live, leaving, expert_load=load)
+            ready = plan_removal(live, leaving, expert_load=load)
             assert not eplb.transfers(live, ready)[:, leaving].any()
-            live = drop_ranks(ready, leaving)
+            live = ready.without_ranks(leaving)
         elif size > ranks:
             live = live.resized(Topology(size))
         answer = place(load, live.topology, num_slots=size * per_rank, current=live)
@@ -258,17 +258,17 @@ def test_models_of_other_expert_counts_retire_the_same_ranks_on_their_own() -> N
     topology = Topology(16, 2)
     target = ExpertLayout.trivial(1, 384, num_slots=416, topology=topology)
     draft = ExpertLayout.trivial(1, 128, num_slots=128, topology=topology)
-    assert plain_lost(retire_ranks(target, [5]), {5}) == []
+    assert plain_lost(plan_removal(target, [5]), {5}) == []
     with pytest.raises(InfeasiblePlacementError, match="leave 15 ranks with 120 slots, fewer than the 128 experts"):
-        retire_ranks(draft, [5])
+        plan_removal(draft, [5])
     spare = ExpertLayout.trivial(1, 128, num_slots=144, topology=topology)
-    assert eplb.transfers(spare, retire_ranks(spare, [5])).sum() == len(plain_lost(spare, {5}))
+    assert eplb.transfers(spare, plan_removal(spare, [5])).sum() == len(plain_lost(spare, {5}))
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function", [retire_ranks, drop_ranks])
+@pytest.mark.parametrize("function", [plan_removal, eplb.retire_ranks, ExpertLayout.without_ranks, drop_ranks])
 def test_ranks_out_of_range_and_of_another_shape_are_refused(function: Any) -> None:
     live = ExpertLayout([[0, 1, 2, 3, 0, 1]], 4, topology=Topology(3))
     for rank in (-1, 3):
@@ -282,6 +282,6 @@ def test_ranks_out_of_range_and_of_another_shape_are_refused(function: Any) -> N
 def test_options_are_checked() -> None:
     live = ExpertLayout([[0, 1, 2, 3, 0, 1]], 4, topology=Topology(3))
     with pytest.raises(ValueError, match=r"`num_slots` \(=3\) must be at least `num_experts` \(=4\)"):
-        retire_ranks(live, [1], num_slots=3)
+        plan_removal(live, [1], num_slots=3)
     with pytest.raises(ValueError, match=r"`active_ranks` \(dtype bool, shape \[2\]\) must be bools \[3\]"):
         lost_experts(live, [True, False])

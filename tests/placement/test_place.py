@@ -252,7 +252,7 @@ def test_a_perfect_layout_stays() -> None:
 
 
 @pytest.mark.parametrize("locality", ["group", "first_copy"])
-def test_groups_bind_the_limit_of_transfers_too(locality: str) -> None:
+def test_groups_bind_the_limit_of_transfers_too(locality: Locality) -> None:
     current = ExpertLayout([[0, 1, 2, -1, 3, -1]], 4, topology=Topology(3, 3))
     placement = place(
         [[3, 2, 2, 1]], Topology(3, 3), num_slots=4, locality=locality, num_groups=4, current=current, max_transfers=0
@@ -299,7 +299,7 @@ def test_the_weight_of_the_only_window_changes_nothing(weight: float) -> None:
 
 
 @pytest.mark.parametrize("locality", ["none", "group"])
-def test_a_layer_whose_only_window_has_no_weight_is_one_without_load(locality: str) -> None:
+def test_a_layer_whose_only_window_has_no_weight_is_one_without_load(locality: Locality) -> None:
     placement = place([[[3, 1]]], Topology(1), num_slots=2, window_weights=[0], locality=locality, num_groups=1)
     assert np.isnan([placement.balancedness[0], placement.bound[0]]).all()
 
@@ -486,7 +486,7 @@ def test_a_layer_that_fills_fewer_slots_gives_up_the_last_of_each_rank() -> None
 
 
 @pytest.mark.parametrize("locality", ["group", "first_copy"])
-def test_a_row_that_tears_groups_apart_does_not_stay(locality: str) -> None:
+def test_a_row_that_tears_groups_apart_does_not_stay(locality: Locality) -> None:
     topology = Topology(num_ranks=4, num_nodes=2)
     torn = ExpertLayout([[0, 1, 2, 0, 1, 3, 0, 1]], 4, topology=topology)
     load = [[6.0, 5, 1, 1]]

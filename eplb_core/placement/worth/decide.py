@@ -26,7 +26,7 @@ from eplb_core._html import HTML_LAYERS, table_html
 from eplb_core.errors import MissingExpertError
 from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.placement.place import Placement
-from eplb_core.placement.problem import check_active, check_dispatch
+from eplb_core.placement.problem import PlacementDispatch, check_active, check_dispatch
 from eplb_core.placement.worth.costs import CostModel, model_of
 from eplb_core.placement.worth.pass_time import check_windows, time_layers, time_transfers
 
@@ -101,7 +101,7 @@ def should_rebalance(
     payback: float = 1.0,
     frozen: ArrayLike | None = None,
     active_ranks: ArrayLike | None = None,
-    dispatch: str | None = None,
+    dispatch: PlacementDispatch | None = None,
     current_shares: ArrayLike | None = None,
     new_shares: ArrayLike | None = None,
 ) -> Verdict:

@@ -14,7 +14,7 @@ from eplb_core._text import filled
 from eplb_core.layout import ExpertLayout, check_frame, rank_capacity
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load
 from eplb_core.placement.place import place
-from eplb_core.placement.problem import check_active, check_dispatch
+from eplb_core.placement.problem import PlacementDispatch, check_active, check_dispatch
 from eplb_core.placement.worth.costs import WORTH, CostModel, model_of
 from eplb_core.placement.worth.pass_time import solved_balancedness, time_layers
 from eplb_core.topology import Topology
@@ -100,7 +100,7 @@ def gain_report(
     current: ExpertLayout | None = None,
     cost: CostModel | None = None,
     window_passes: float = 1.0,
-    dispatch: str = "even",
+    dispatch: PlacementDispatch = "even",
 ) -> GainReport:
     """How much can placement gain on this load, with how many redundant slots, for how much memory?
 

@@ -22,7 +22,7 @@ from eplb_core._arrays import (
 from eplb_core.errors import InfeasiblePlacementError
 from eplb_core.layout import ExpertLayout
 from eplb_core.placement.place import Placement, place
-from eplb_core.placement.problem import check_active
+from eplb_core.placement.problem import PlacementDispatch, check_active
 from eplb_core.placement.spend import spend_budget
 from eplb_core.placement.worth.costs import CostModel, model_of
 from eplb_core.placement.worth.pass_time import time_layers
@@ -53,7 +53,7 @@ def plan_slots(
     choices: Sequence[int] | None = None,
     cost: CostModel | None = None,
     window_passes: float = 1.0,
-    dispatch: str = "even",
+    dispatch: PlacementDispatch = "even",
 ) -> SlotPlan:
     """How many slots is each layer worth, when one rank has room for `total_slots` over all layers?
 
