@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import eplb_core as eplb
-from eplb_core import ExpertLayout, InfeasiblePlacementError, Placement, Topology, place
+from eplb_core import ExpertLayout, InfeasiblePlacementError, Locality, Placement, PlacementDispatch, Topology, place
 
 README_LOADS = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
@@ -355,7 +355,7 @@ def test_load_of_any_size_is_placed_well(scale: float) -> None:
 
 
 @pytest.mark.parametrize("dispatch", ["even", "weighted"])
-def test_a_layer_of_faint_load_is_placed_as_one_of_ordinary_load(dispatch: Literal["even", "weighted"]) -> None:
+def test_a_layer_of_faint_load_is_placed_as_one_of_ordinary_load(dispatch: PlacementDispatch) -> None:
     """Thirds of counts near the smallest float have no digits left."""
     load = np.random.default_rng(3).integers(1, 50, (4, 3, 16)).astype(np.float64)
     faint = load * np.array([1.0, 2.0**-1070, 2.0**-950])[:, None]
@@ -366,7 +366,7 @@ def test_a_layer_of_faint_load_is_placed_as_one_of_ordinary_load(dispatch: Liter
 
 
 @pytest.mark.parametrize("dispatch", ["even", "weighted"])
-def test_a_window_of_faint_load_counts_as_much_as_the_others(dispatch: Literal["even", "weighted"]) -> None:
+def test_a_window_of_faint_load_counts_as_much_as_the_others(dispatch: PlacementDispatch) -> None:
     load = np.random.default_rng(3).integers(1, 50, (4, 3, 16)).astype(np.float64)
     faint = load * np.array([1.0, 2.0**-1070, 1.0, 2.0**1000])[:, None, None]
     placement = place(faint, Topology(4), num_slots=24, dispatch=dispatch)
@@ -380,7 +380,7 @@ def test_a_window_of_faint_load_counts_as_much_as_the_others(dispatch: Literal["
 @pytest.mark.parametrize("dispatch", ["even", "weighted"])
 @pytest.mark.parametrize(("power", "speed"), [(-950, 330), (1010, -330), (-950, 0), (0, 330), (0, -10)])
 def test_units_of_load_and_speed_change_nothing(
-    windows: int, dispatch: Literal["even", "weighted"], power: int, speed: int
+    windows: int, dispatch: PlacementDispatch, power: int, speed: int
 ) -> None:
     load = np.random.default_rng(3).integers(1, 50, (windows, 3, 16)).astype(np.float64)
     one, other = (

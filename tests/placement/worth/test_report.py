@@ -134,7 +134,7 @@ def test_shares_by_weight_are_reported_as_place_and_the_solver_find_them() -> No
     assert weighted.rows[0].saved > even.rows[0].saved
     assert weighted.now == pytest.approx(even.now)
     with pytest.raises(ValueError, match=r"`dispatch` \(='hash'\) must be 'even' or 'weighted'"):
-        gain_report(load, topology, dispatch="hash")
+        gain_report(load, topology, dispatch="hash")  # type: ignore[arg-type]
 
 
 def test_counts_whose_sum_no_integer_holds_are_added_up_all_the_same() -> None:
