@@ -34,25 +34,73 @@ def inline_kernel(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _compiled(function: Callable[..., Any], **more: bool) -> Any:
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, **more}
     try:
-        return _cached(_for_all_constants(numba.njit(cache=True, **options)(function)))
+        return _linkable(_cached(numba.njit(cache=True, **options)(function)))
     except RuntimeError:  # no place for a cache; any other reason comes up again
         _say_not_kept("no folder for them can be written")
-        return _for_all_constants(numba.njit(**options)(function))
+        return _linkable(numba.njit(**options)(function))
 
 
-def _for_all_constants(compiled: Any) -> Any:
-    """Compile once, whatever constants other kernels pass: numba would once more for each, a third of all the time."""
-    with contextlib.suppress(AttributeError):  # nothing is compiled (NUMBA_DISABLE_JIT)
-        resolve = compiled.get_call_template
-        compiled.get_call_template = lambda args, kws: resolve(tuple(map(_variable, args)), kws)
+def _linkable(compiled: Any) -> Any:
+    """Let other kernels call this one as code to link, which LLVM optimizes once, within the kernel that Python calls.
+
+    numba would make a whole library of each called kernel: optimize it, turn it into machine code, wrap it for Python
+    and keep it on disk, and do so once more for every constant that is passed. That was two thirds of all the time.
+    """
+    numba_: Any = numba
+    if numba_.config.DISABLE_JIT:
+        return compiled
+    compiler, context = compiled._compiler, compiled.targetctx
+    results: dict[tuple[Any, ...], Any] = {}
+
+    def call_template(args: tuple[Any, ...], kws: dict[str, Any]) -> tuple[Any, ...]:
+        signature, folded = compiler.fold_argument_types(tuple(map(numba_.types.unliteral, args)), kws)
+        if folded not in results:
+            results[folded] = result = _compile_to_link(compiler, folded)
+            context.insert_user_function(result.library, result.fndesc, [result.library])
+        name = f"CallTemplate({compiled.py_func.__name__})"
+        signatures = [result.signature for result in results.values()]
+        template = numba_.core.typing.make_concrete_template(name, key=compiled.py_func, signatures=signatures)
+        return template, signature, folded, {}
+
+    compiled.get_call_template = call_template
+    compiled.get_overload = lambda args: results[tuple(args)].library
     return compiled
 
 
-def _variable(argument: Any) -> Any:
-    compiler: Any = numba
-    return compiler.types.unliteral(argument)
+def _compile_to_link(compiler: Any, args: tuple[Any, ...]) -> Any:
+    core: Any = numba.core
+    flags = core.compiler.Flags()
+    compiler.targetdescr.options.parse_as_flags(flags, compiler.targetoptions)
+    flags.no_compile = flags.no_cpython_wrapper = True
+    context = compiler.targetdescr.target_context
+    return core.compiler.compile_extra(
+        compiler.targetdescr.typing_context,
+        context,
+        compiler.py_func,
+        args=args,
+        return_type=None,
+        flags=flags,
+        locals={},
+        library=_to_link()(context.codegen(), compiler.py_func.__qualname__),
+    )
+
+
+@cache
+def _to_link() -> Any:
+    core: Any = numba.core
+
+    class ToLink(core.codegen.JITCodeLibrary):  # type: ignore[misc]
+        """Code that is only linked into other libraries."""
+
+        def _optimize_final_module(self) -> None:
+            pass
+
+        def _finalize_final_module(self) -> None:
+            self._finalized = True
+
+    return ToLink
 
 
 @cache
