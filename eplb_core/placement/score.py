@@ -25,7 +25,6 @@ def score_rows(problem: Problem, load: Load, p2l: IntArray) -> FloatArray:
     return reached
 
 
-@kernel
 def score_layers(
     load: FloatArray, weights: FloatArray, p2l: IntArray, capacity: IntArray, rank_speed: FloatArray, out: FloatArray
 ) -> None:
@@ -39,17 +38,31 @@ def score_layers(
         rank_speed: `[R]`.
         out: Written `[L]`; NaN also where an expert with load has no live slot.
     """
+    experts = load.shape[2]
+    _score(load, weights, p2l, capacity, rank_speed, np.zeros(experts, dtype=np.int64), np.zeros(experts), out)
+
+
+@kernel
+def _score(
+    load: FloatArray,
+    weights: FloatArray,
+    p2l: IntArray,
+    capacity: IntArray,
+    rank_speed: FloatArray,
+    count: IntArray,
+    share: FloatArray,
+    out: FloatArray,
+) -> None:
     windows, layers, experts = load.shape
     ranks = capacity.size
     stride = p2l.shape[1] // ranks
-    count = np.zeros(experts, dtype=np.int64)
-    share = np.zeros(experts)
     speed = 0.0
     for r in range(ranks):
         if capacity[r] > 0:
             speed += rank_speed[r]
     for layer in range(layers):
-        count[:] = 0
+        for e in range(experts):
+            count[e] = 0
         for r in range(ranks):
             for p in range(r * stride, r * stride + stride):
                 if capacity[r] > 0 and p2l[layer, p] >= 0:
@@ -110,7 +123,6 @@ def cost_of_transfers(old: IntArray, new: IntArray, links: Links, cost: FloatArr
                 cost[layer] += cheapest if cheapest < np.inf else links.dearest
 
 
-@kernel
 def bound_layers(
     load: FloatArray,
     weights: FloatArray,
@@ -136,15 +148,44 @@ def bound_layers(
         scratch: For E experts and R ranks.
         out: Written `[L]`; NaN where there is no load.
     """
-    windows, layers, experts = load.shape
-    weight = scratch.reals[WEIGHT]
-    speed = fastest = 0.0
+    if one_window:
+        _bound_window(load[0], weights[0], capacity, rank_speed, limit, out)
+    else:
+        _bound_windows(load, weights, capacity, rank_speed, scratch, out)
+
+
+@kernel
+def _bound_window(
+    load: FloatArray, weight: float, capacity: IntArray, rank_speed: FloatArray, limit: FloatArray, out: FloatArray
+) -> None:
+    speed = 0.0
     for r in range(capacity.size):
         if capacity[r] > 0:
             speed += rank_speed[r]
+    for layer in range(load.shape[0]):
+        whole = 0.0
+        for e in range(load.shape[1]):
+            whole += load[layer, e]
+        mean = whole / speed
+        known = whole > 0.0 and weight > 0.0
+        out[layer] = min(1.0, mean / max(limit[layer] * _SURE, mean)) if known else np.nan
+
+
+@kernel
+def _bound_windows(
+    load: FloatArray, weights: FloatArray, capacity: IntArray, rank_speed: FloatArray, scratch: Scratch, out: FloatArray
+) -> None:
+    windows, layers, experts = load.shape
+    weight = scratch.reals[WEIGHT]
+    live = slots = 0
+    speed = fastest = 0.0
+    for r in range(capacity.size):
+        if capacity[r] > 0:
+            live += 1
+            slots += capacity[r]
+            speed += rank_speed[r]
             fastest = max(fastest, rank_speed[r])
-    live = int(np.count_nonzero(capacity))
-    slots = min(int(capacity.sum()), experts * live)
+    slots = min(slots, experts * live)
     for layer in range(layers):
         total = known = 0.0
         for t in range(windows):
@@ -155,9 +196,6 @@ def bound_layers(
                 continue
             mean = whole / speed
             known += weights[t]
-            if one_window:
-                total += weights[t] * min(1.0, mean / max(limit[layer] * _SURE, mean))
-                continue
             for e in range(experts):
                 weight[e] = load[t, layer, e]
             if _shares_fit(mean * fastest, experts, live, slots, weight):

@@ -67,15 +67,18 @@ class Scratch(NamedTuple):
     """float64 `[NUM_REALS, n]`."""
     ints: IntArray
     """int64 `[NUM_INTS, n]`."""
+    bits: IntArray
+    """`reals` seen as int64: loads, which are not negative, order as their bits do."""
 
 
 def new_scratch(num_experts: int, num_ranks: int, slots_per_rank: int) -> Scratch:
     """Memory for blocks of at most these sizes."""
-    size = max(_power_of_two(2 * num_experts) + 2, 2 * _power_of_two(num_ranks), num_ranks * slots_per_rank)
-    return Scratch(np.zeros((NUM_REALS, size)), np.zeros((NUM_INTS, size), dtype=np.int64))
+    size = max(4 * num_experts + 2, 4 * num_ranks, num_ranks * slots_per_rank)
+    reals = np.zeros((NUM_REALS, size))
+    return Scratch(reals, np.zeros((NUM_INTS, size), dtype=np.int64), reals.view(np.int64))
 
 
-@kernel
+@inline_kernel
 def _power_of_two(n: int) -> int:
     """The least power of two that is not below `n`, and 2 or more."""
     power = 2
@@ -93,8 +96,7 @@ def sort_by_load(n: int, scratch: Scratch) -> None:
     buckets are merge-sorted instead.
     """
     order, bucket, start = scratch.ints[ORDER], scratch.ints[BUCKET], scratch.ints[START]
-    load = scratch.reals[WEIGHT][:n]
-    bits = load.view(np.int64)
+    load, bits = scratch.reals[WEIGHT], scratch.bits[WEIGHT]
     high = np.int64(0)
     low = _FULL
     for e in range(n):
@@ -107,7 +109,8 @@ def sort_by_load(n: int, scratch: Scratch) -> None:
         return
     num_buckets = _power_of_two(2 * n)
     scale = (num_buckets - 1) / (np.float64(high - low) + 1.0)
-    start[: num_buckets + 2] = 0
+    for b in range(num_buckets + 2):
+        start[b] = 0
     for e in range(n):
         place = num_buckets if bits[e] <= 0 else np.int64((high - bits[e]) * scale)
         bucket[e] = place
@@ -117,7 +120,7 @@ def sort_by_load(n: int, scratch: Scratch) -> None:
         crowd = max(crowd, start[b + 1])
         start[b + 1] += start[b]
     if crowd > 32:
-        _merge_sort(load, order, bucket)
+        _merge_sort(n, load, order, bucket)
         return
     for e in range(n):
         place = bucket[e]
@@ -133,9 +136,8 @@ def sort_by_load(n: int, scratch: Scratch) -> None:
 
 
 @kernel
-def _merge_sort(load: FloatArray, order: IntArray, other: IntArray) -> None:
+def _merge_sort(n: int, load: FloatArray, order: IntArray, other: IntArray) -> None:
     """Stable, bottom-up, descending; `order` holds the ids and the answer, `other` is scratch of the same length."""
-    n = load.size
     width = 1
     while width < n:
         for left in range(0, n, 2 * width):
@@ -283,7 +285,8 @@ def pack(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> None
     for r in range(ranks):
         fill[r] = 0
         key[r] = r
-    expert[: ranks * stride] = -1
+    for place in range(ranks * stride):
+        expert[place] = -1
     for item in range(num_experts):
         e = item_expert[item]
         value = item_share[item]

@@ -30,7 +30,6 @@ from eplb_core.placement.pack.refine import refine
 TOLERANCE = 0.00098
 
 
-@kernel
 def solve_layers(
     expert_load: FloatArray,
     skip: BoolArray,
@@ -59,6 +58,64 @@ def solve_layers(
         p2l: Written `[L, R * S]`.
         limit: Written `[L]`: no layout of this kind has a largest load / speed below this.
     """
+    live = np.flatnonzero(capacity)
+    speed = rank_speed[live]
+    if pin or (speed != speed[0]).any():
+        _solve_pinned(
+            expert_load, skip, capacity, rank_speed, rank_to_node, num_groups, pin, effort, scratch, p2l, limit
+        )
+        return
+    # The plain case has a kernel of its own: it compiles in half the time.
+    scratch.reals[SPEED, : live.size], scratch.reals[PACE, : live.size] = speed, 1.0 / speed
+    scratch.ints[NODE, : live.size] = rank_to_node[live]
+    scratch.ints[HOME] = -1
+    ids = np.arange(expert_load.shape[1])
+    _solve_plain(expert_load, skip, ids, live, capacity[live], p2l.shape[1] // capacity.size, effort, scratch, p2l, limit)
+
+
+@kernel
+def _solve_plain(
+    expert_load: FloatArray,
+    skip: BoolArray,
+    ids: IntArray,
+    live: IntArray,
+    cap: IntArray,
+    stride: int,
+    effort: float,
+    scratch: Scratch,
+    p2l: IntArray,
+    limit: FloatArray,
+) -> None:
+    """Place layers of experts that may be anywhere on ranks `live` of equal speed, with `cap` slots each."""
+    layers, experts = expert_load.shape
+    for layer in range(layers):
+        if skip[layer]:
+            continue
+        for e in range(experts):
+            scratch.reals[WEIGHT, e] = expert_load[layer, e]
+        filled, limit[layer] = _count_block(experts, cap, stride, scratch)
+        if not filled:
+            pack(experts, cap, stride, scratch)
+            scratch.ints[WORK, 3] = 0
+            _search(experts, cap, stride, effort, limit[layer], scratch)
+        _write_block(layer, ids, live, stride, cap.size, scratch, p2l)
+
+
+@kernel
+def _solve_pinned(
+    expert_load: FloatArray,
+    skip: BoolArray,
+    capacity: IntArray,
+    rank_speed: FloatArray,
+    rank_to_node: IntArray,
+    num_groups: int,
+    pin: int,
+    effort: float,
+    scratch: Scratch,
+    p2l: IntArray,
+    limit: FloatArray,
+) -> None:
+    """Place layers whose groups of experts have a node each, or whose ranks differ in speed."""
     layers, experts = expert_load.shape
     ranks = capacity.size
     stride = p2l.shape[1] // ranks
@@ -68,9 +125,8 @@ def solve_layers(
     group_size = experts // num_groups
     node_room = np.zeros(nodes, dtype=np.int64)
     node_speed = np.zeros(nodes)
-    expert = scratch.ints[EXPERT]
-    ids = np.arange(experts)
-    members = np.arange(ranks)
+    ids = np.zeros(experts, dtype=np.int64)
+    members = np.zeros(ranks, dtype=np.int64)
     cap = np.zeros(ranks, dtype=np.int64)
     for r in range(ranks):
         node_room[rank_to_node[r]] += capacity[r]
@@ -94,15 +150,23 @@ def solve_layers(
             n = _take_experts(only, pin == 1, load, group_home, group_size, ids, scratch)
             if n == 0 or size == 0:
                 continue
-            lower = _solve_block(n, cap[:size], stride, effort, scratch)
+            lower = _solve_block(n, cap[:size], stride, pin == 1, effort, scratch)
             if pin != 2:
                 limit[layer] = max(limit[layer], lower)
-            for i in range(size):
-                for s in range(stride):
-                    e = expert[i * stride + s]
-                    p2l[layer, members[i] * stride + s] = ids[e] if e >= 0 else -1
+            _write_block(layer, ids, members, stride, size, scratch, p2l)
         if pin == 2:
             limit[layer] = max(limit[layer], _whole_limit(load, capacity, rank_speed, scratch))
+
+
+@kernel
+def _write_block(
+    layer: int, ids: IntArray, members: IntArray, stride: int, size: int, scratch: Scratch, p2l: IntArray
+) -> None:
+    expert = scratch.ints[EXPERT]
+    for i in range(size):
+        for s in range(stride):
+            e = expert[i * stride + s]
+            p2l[layer, members[i] * stride + s] = ids[e] if e >= 0 else -1
 
 
 @kernel
@@ -119,7 +183,7 @@ def _take_ranks(
     speed, pace, home = scratch.reals[SPEED], scratch.reals[PACE], scratch.ints[NODE]
     size = 0
     for r in range(capacity.size):
-        if capacity[r] > 0 and node in (-1, rank_to_node[r]):
+        if capacity[r] > 0 and (node < 0 or node == rank_to_node[r]):
             members[size] = r
             cap[size] = capacity[r]
             speed[size] = rank_speed[r]
@@ -137,7 +201,7 @@ def _take_experts(
     weight, home = scratch.reals[WEIGHT], scratch.ints[HOME]
     n = 0
     for e in range(load.size):
-        if node in (-1, group_home[e // group_size]):
+        if node < 0 or node == group_home[e // group_size]:
             ids[n] = e
             weight[n] = load[e]
             home[n] = group_home[e // group_size] if pinned else -1
@@ -146,41 +210,54 @@ def _take_experts(
 
 
 @kernel
-def _solve_block(n: int, cap: IntArray, stride: int, effort: float, scratch: Scratch) -> float:
+def _solve_block(n: int, cap: IntArray, stride: int, pinned: bool, effort: float, scratch: Scratch) -> float:
     """Place one block into EXPERT; returns the certified lower limit of its largest time."""
-    speed, home, work = scratch.reals[SPEED], scratch.ints[HOME], scratch.ints[WORK]
-    ranks = cap.size
-    slots = cap.sum()
-    least = cap[0]
-    equal = True
-    for r in range(ranks):
+    filled, lower = _count_block(n, cap, stride, scratch)
+    if filled:
+        return lower
+    speed = scratch.reals[SPEED]
+    anywhere = pinned
+    for r in range(cap.size):
+        anywhere = anywhere or speed[r] != speed[0]
+    if anywhere:
+        pack_anywhere(n, cap, stride, scratch)
+    else:
+        pack(n, cap, stride, scratch)
+    scratch.ints[WORK, 3] = pinned
+    _search(n, cap, stride, effort, lower, scratch)
+    return lower
+
+
+@kernel
+def _count_block(n: int, cap: IntArray, stride: int, scratch: Scratch) -> tuple[bool, float]:
+    """Count replicas; returns the certified lower limit, and whether all are placed: where every rank holds all."""
+    slots, least = 0, cap[0]
+    for r in range(cap.size):
+        slots += cap[r]
         least = min(least, cap[r])
-        equal = equal and speed[r] == speed[0]
-    pinned = False
-    for e in range(n):
-        pinned = pinned or home[e] >= 0
     sort_by_load(n, scratch)
     if least >= n:
         _fill_every_rank(n, cap, least, stride, scratch)
-        return _lower_limit(n, n * ranks, cap, scratch)
-    replicated = count_replicas(n, slots, ranks, scratch)
-    sort_by_share(n, replicated, scratch)
-    lower = _lower_limit(n, slots, cap, scratch)
-    if equal and not pinned:
-        pack(n, cap, stride, scratch)
-    else:
-        pack_anywhere(n, cap, stride, scratch)
+        return True, _lower_limit(n, n * cap.size, cap, scratch)
+    sort_by_share(n, count_replicas(n, slots, cap.size, scratch), scratch)
+    return False, _lower_limit(n, slots, cap, scratch)
+
+
+@kernel
+def _search(n: int, cap: IntArray, stride: int, effort: float, lower: float, scratch: Scratch) -> None:
+    """Refine a packed block towards its lower limit.
+
+    Coarse first where ranks have few slots: pairs to exchange are few then, and a wide target is met sooner. The
+    targets on the way are the same for every effort; more effort only goes further.
+    """
+    work = scratch.ints[WORK]
     work[0] = 0
-    work[1] = np.int64(effort * (96 + 2 * ranks + 4096 // (ranks * stride)))
+    work[1] = np.int64(effort * (96 + 2 * cap.size + 4096 // (cap.size * stride)))
     work[2] = 1
-    work[3] = pinned
-    # Coarse first where ranks have few slots: pairs to exchange are few then, and a wide target is met sooner. The
-    # targets on the way are the same for every effort; more effort only goes further.
     tolerance = TOLERANCE / max(effort, 1.0)
     aim = TOLERANCE * max(1, 16 // stride)
-    while refine(n, cap, stride, lower * (1.0 + aim), ranks, scratch) <= lower * (1.0 + aim) and aim > tolerance:
+    while refine(n, cap, stride, lower * (1.0 + aim), cap.size, scratch) <= lower * (1.0 + aim) and aim > tolerance:
         aim = max(0.5 * aim, TOLERANCE) if aim > TOLERANCE else 0.5 * aim
-    return lower
 
 
 @kernel
