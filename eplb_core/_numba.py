@@ -4,6 +4,7 @@ Every kernel is cached on disk (the first call after an installation compiles, l
 interpreter lock (placement on a worker thread must not stall an engine's threads) and keeps strict IEEE arithmetic in
 program order: no `fastmath`, no parallel reductions. Equal inputs then give equal bytes on any machine. Where the disk
 takes nothing (read-only, or full) kernels are compiled all the same, in each process, and a line in the log says so.
+A kernel that Python calls is compiled together with all kernels that it calls.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 import re
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+
+QUIET = "EPLB_CORE_QUIET"
+"""Environment variable: set to anything, nothing is said on stderr when kernels are compiled."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,10 +42,34 @@ def inline_kernel(function: Callable[P, T]) -> Callable[P, T]:
 def _compiled(function: Callable[..., Any], **more: bool) -> Any:
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, **more}
     try:
-        return _linkable(_cached(numba.njit(cache=True, **options)(function)))
+        return _linkable(_announced(_cached(numba.njit(cache=True, **options)(function))))
     except RuntimeError:  # no place for a cache; any other reason comes up again
         _say_not_kept("no folder for them can be written")
         return _linkable(numba.njit(**options)(function))
+
+
+def _announced(compiled: Any) -> Any:
+    """Say on stderr why this call takes long, the first time that a process finds a kernel not on disk."""
+    with contextlib.suppress(AttributeError):  # nothing is compiled (NUMBA_DISABLE_JIT)
+        compile_now = compiled._compiler.compile
+
+        def say_and_compile(*arguments: Any) -> Any:
+            _say_that_it_compiles(compiled._cache.cache_path)
+            return compile_now(*arguments)
+
+        compiled._compiler.compile = say_and_compile
+    return compiled
+
+
+@cache
+def _say_that_it_compiles(folder: str) -> None:
+    if sys.stderr is not None and not os.environ.get(QUIET):
+        print(
+            "eplb_core: this call waits while its kernels are compiled, about 10 s; once after an installation, later "
+            f"processes load them from {folder} ({QUIET}=1 hides this line)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _linkable(compiled: Any) -> Any:

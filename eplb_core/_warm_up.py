@@ -15,8 +15,9 @@ def warm_up() -> None:
 
     A kernel is compiled when it is first called after an installation, and loaded from the disk cache when it is
     first called in a later process. Call this once at start-up, before serving, so that neither happens in a call that
-    somebody waits for. Kernels of the GPU are not touched: constructors compile those. Where torch is not installed,
-    only kernels that need no tensors are warmed.
+    somebody waits for. The first kernel that a process compiles is announced by one line on stderr; set the
+    environment variable `EPLB_CORE_QUIET` to hide it. Constructors compile kernels of the GPU, not this function.
+    Where torch is not installed, only kernels that need no tensors are compiled.
 
     Cost:
         See `python -m benchmarks.startup`: tens of seconds on one core after an installation, less than a second

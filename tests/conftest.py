@@ -6,11 +6,13 @@ No example of Hypothesis has a deadline: on a busy machine any of them may take 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
 from hypothesis import settings
 
+os.environ.setdefault("EPLB_CORE_QUIET", "1")  # what commands say does not depend on what is compiled
 settings.register_profile("eplb", deadline=None)
 settings.load_profile("eplb")
 

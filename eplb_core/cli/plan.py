@@ -48,7 +48,7 @@ def make_plan(
     before = current
     if before is None:
         before = ExpertLayout.trivial(trace.num_layers, trace.num_experts, num_slots=slots, topology=topology)
-    with progress_bar("planning (the first time after an installation compiles, up to a minute)"):
+    with progress_bar("planning"):
         one = slice(0, 1)  # one layer from the same kind of start compiles all that the plan needs: that is not timed
         start = current and ExpertLayout(
             current.physical_to_logical_map[one], current.num_experts, topology=current.topology

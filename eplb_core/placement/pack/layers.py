@@ -70,7 +70,9 @@ def solve_layers(
     scratch.ints[NODE, : live.size] = rank_to_node[live]
     scratch.ints[HOME] = -1
     ids = np.arange(expert_load.shape[1])
-    _solve_plain(expert_load, skip, ids, live, capacity[live], p2l.shape[1] // capacity.size, effort, scratch, p2l, limit)
+    _solve_plain(
+        expert_load, skip, ids, live, capacity[live], p2l.shape[1] // capacity.size, effort, scratch, p2l, limit
+    )
 
 
 @kernel

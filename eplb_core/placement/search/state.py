@@ -81,6 +81,7 @@ class Work(NamedTuple):
 
 @kernel
 def new_work(num_windows: int, experts: int, ranks: int, stride: int) -> Work:
+    """Allocate for layers of this size."""
     slots = ranks * stride
     by_window = (num_windows, slots)
     return Work(
@@ -144,6 +145,7 @@ def begin(weight: FloatArray, pace: FloatArray, weighted: bool, row: IntArray, w
 
 @kernel
 def add_home(e: int, r: int, work: Work) -> None:
+    """Count one more slot of `e` on rank `r`."""
     if work.holds[e, r] == 0:
         work.homes[e, work.num_homes[e]] = r
         work.num_homes[e] += 1
@@ -152,6 +154,7 @@ def add_home(e: int, r: int, work: Work) -> None:
 
 @kernel
 def drop_home(e: int, r: int, work: Work) -> None:
+    """Count one slot of `e` less on rank `r`."""
     homes = work.homes
     work.holds[e, r] -= 1
     if work.holds[e, r] == 0:
@@ -164,6 +167,7 @@ def drop_home(e: int, r: int, work: Work) -> None:
 
 @kernel
 def share_evenly(e: int, row: IntArray, work: Work) -> None:
+    """Give each slot of `e` an equal share of its load, in each window."""
     share, load = work.share, work.load
     ranks = work.homes.shape[1]
     stride = row.size // ranks
@@ -192,6 +196,7 @@ def retime(r: int, weight: FloatArray, pace: FloatArray, work: Work) -> None:
 
 @kernel
 def add_up(values: FloatArray) -> float:
+    """Add in order: numpy's sum adds in another one."""
     total = 0.0
     for value in values:
         total += value
@@ -213,6 +218,7 @@ def balance_of(weight: FloatArray, time: FloatArray) -> float:
 
 @inline_kernel
 def eighth(x: float) -> float:
+    """x^8."""
     x = x * x
     x = x * x
     return x * x
