@@ -54,7 +54,7 @@ def _announced(compiled: Any) -> Any:
         compile_now = compiled._compiler.compile
 
         def say_and_compile(*arguments: Any) -> Any:
-            _say_that_it_compiles(compiled._cache.cache_path)
+            _say_that_it_compiles()
             return compile_now(*arguments)
 
         compiled._compiler.compile = say_and_compile
@@ -62,11 +62,11 @@ def _announced(compiled: Any) -> Any:
 
 
 @cache
-def _say_that_it_compiles(folder: str) -> None:
+def _say_that_it_compiles() -> None:
     if sys.stderr is not None and not os.environ.get(QUIET):
         print(
-            "eplb_core: this call waits while its kernels are compiled, about 10 s; once after an installation, later "
-            f"processes load them from {folder} ({QUIET}=1 hides this line)",
+            "eplb_core: this call waits while its kernels are compiled, about 10 s, once after an installation: later "
+            f"processes load them from disk ({QUIET}=1 hides this line)",
             file=sys.stderr,
             flush=True,
         )

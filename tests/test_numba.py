@@ -111,7 +111,13 @@ def answer_of(folder: Path, before: str = "", after: str = "", **environment: st
         )
     told = {"PYTHONPATH": str(ROOT.parent), "PYTHONDONTWRITEBYTECODE": "1", "EPLB_CORE_QUIET": "", **environment}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", f"{before}\nfrom one import inner, most\nprint(most(1))\n{after}"],
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            f"{before}\nfrom one import inlined, inner, most\nprint(most(1))\n{after}",
+        ],
         cwd=folder,
         env={**os.environ, **told},
         capture_output=True,
@@ -137,16 +143,16 @@ compiler.compile_extra = count
 @pytest.mark.slow
 def test_a_called_kernel_is_compiled_once_and_only_into_its_caller(tmp_path: Path) -> None:
     """Copies for each constant, and files and wrappers of called kernels, took two thirds of the time."""
-    answer, said = answer_of(tmp_path, COUNT, "print(dict(made))", NUMBA_CACHE_DIR=str(tmp_path / "cache"))
-    assert answer == "2\n{'most': 1, 'inlined': 1, 'inner': 1}\n"
-    assert {file.name.split("-")[0] for file in (tmp_path / "cache").rglob("*.nb?")} == {"one.most"}
-    assert said.count("\n") == 1
+    cache = str(tmp_path / "cache")
+    answer, said = answer_of(tmp_path, COUNT, "print(dict(made))\nprint(inlined(1, 1))", NUMBA_CACHE_DIR=cache)
+    assert answer == "2\n{'most': 1, 'inlined': 1, 'inner': 1}\n2\n"
+    assert {file.name.split("-")[0] for file in Path(cache).rglob("*.nb?")} == {"one.most", "one.inlined"}
+    assert said.count("\n") == 1  # for two kernels
     assert said.startswith("eplb_core: this call waits while its kernels are compiled")
-    assert str(tmp_path / "cache") in said
     # From the disk nothing is compiled, and nothing said; but for a kernel that nobody has called from Python yet.
-    assert answer_of(tmp_path, COUNT, "print(dict(made))", NUMBA_CACHE_DIR=str(tmp_path / "cache")) == ("2\n{}\n", "")
+    assert answer_of(tmp_path, COUNT, "print(dict(made))", NUMBA_CACHE_DIR=cache) == ("2\n{}\n", "")
     call = "print(inner(1, True), inner(2, False))"
-    answer, said = answer_of(tmp_path, "", call, NUMBA_CACHE_DIR=str(tmp_path / "cache"), EPLB_CORE_QUIET="1")
+    answer, said = answer_of(tmp_path, "", call, NUMBA_CACHE_DIR=cache, EPLB_CORE_QUIET="1")
     assert (answer, said) == ("2\n2 1\n", "")
 
 
