@@ -1,4 +1,4 @@
-"""All tensors of a module by name, and how one is put in another's place: parameters, buffers and plain attributes."""
+"""Find and replace all tensors of a module by name: parameters, buffers and plain attributes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 def module_tensors(module: torch.nn.Module) -> list[NamedTensor]:
-    """Everything that the module computes with: also what is in no state dict, such as scales kept as attributes.
+    """List every tensor that the module computes with, also those in no state dict, such as scales kept as attributes.
 
     Lists and dicts of tensors that are attributes are looked into, one level deep: `scales.0`.
     """
@@ -61,7 +61,7 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, Place, torch.Tensor]]:
 
 
 def place_of(module: torch.nn.Module, name: str, kind: str) -> Place | None:
-    """Where a tensor that the module does not have yet belongs; None if there is no such part, or the name is taken."""
+    """Find where a new tensor of this name belongs; None if there is no such part, or the name is taken."""
     path, _, key = name.rpartition(".")
     try:
         part = module.get_submodule(path)

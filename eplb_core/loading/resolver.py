@@ -1,7 +1,7 @@
-"""Which rows of an engine's weight tensors does a checkpoint expert fill?
+"""Find the rows of an engine's weight tensors that a checkpoint expert fills.
 
-The answer comes from the layout alone: never from a table that dispatch uses, since such a table leaves replicas out
-on purpose. A second replica on the same rank is therefore filled like the first.
+The answer comes from the layout alone, never from a table that dispatch uses: such a table leaves replicas out on
+purpose, while loading fills a second replica on the same rank like the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Rows = tuple[int, ...]
 
 
 class SlotResolver:
-    """Answers, for one rank, which rows hold an expert: `local_slots` of its own tensors, `global_slots` of whole ones.
+    """Find, for one rank, the rows that hold an expert: `local_slots` of its own tensors, `global_slots` of whole ones.
 
     Rows of a rank's own tensors: `0..S-1` are its slots in the layout, then come the fused shared experts, if any.
     Expert `E + j` is shared expert `j`; it is on every rank, at row `S + j`, and no range filter ever drops it.
@@ -209,7 +209,7 @@ class SlotResolver:
         row = self._row_of_layer.get(_index(layer, "layer"))
         if row is None:
             ids = self.layers
-            span = f"one of the {len(ids)} layers {ids[0]}..{ids[-1]}" if ids else "in a layout without layers"
+            span = f"one of the {len(ids)} layers {ids[0]}..{ids[-1]}" if ids else "a layer, and the layout has none"
             raise IndexError(
                 f"`layer` (={quoted(int(layer), 40)}) must be {span}; name layers beyond the map in `draft_layers`"
             )

@@ -1,4 +1,4 @@
-"""The tensors of one layer that are indexed by slot: what loads, moves and is checked together."""
+"""The tensors of one layer that are indexed by slot, which load, move and are verified together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eplb_core.loading.modules import walk
 
 
 class ExpertStore:
-    """All that one layer keeps by slot on this rank: weights, scales, zero points, biases.
+    """Hold all tensors that one layer keeps by slot on this rank: weights, scales, zero points, biases.
 
     A slot is moved whole or not at all, so every tensor that is indexed by slot belongs in here. Build it after the
     engine's post-processing, which replaces tensors: a store holds addresses. A row's bytes must depend on its expert

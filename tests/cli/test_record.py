@@ -51,6 +51,13 @@ def start(stack: ExitStack, folder: Path, *arguments: str) -> tuple[subprocess.P
     return process, process.stdout.readline()
 
 
+def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """The rows that were printed, by name."""
+    lines = capsys.readouterr().out.splitlines()
+    width = lines[0].index("/")
+    return {line[:width].rstrip(): line[width:] for line in lines}
+
+
 def test_status_shows_engines_the_move_and_who_does_not_follow(
     path: str, capsys: pytest.CaptureFixture[str], stack: ExitStack
 ) -> None:
@@ -58,11 +65,10 @@ def test_status_shows_engines_the_move_and_who_does_not_follow(
     server = stack.enter_context(LayoutServer(path, LayoutRecord.of_state(state)))
     stack.enter_context(LayoutClient(path, "kestrel"))
     assert main(["record", "status", path]) == 0
-    text = capsys.readouterr().out
-    assert "record        version 3\n" in text
-    assert "layout        2 layers, 2 experts, 4 slots on 2 ranks\n" in text
-    assert "engines       kestrel\nmoving        nothing\n" in text
-    assert "not following 1, so nothing may move: old\n" in text
+    rows = shown(capsys)
+    assert (rows["record"], rows["layout"]) == ("version 3", "2 layers, 2 experts, 4 slots on 2 ranks")
+    assert (rows["engines"], rows["moving"]) == ("kestrel", "nothing")
+    assert rows["not following"] == "1, so nothing may move: old"
     assert server.state is not None
     assert server.state.engines == ("kestrel",)
 
@@ -75,10 +81,10 @@ def test_status_shows_who_follows_and_whom_a_move_waits_for(path: str, capsys: p
     record.begin("mover", [1], 0)
     with LayoutServer(path, record):
         assert main(["record", "status", path]) == 0
-    text = capsys.readouterr().out
-    assert "engines     mover, standby (follows)\n" in text
-    assert "moving      the move of layer 1 by engine 'mover' from version 0\n" in text
-    assert "waiting for standby to stop reading\n" in text
+    rows = shown(capsys)
+    assert rows["engines"] == "mover, standby (follows)"
+    assert rows["moving"] == "the move of layer 1 by engine 'mover' from version 0"
+    assert rows["waiting for"] == "standby to stop reading"
 
 
 def test_status_of_a_dirty_record_is_1_and_says_why(path: str, capsys: pytest.CaptureFixture[str]) -> None:

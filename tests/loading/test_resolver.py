@@ -39,11 +39,8 @@ def layouts(draw: st.DrawFn) -> ExpertLayout:
     layers = draw(st.integers(1, 3))
     rows = []
     for _ in range(layers):
-        extra = draw(
-            st.lists(
-                st.integers(-1, experts - 1), min_size=ranks * per_rank - experts, max_size=ranks * per_rank - experts
-            )
-        )
+        spare = ranks * per_rank - experts
+        extra = draw(st.lists(st.integers(-1, experts - 1), min_size=spare, max_size=spare))
         rows.append(draw(st.permutations([*range(experts), *extra])))
     return ExpertLayout(rows, experts, topology=Topology(num_ranks=ranks, num_nodes=min(ranks, 2)))
 
@@ -128,12 +125,8 @@ def test_every_slot_is_named_once_and_by_its_own_expert(layout: ExpertLayout) ->
 
 def test_empty_slots_belong_to_nobody() -> None:
     layout = one_layer([0, -1, 1, -1], 2, 2)
-    assert [SlotResolver(layout, rank).local_slots(0, expert) for rank in (0, 1) for expert in (0, 1)] == [
-        (0,),
-        (),
-        (),
-        (0,),
-    ]
+    found = [SlotResolver(layout, rank).local_slots(0, expert) for rank in (0, 1) for expert in (0, 1)]
+    assert found == [(0,), (), (), (0,)]
     with pytest.raises(IndexError, match=r"`expert` \(=-1\)"):
         SlotResolver(layout, 0).local_slots(0, -1)
 
@@ -206,7 +199,7 @@ def test_a_draft_layer_that_nobody_declared_raises() -> None:
     """R39, G8: a draft layer id never falls on a row of the target model."""
     with pytest.raises(IndexError, match=r"`layer` \(=1\) must be one of the 1 layers 0\.\.0"):
         SlotResolver(PAIR, 0).local_slots(1, 0)
-    with pytest.raises(IndexError, match="in a layout without layers"):
+    with pytest.raises(IndexError, match="must be a layer, and the layout has none"):
         SlotResolver(ExpertLayout(np.zeros((0, 2), dtype=int), 2, topology=Topology(num_ranks=1)), 0).local_slots(0, 0)
 
 
@@ -263,21 +256,6 @@ def test_bad_arguments_say_what_is_wrong(arguments: dict[str, Any], error: type[
         SlotResolver(PAIR, **{"rank": 0, **arguments})
 
 
-# ---- dispatch never leads to a slot that loading skips (R44) ---------------------------------------------------------
-
-
-@settings(max_examples=40)
-@given(layouts())
-def test_whatever_slot_dispatch_may_pick_is_loaded(layout: ExpertLayout) -> None:
-    """R44: candidates of any dispatch table are slots of the layout; each is written by the rank that owns it."""
-    resolvers = [SlotResolver(layout, rank) for rank in range(layout.topology.num_ranks)]
-    for row in range(layout.num_layers):
-        for expert in range(layout.num_experts):
-            for slot in layout.slots(row, expert):
-                owner, local = divmod(slot, layout.slots_per_rank)
-                assert local in resolvers[owner].local_slots(row, expert)
-
-
 # ---- after moves (R45, R46, D10) -------------------------------------------------------------------------------------
 
 
@@ -318,10 +296,6 @@ def test_threads_that_share_a_resolver_get_the_same_answers() -> None:
         answers = list(pool.map(ask, [resolver.local_slots] * 8))
     assert all(answer == answers[0] for answer in answers)
     assert answers[0] == [slots_by_definition(layout, 7, row, expert) for row in range(20) for expert in range(64)]
-
-
-def test_the_name_is_public() -> None:
-    assert eplb.SlotResolver is SlotResolver
 
 
 @settings(max_examples=40, deadline=None)

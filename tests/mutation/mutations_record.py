@@ -5,6 +5,7 @@ from __future__ import annotations
 RECORD, SHARING = "eplb_core/loading/record", "eplb_core/loading/sharing"
 TEST_RECORD = "tests/loading/record/test_record.py"
 TEST_SERVER = "tests/loading/record/test_server.py"
+TEST_KEEPER = "tests/loading/record/test_keeper.py"
 TEST_AGREE = "tests/loading/record/test_agree.py"
 TEST_FOLLOW = "tests/loading/record/test_follow.py"
 TEST_HOST = "tests/loading/sharing/test_host.py"
@@ -38,7 +39,7 @@ MUTATIONS = [
         f"{RECORD}/keeper.py",
         "record.revert(before)",
         "pass",
-        f"{TEST_SERVER}::test_what_cannot_be_written_down_is_not_promised",
+        f"{TEST_KEEPER}::test_what_cannot_be_written_down_is_not_promised",
     ),
     # an engine that was cut off counts as gone
     (

@@ -1,1 +1,1 @@
-"""Weights from a checkpoint into the slots of a rank."""
+"""Loading of a safetensors checkpoint into the slots of a rank: names, plan, load."""

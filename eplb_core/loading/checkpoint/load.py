@@ -1,8 +1,8 @@
 """Stream a safetensors checkpoint into all slots that the layout names.
 
-First every shard's header is read and the whole load is planned: a missing expert, a wrong shape, a truncated shard or
-a name that nobody knows raises before a byte of a slot changes. Then shards are read one after the other, front to
-back; in memory there is one expert's part of one tensor at a time.
+All headers are read first and the whole load is planned: a missing expert, a wrong shape, a truncated shard or an
+unknown name raises before a byte of a slot changes. Then shards are read one after the other, front to back; one
+expert's part of one tensor is in memory at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank's experts out of a safetensors checkpoint, in tensors made for them: how a weight host loads by itself."""
+"""Load one rank's experts from a safetensors checkpoint into new tensors, as a weight host without a loader does."""
 
 from __future__ import annotations
 

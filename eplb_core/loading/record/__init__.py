@@ -1,1 +1,1 @@
-"""The record of what shared weights hold: its keeper, its clients, their agreement."""
+"""The layout record of shared weights: its state, its server and clients, agreement at start-up, following moves."""

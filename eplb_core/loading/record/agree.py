@@ -1,4 +1,4 @@
-"""On which layout does an engine start? One decision, taken by every rank from what all ranks' records say."""
+"""Agree on the layout that an engine starts with: one decision, taken on every rank from the records of all."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def agree_on_layout(
     deadline: float = 300.0,
     adopts: bool = True,
 ) -> tuple[ExpertLayout, int]:
-    """Say which layout this engine starts with, the same on every rank, before any weight is loaded.
+    """Find the layout that this engine starts with, the same on every rank, before any weight is loaded.
 
     Every rank with a record, all at one version and digest: that layout. Some ranks without a record: the engine's own
     layout, if no record has moved an expert yet; moves of shared weights are then off. A record that is dirty, cannot
@@ -127,7 +127,7 @@ def agree_on_layout(
 
 
 def decide(found: Sequence[Finding], deadline: float) -> Decision:
-    """What ranks do that found this; pure, so that equal findings give equal decisions.
+    """Decide what all ranks do; pure, so that equal findings give equal decisions.
 
     Args:
         found: What each rank found, by rank.

@@ -1,4 +1,4 @@
-"""An engine's end of the record: the connection that is its presence, and the requests over it."""
+"""The client of a record: the connection by which an engine is present, and the requests over it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ LEAST = -(2**63)
 
 
 class LayoutClient:
-    """Presence at a record's keeper, from the constructor until `close` or the end of the process.
+    """Be present at a record's keeper, from the constructor until `close` or the end of the process.
 
-    The constructor does not raise where nobody listens or where the keeper cannot be read: one rank that dies there
-    would leave the others waiting. `agree_on_layout` takes what was found to all ranks, and they decide together.
+    The constructor does not raise where nobody listens or the keeper cannot be read: one rank that fails there would
+    leave the others waiting. `agree_on_layout` gathers what each rank found, and all ranks decide together.
 
     Args:
         path: The server's socket.
@@ -41,10 +41,10 @@ class LayoutClient:
         deadline: Seconds after which a server that does not answer counts as lost; less than the agreement's, or ranks
             that wait for this one give up before they hear why.
         wait: Seconds to wait for a server that is not there yet, for instance a host that still loads.
-        attach: False only looks: it is no presence, and may not begin a move. A keeper that needs its place for another
-            ends an idle one, and it connects anew for the next request.
-        follow_deadline: Seconds that `begin` waits for engines that follow (`LayoutFollower`) to stop reading. One that
-            has stalled costs so much of a worker's time, and the move does not happen.
+        attach: False only reads: the client is not present and may not begin a move. A keeper that has too many
+            connections ends an idle one; such a client connects again for its next request.
+        follow_deadline: Seconds that `begin` waits for engines that follow (`LayoutFollower`) to stop reading; then the
+            move is taken back.
 
     Raises:
         ValueError: The path is too long for a socket, or `engine_id` is empty or too long.
@@ -99,18 +99,18 @@ class LayoutClient:
 
     @property
     def connected(self) -> bool:
-        """A server was there, and the connection has not ended as far as this side knows."""
+        """Whether the connection is open, as far as this side knows."""
         return self._socket is not None
 
     @property
     def present(self) -> bool:
-        """There was a server, whatever became of it: not merely an absent one."""
+        """Whether there was a server at all, even if it cannot be asked any more."""
         return self._socket is not None or self.error is not None
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def query(self) -> RecordState | None:
-        """What the record holds now; None where there is none.
+        """Ask what the record holds now; None where there is none.
 
         Raises:
             RecordLostError: There was one, and it cannot be asked any more, or nobody listens.
@@ -151,23 +151,23 @@ class LayoutClient:
         return reply
 
     def abort(self, layers: Iterable[int]) -> Reply:
-        """Say that the move will not be and that no byte has changed."""
+        """Take the move back: no byte has changed."""
         return self._request({"do": "abort", "layers": _ints(layers)})
 
     def follow(self, digest: str) -> Reply:
-        """From now on this engine stops reading when it is asked; `LayoutFollower` calls it."""
+        """Register that this engine stops reading when it is asked; `LayoutFollower` calls it."""
         return self._request({"do": "follow", "digest": check_kind(digest, "digest", str)})
 
     def hold(self, version: int, move: int) -> Reply:
-        """Say that this rank reads the layers of the pending move no more; `LayoutFollower` calls it."""
+        """Say that this rank has stopped reading the layers of the pending move; `LayoutFollower` calls it."""
         return self._request(
             {"do": "hold", "version": check_int(version, "version", LEAST), "move": check_int(move, "move", LEAST)}
         )
 
     def watch(self, seen: int) -> int:
-        """Wait, without an end, until the record is another one than at `seen`; its number, and `found` is new.
+        """Wait without a deadline until the record differs from that of number `seen`; set `found`, return its number.
 
-        For a client of its own (`attach=False`): it does nothing else meanwhile, and `close` ends it.
+        Takes a client of its own (`attach=False`), which does nothing else meanwhile; `close` ends the wait.
 
         Raises:
             RecordLostError: The keeper has gone, or `close` was called.
@@ -175,7 +175,7 @@ class LayoutClient:
         return int(self._ask_state({"do": "watch", "seen": seen}, deadline=None).get("number", -1))
 
     def refuse_moves(self, reason: str) -> None:
-        """From now on `begin` is refused for this reason, without asking."""
+        """Refuse every further `begin` for this reason, without asking the keeper."""
         self._moves_off = reason
 
     def fetch(
@@ -196,7 +196,7 @@ class LayoutClient:
         return self._ask({"do": "fetch", "config": dict(config), "frame": dict(frame), **claim})
 
     def close(self) -> None:
-        """Leave. A move that is pending makes the record dirty. Ends a request that waits. Idempotent."""
+        """Leave, and end a request that waits. A pending move makes the record dirty. Idempotent."""
         self._leaves, connection = True, self._socket
         if self._process != os.getpid():  # whoever had the lock at the fork is not here to give it back
             self._let_go()
@@ -330,7 +330,7 @@ class LayoutClient:
                 self._socket.send(wire.pack(undo))
 
     def _lost(self, what: str, *, ended: bool = False) -> RecordLostError:
-        """What comes next on this connection is no answer to what is asked next: nothing is asked any more."""
+        """Give the connection up: its next message would answer an earlier request."""
         error = RecordLostError(f"the keeper at {self.path} {what}", path=self.path)
         self.error = error
         connection, self._socket = self._socket, None

@@ -1,9 +1,9 @@
-"""An engine beside the one that moves experts: it stops between two passes when asked, and goes on in the new layout.
+"""Follow the engine that moves experts of shared weights: stop between two passes when asked, resume in its layout.
 
-The weights are one memory, so both engines can only change over together. The mover asks each rank's keeper for a
-layer; when all ranks of the follower have heard of it they stop at the same pass boundary and say so, each to its
-keeper; only then is the mover told that it may write. With its commit the keepers have the new rows, the follower's
-ranks put them into their tables in the same poll, and passes go on.
+Both engines read one memory, so they switch together. The mover asks each rank's keeper for a layer. When all ranks of
+the follower have heard of it, they stop at the same pass boundary and each tells its keeper; only then may the mover
+write. Its commit gives the keepers the new rows; the follower's ranks install them in their tables in the same poll,
+and passes resume.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Settled(NamedTuple):
 
 
 def settle(found: Sequence[Look], version: int, digest: str) -> Settled:
-    """What ranks do that have stopped in this version and see this; pure, so that all ranks do the same.
+    """Decide what ranks do that have stopped in one version; pure, so that all ranks do the same.
 
     Args:
         found: What each rank sees, by rank.
-        version: Of the layout that all of them route by.
-        digest: Of the same.
+        version: Version of the layout that all of them route by.
+        digest: Digest of that layout.
     """
     troubled = tuple(rank for rank, look in enumerate(found) if look.trouble)
     if troubled:
@@ -163,7 +163,7 @@ class LayoutFollower:
 
     @property
     def paused(self) -> str:
-        """Why no pass may run now, which is the same on every rank; empty: it may."""
+        """Why no pass may run now; empty if one may. Equal on every rank."""
         if not self._paused:
             return ""
         move = self._state.pending
@@ -244,7 +244,7 @@ class LayoutFollower:
         return rows
 
     def close(self) -> None:
-        """Follow no more. While the client stays open, moves of other engines pause. Idempotent.
+        """Stop following. While the client stays open, moves of other engines pause. Idempotent.
 
         Raises:
             LayoutAgreementError: A move is under way that this engine has stopped for: poll on until it is over.

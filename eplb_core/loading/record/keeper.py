@@ -1,4 +1,4 @@
-"""What a server answers, without the sockets: from a message of any content to a reply."""
+"""Replies of a server, without the sockets: from a message of any content to an answer."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ MALFORMED = "malformed"
 
 
 class Exports(Protocol):
-    """What a weight host adds to a record: memory to map."""
+    """Memory that engines may map, as a weight host offers it."""
 
     def difference(self, config: Mapping[str, object], frame: Mapping[str, object]) -> tuple[str, str] | None:
-        """First field in which an engine's configuration differs from the host's, and in what; None if in none."""
+        """Name the first field in which an engine's configuration differs from the host's, and say how; else None."""
         ...
 
     def about(self) -> Message:
-        """What there is, for `eplb record status`."""
+        """Describe the memory, for `eplb record status`."""
         ...
 
     def export(self) -> tuple[Message, Sequence[int]]:
-        """What engines need to map the tensors, and the file descriptors that go with it."""
+        """Describe the tensors so that engines can map them, with the file descriptors that the reply carries."""
         ...
 
 
@@ -58,7 +58,7 @@ LATER = Answer({})
 
 
 class Keeper:
-    """Answers requests from a record, and writes it down before it promises anything.
+    """Answer requests from a record; the record is on disk before a reply promises anything.
 
     Args:
         record: The record, or None where experts never move.
@@ -85,15 +85,15 @@ class Keeper:
 
     @property
     def changes(self) -> int:
-        """How often the state has changed, as far as this was asked."""
+        """Number of changes of the state that were noticed so far."""
         if self.state is not self._last:
             self._changes, self._last = self._changes + 1, self.state
         return self._changes
 
     def answer(self, session: Session, body: bytes) -> Answer:
-        """Answer one message; whatever it holds, nothing is raised, and a bad one changes nothing.
+        """Answer one message of any content; a bad one raises nothing and changes nothing.
 
-        LATER: a `watch`, which has no answer before `changes` changes.
+        LATER: a `watch` is answered when `changes` changes.
         """
         try:
             message = wire.unpack(body)
@@ -113,7 +113,7 @@ class Keeper:
             return malformed(error)
 
     def leave(self, session: Session, *, dropped: bool = False) -> None:
-        """The connection has ended; `dropped`: from this side."""
+        """Note the end of a connection; `dropped`: this side ended it."""
         record, engine = self.record, session.engine
         if record is None or engine is None:
             return

@@ -1,16 +1,16 @@
-"""What shared weights hold: a layout with a version, kept by whoever keeps the memory.
+"""The layout record of shared weights: which expert each slot holds, with a version.
 
-Engines that map one copy of the weights have one truth about which expert is in which slot, and it is not in any of
-them: an engine that moves experts moves them under every other one. `LayoutRecord` is that truth as a pure state
-machine: no socket, no clock, no device. `LayoutServer` puts it behind a Unix socket.
+Engines that map one copy of the weights need one layout that all of them route by, kept outside of any engine: an
+engine that moves experts moves them for all others too. `LayoutRecord` keeps it as a pure state machine, without a
+socket, clock or device. `LayoutServer` serves it at a Unix socket.
 
     clean --begin--> pending --commit--> clean, version + 1
                         |------abort---> clean, same version
-                        '-----detach---> dirty: for good, since nobody knows how far the move came
+                        '-----detach---> dirty, for good: how far the move came is unknown
 
-An engine may begin only while every other one has stopped reading what it moves, so nobody else's layout goes stale;
-and nobody reads weights while a move is pending, while the record is dirty, or under another layout than the record's.
-Only engines that follow stop when they are asked. As long as one has not, a move is asked for and not yet begun:
+An engine may begin only while every other one has stopped reading what it moves, so no other layout goes stale. No
+engine maps weights while a move is pending, while the record is dirty, or under another layout than the record's.
+Engines that follow stop when they are asked. Until all of them have, a move is asked for and not yet begun:
 
     clean --begin--> asking --begin, when all followers hold--> pending
                         '-------abort or detach---------------> clean, same version
@@ -40,9 +40,9 @@ from eplb_core.loading.record.state import (
 
 
 class LayoutRecord:
-    """Which expert each slot of shared weights holds, who uses them, and who may move experts.
+    """Keep which expert each slot of shared weights holds, who uses them, and who may move experts.
 
-    Bad requests are answered, never raised, and change nothing. A reason to refuse is decided before a reason to wait.
+    A bad request gets a reply, raises nothing and changes nothing. Reasons to refuse come before reasons to wait.
 
     Args:
         layout: What the weights hold now.
@@ -73,17 +73,17 @@ class LayoutRecord:
 
     @classmethod
     def of_state(cls, state: RecordState) -> LayoutRecord:
-        """A record that goes on from `state`."""
+        """Make a record that continues from `state`."""
         record = cls(state.layout, version=state.version)
         record._state = state
         return record
 
     @classmethod
     def restarted(cls, state: RecordState) -> LayoutRecord:
-        """A record whose keeper died in `state` while the memory lived on.
+        """Make the record of memory that outlived its keeper, which died in `state`.
 
-        A move that was pending is in doubt for ever. Engines that were attached may still use the memory and can no
-        longer be seen to leave: they count as engines that do not follow the layout.
+        A move that was pending makes the record dirty. Engines that were attached may still use the memory, and their
+        end can no longer be seen: they count as engines that do not follow the layout.
         """
         record = cls.of_state(RecordState(state.layout, state.version, dirty=state.dirty))
         record._set(non_followers=state.non_followers, num_non_followers=state.num_non_followers)
@@ -95,12 +95,12 @@ class LayoutRecord:
 
     @property
     def state(self) -> RecordState:
-        """All that it knows now."""
+        """What the record knows now; immutable."""
         return self._state
 
     @property
     def layout(self) -> ExpertLayout:
-        """What the slots hold."""
+        """The layout that the weights are in."""
         return self._state.layout
 
     @property
@@ -114,13 +114,13 @@ class LayoutRecord:
         return self._state.layout.digest
 
     def revert(self, state: RecordState) -> None:
-        """Go back to a former `state`: for a keeper that could not write down what it was about to answer."""
+        """Return to a former `state`: for a keeper that could not write down what it was about to answer."""
         self._state = state
 
     # ---- presence ------------------------------------------------------------------------------------------------
 
     def attach(self, engine: str) -> Reply:
-        """An engine arrives, before it reads a weight. From now on no other one may begin a move."""
+        """Register an engine, before it reads a weight. Unless it follows, no other one may begin a move then."""
         if not is_engine_id(engine):
             return self._refused(f"an engine's id must be printable, of 1 to {MAX_ENGINE_ID} characters")
         if is_among(engine, self._state.engines):
@@ -129,7 +129,7 @@ class LayoutRecord:
         return self._ok()
 
     def detach(self, engine: str) -> Reply:
-        """An engine is gone, however it went. If its move had begun the record is dirty from now on."""
+        """Remove an engine that has ended. If it had begun a move, the record is dirty from now on."""
         state = self._state
         if not is_among(engine, state.engines):
             return self._refused(f"engine {quoted(engine)} is not attached")
@@ -145,20 +145,20 @@ class LayoutRecord:
         return self._ok()
 
     def lose(self, engine: str) -> Reply:
-        """The connection to an engine was ended from this side: it may live, and is not seen to leave any more."""
+        """Remove an engine whose connection was ended from this side: it may still read, and its end is not seen."""
         reply = self.detach(engine)
         if reply.status == "ok":
             self._add_non_follower(f"{engine} (its connection was ended)")
         return reply
 
     def query(self) -> Reply:
-        """Version and digest; `busy` during a move, `refused` if the record is dirty."""
+        """Answer with version and digest; `busy` during a move, `refused` if the record is dirty."""
         return self._unreadable() or self._ok()
 
     # ---- following -----------------------------------------------------------------------------------------------
 
     def follow(self, engine: str, digest: str | None) -> Reply:
-        """From now on this engine stops reading layers when it is asked to, and moves need not wait until it leaves.
+        """Register that an engine stops reading layers when it is asked to, so that moves need not wait for its end.
 
         Args:
             engine: Who follows; attached.
@@ -181,12 +181,12 @@ class LayoutRecord:
         return self._ok()
 
     def hold(self, engine: str, version: int, move: int) -> Reply:
-        """A follower reads the layers of the pending move no more, until the move has ended.
+        """Register that a follower has stopped reading the layers of the pending move, until the move has ended.
 
         Args:
-            engine: Who holds, on all its streams and devices of this rank.
+            engine: Who has stopped, on all its streams and devices of this rank.
             version: Version of the layout that it routes by.
-            move: `state.begun` of the state in which it saw the move: one that was begun later is not held for.
+            move: `state.begun` of the state in which it saw the move; the reply counts for that move alone.
         """
         state = self._state
         if state.dirty:
@@ -264,7 +264,7 @@ class LayoutRecord:
         return not state.asking or state.pending != (engine, rows, version)
 
     def commit(self, engine: str, layers: Iterable[int], rows: ArrayLike) -> Reply:
-        """The move is done, every byte of it is in place: record what the slots hold now.
+        """Record what the slots hold after a move, when every byte is in place.
 
         A commit that is refused leaves the move pending.
 
@@ -293,7 +293,7 @@ class LayoutRecord:
         return self._ok()
 
     def abort(self, engine: str, layers: Iterable[int]) -> Reply:
-        """The move will not be: every byte of `layers` is as it was at `begin`."""
+        """Take a move back: every byte of `layers` is as it was at `begin`."""
         moved = self._own_move(engine, layers, "abort")
         if isinstance(moved, Reply):
             return moved
@@ -315,10 +315,10 @@ class LayoutRecord:
     # ---- reading weights -----------------------------------------------------------------------------------------
 
     def check_fetch(self, engine: str | None = None, version: int | None = None, digest: str | None = None) -> Reply:
-        """May this engine map the weights? The digest decides; the version is for the message.
+        """Say whether an engine may map the weights. The digest decides; the version is for the message.
 
-        An engine that is not attached, or does not say its digest, cannot be seen to leave or to follow: it is served
-        if its layout matches, and from then on nobody may move experts.
+        An engine that is not attached, or does not say its digest, is served if its layout matches. Its end cannot be
+        seen, so from then on nobody may move experts.
 
         Args:
             engine: Its name, if it has one.

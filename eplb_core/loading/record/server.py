@@ -1,7 +1,7 @@
-"""A layout record behind a Unix socket: presence is an open connection, so no process number is ever asked.
+"""Serve a layout record at a Unix socket: an engine is present while its connection is open.
 
-One thread, no call that waits for a client. A connection is read only when its last reply has gone, so a client that
-does not read costs one reply; a message declared too long ends its connection.
+One thread serves all connections and waits for none of them. A connection is read only when its last reply has been
+sent, so a client that does not read costs one reply; a message declared too long ends its connection.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class LayoutServer:
         OSError: No such folder, or no permission in it; `state_file` cannot be written.
 
     Cost:
-        One thread that sleeps until a message comes. A reply takes tens of microseconds, with `state_file` what the
-        disk takes to confirm two writes.
+        One thread that sleeps until a message comes. A reply takes tens of microseconds; with `state_file`, the time
+        in which the disk confirms two writes.
 
     Threads:
         Any. `state` is immutable.
@@ -100,9 +100,9 @@ class LayoutServer:
         return self._keeper.state
 
     def close(self) -> None:
-        """Stop: engines see the connection end, and move nothing any more. Idempotent.
+        """Stop serving: engines see their connections end and move nothing any more. Idempotent.
 
-        In a forked child it closes the child's descriptors alone, and the parent serves on.
+        In a forked child it closes only the child's descriptors; the parent serves on.
         """
         if self._process != os.getpid():  # a child would end it for the parent too
             self._loop.end()
@@ -121,7 +121,7 @@ class LayoutServer:
 
 
 def _most_connections() -> int:
-    """Half of this process's descriptors at most: a reply that promises something needs one to write it down."""
+    """At most half of this process's descriptors: a reply that promises something needs one to write the record."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft // 2))
 

@@ -1,4 +1,4 @@
-"""What a record knows, as immutable values, and how its parts are called in messages."""
+"""The state of a record as immutable values, and the words for its parts in messages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Status: TypeAlias = Literal["ok", "busy", "refused"]
 MAX_ENGINE_ID = 200
 """Most characters of an engine's name."""
 NAMES_KEPT = 8
-"""Of engines that do not follow the layout so many are remembered by name; beyond that they are counted."""
+"""Engines outside the record that are kept by name; more are only counted."""
 
 
 class Reply(NamedTuple):
     """Answer to one request."""
 
     status: Status
-    """`ok`; `busy`: the same request may do later; `refused`: it will not, as long as the weights live."""
+    """`ok`; `busy`: the same request may succeed later; `refused`: it will not, as long as the weights live."""
     reason: str = ""
     """For `busy` and `refused`: who and what is in the way, with engine, layers and version."""
     version: int | None = None
@@ -56,11 +56,11 @@ class RecordState(NamedTuple):
     pending: Move | None = None
     """The move that is under way."""
     dirty: str = ""
-    """Why nobody knows what the slots hold; empty as long as somebody does."""
+    """Why nobody knows what the slots hold; empty while it is known."""
     non_followers: tuple[str, ...] = ()
-    """First engines that read the weights and cannot be seen to leave."""
+    """Names of the first engines that read the weights and whose end cannot be seen."""
     num_non_followers: int = 0
-    """How many there are."""
+    """How many such engines there are."""
     followers: tuple[str, ...] = ()
     """Engines among `engines` that stop reading a layer when a move of it is asked for, and switch after it."""
     asking: bool = False
@@ -68,7 +68,7 @@ class RecordState(NamedTuple):
     holding: tuple[str, ...] = ()
     """Followers that have stopped reading the layers of the pending move."""
     begun: int = 0
-    """Moves that were begun or asked for, so that a follower's answer counts for the one that it heard of alone."""
+    """Number of moves begun or asked for; a follower's answer names it, and counts for that move alone."""
 
     @property
     def digest(self) -> str:

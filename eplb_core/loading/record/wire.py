@@ -1,4 +1,4 @@
-"""What goes over the socket: a length of four bytes, then one JSON object.
+"""The messages of the socket: a length of four bytes, then one JSON object.
 
 Layouts and rows travel as base64 of little-endian int32, since a map in decimal digits takes milliseconds to read.
 """
@@ -24,7 +24,7 @@ from eplb_core.topology import Topology
 Message: TypeAlias = dict[str, Any]
 
 PROTOCOL = 1
-"""Both sides name it in every message, and the library's version; another protocol is refused in words."""
+"""Both sides put it into every message, with the library's version; a reply refuses any other protocol."""
 LENGTH = struct.Struct("!I")
 MAX_HELLO = 64 << 10
 """Longest request that needs no rows."""
@@ -74,7 +74,7 @@ def unpack(body: bytes | bytearray) -> Message:
 
 
 class Inbox:
-    """Bytes as they arrive, messages as they are complete."""
+    """Collect bytes as they arrive; give messages as they become complete."""
 
     __slots__ = ("_bytes",)
 
@@ -82,7 +82,7 @@ class Inbox:
         self._bytes = bytearray()
 
     def add(self, data: bytes) -> None:
-        """Keep what arrived."""
+        """Append what arrived."""
         self._bytes += data
 
     def take(self, limit: int) -> bytes | None:
@@ -132,7 +132,7 @@ def decode_rows(text: object, shape: tuple[int, int]) -> IntArray:
 
 
 def encode_state(state: RecordState, known: object = None) -> Message:
-    """All of a record, for a client or a file; without the map for one that knows the digest."""
+    """Encode all of a record, for a client or a file; without the map if the reader knows the digest."""
     fields = state._asdict()
     layout = fields.pop("layout")
     return {
@@ -148,7 +148,7 @@ def encode_state(state: RecordState, known: object = None) -> Message:
 
 
 def decode_state(message: Message, known: ExpertLayout | None = None) -> RecordState:
-    """The record that `encode_state` wrote, checked; `known` is the layout whose digest was sent along.
+    """Decode and check what `encode_state` wrote; `known` is the layout whose digest was sent along.
 
     Raises:
         WireError: Something is missing, of the wrong kind, no valid layout, or the digest is of another one.

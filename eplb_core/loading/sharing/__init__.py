@@ -1,1 +1,1 @@
-"""Weights that one process holds for others."""
+"""Weights that one process keeps in memory and engines map: the host, the attachment, the shared memory."""

@@ -1,4 +1,4 @@
-"""The engine's side of a weight host: its tensors become this engine's, without a copy."""
+"""Attach to a weight host: its tensors become this engine's, without a copy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from eplb_core.loading.sharing.memory import Handle, MappedTensor, map_tensors, 
 
 
 class Attachment:
-    """What an engine has mapped. Holds the client, whose connection is the engine's presence.
+    """Tensors that an engine has mapped, and the client by which it is present at the host.
 
-    Closing it is for an engine that stops using the weights and lives on; the memory goes when its tensors are gone.
+    `close` is for an engine that stops using the weights and runs on; the memory is unmapped with its last tensor.
     """
 
     def __init__(self, client: LayoutClient, handles: dict[str, Handle], fds: list[int], num_bytes: int) -> None:
@@ -38,7 +38,7 @@ class Attachment:
         return tuple(self.handles)
 
     def close(self) -> None:
-        """Give back the descriptors; `handles` are of no use afterwards. Idempotent."""
+        """Close the descriptors, which ends the use of `handles`. Idempotent."""
         while self._fds:
             os.close(self._fds.pop())
 

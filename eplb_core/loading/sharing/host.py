@@ -1,8 +1,8 @@
-"""A process that keeps one rank's weights in memory, so that engines come and go without reading them again.
+"""Keep one rank's weights in memory, so that engines restart without reading them again.
 
-It loads by the engine's own function, post-processing included, shares every tensor without a copy, and keeps the
-record of what the slots hold. An engine maps the same bytes (`attach_weights`); it may die, and so may the host: who
-still maps the memory keeps it.
+The host loads by the engine's own function, post-processing included, shares every tensor without a copy, and serves
+the layout record of the slots. Engines map the same bytes (`attach_weights`). The memory lives as long as the host or
+any engine maps it.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def weight_config(
     seed: int,
     **more: object,
 ) -> dict[str, object]:
-    """Everything that is known to shape weights and layout; no default, so that none is forgotten.
+    """Collect everything that is known to shape weights and layout; nothing has a default that could be forgotten.
 
     Args:
         model: Path or name, with the revision.
@@ -168,7 +168,7 @@ def weight_config(
 
 
 def frame_of(layout: ExpertLayout | None, rank: int | None) -> dict[str, int]:
-    """What the layout and the rank say about the weights by themselves."""
+    """Fields of a configuration that follow from the layout and the rank."""
     frame = {}
     if layout is not None:
         frame = {
@@ -186,7 +186,7 @@ def frame_of(layout: ExpertLayout | None, rank: int | None) -> dict[str, int]:
 
 
 def check_config(config: Mapping[str, object], frame: Mapping[str, int]) -> dict[str, object]:
-    """The configuration as JSON has it.
+    """Convert the configuration to plain JSON values.
 
     Raises:
         TypeError: A value that JSON does not have, or a name that is no text.

@@ -217,18 +217,14 @@ def test_fused_tensors_are_gathered_by_slot(tmp_path: Path) -> None:
     }
     save_file(checkpoint, tmp_path / "model.safetensors")
     layout = ExpertLayout([[3, 0, 3, 1, 2, 0]], experts, topology=Topology(num_ranks=2))
-    ends = {"gate_up_proj": "w13", "down_proj": "w2"}
+    stored = [name.rsplit(".", 1)[1].replace("gate_up_proj", "w13").replace("down_proj", "w2") for name in checkpoint]
     for rank, held in ((0, [3, 0, 3]), (1, [1, 2, 0])):
-        tensors = {}
-        for name, tensor in checkpoint.items():
-            end = name.rsplit(".", 1)[1]
-            ours = next(end.replace(theirs, store) for theirs, store in ends.items() if end.startswith(theirs))
-            tensors[ours] = torch.full_like(tensor[:3], 77)
+        tensors = {
+            ours: torch.full_like(tensor[:3], 77) for ours, tensor in zip(stored, checkpoint.values(), strict=True)
+        }
         report = load_checkpoint(tmp_path, [ExpertStore(tensors)], SlotResolver(layout, rank), template="gpt_oss")
         assert report.written.all()
-        for name, tensor in checkpoint.items():
-            end = name.rsplit(".", 1)[1]
-            ours = next(end.replace(theirs, store) for theirs, store in ends.items() if end.startswith(theirs))
+        for ours, tensor in zip(stored, checkpoint.values(), strict=True):
             assert same(tensors[ours], tensor[held])
         assert report.num_bytes == sum(tensor[0].nbytes for tensor in checkpoint.values()) * len(set(held))
 
@@ -303,20 +299,20 @@ def without(tensors: Tensors, *parts: str) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if not any(part in name for part in parts)}
 
 
-def test_a_missing_expert_is_named_with_every_slot_that_would_stay_empty(tmp_path: Path) -> None:
-    save_file(without(deepseek(), "layers.3.mlp.experts.3."), tmp_path / "x.safetensors")
-    error = refused(
-        tmp_path,
-        CheckpointError,
-        "does not have expert 3 of layer 3; nothing would write layer 3 slot 0, layer 3 slot 1. Nothing was written",
-    )
+@pytest.mark.parametrize(
+    ("left_out", "text", "slots"),
+    [
+        ("layers.3.mlp.experts.3.", "does not have expert 3 of layer 3; nothing would write", ((0, 0), (0, 1))),
+        ("layers.4.mlp.experts.2.up_proj.weight_scale", "layer 4 whole: 'w13_scale', block 1 is missing", ((1, 0),)),
+    ],
+)
+def test_a_missing_expert_is_named_with_every_slot_that_would_stay_empty(
+    tmp_path: Path, left_out: str, text: str, slots: tuple[tuple[int, int], ...]
+) -> None:
+    save_file(without(deepseek(), left_out), tmp_path / "x.safetensors")
+    error = refused(tmp_path, CheckpointError, text)
     assert isinstance(error, CheckpointError)
-    assert error.slots == ((0, 0), (0, 1))
-
-
-def test_a_missing_part_is_named(tmp_path: Path) -> None:
-    save_file(without(deepseek(), "layers.4.mlp.experts.2.up_proj.weight_scale"), tmp_path / "x.safetensors")
-    refused(tmp_path, CheckpointError, "expert 2 of layer 4 whole: 'w13_scale', block 1 is missing; .* layer 4 slot 0")
+    assert error.slots == slots
 
 
 def test_a_missing_expert_that_this_rank_does_not_hold_is_no_fault(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,10 @@ from eplb_core import (
     agree_on_layout,
     static_dispatch_table,
 )
+from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.record.agree import Decision, Finding, decide
 from eplb_core.loading.record.state import RecordState
+from tests.loading.worlds import on_threads
 
 RANKS = 2
 TOPOLOGY = Topology(num_ranks=RANKS)
@@ -42,40 +45,11 @@ FRESH = PLAIN._replace(record=True, digest=OWN.digest, record_shape=SHAPE)
 AT_1 = FRESH._replace(version=1, digest=MOVED.digest)
 
 
-class ThreadAgreement:
-    """Ranks that are threads of this process."""
-
-    def __init__(self, rank: int, size: int, shared: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, size
-        self._shared, self._barrier = shared, barrier
-
-    def post(self, word: int) -> None:
-        raise AssertionError("start-up gathers only")
-
-    def take(self) -> int | None:
-        raise AssertionError("start-up gathers only")
-
-    def gather(self, blob: bytes) -> list[bytes]:
-        self._shared[self.rank] = blob
-        self._barrier.wait(20)
-        blobs = list(self._shared)
-        self._barrier.wait(20)
-        return blobs
-
-
-def on_all_ranks(call: Callable[[int, ThreadAgreement], Any], size: int = RANKS) -> list[Any]:
-    """What each rank returns or raises."""
-    shared: list[Any] = [None] * size
-    barrier = threading.Barrier(size)
-
-    def run(rank: int) -> Any:
-        try:
-            return call(rank, ThreadAgreement(rank, size, shared, barrier))
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(run, range(size)))
+def on_all_ranks(call: Callable[[int, Any], Any], size: int = RANKS) -> list[Any]:
+    """What each rank returns or raises, with an agreement that can do nothing but gather."""
+    members = LocalAgreement.group(size, deadline=20.0)
+    agreements = [SimpleNamespace(rank=each.rank, size=size, gather=each.gather) for each in members]
+    return on_threads([partial(call, rank, agreement) for rank, agreement in enumerate(agreements)])
 
 
 class Keepers:
@@ -104,10 +78,9 @@ def keepers(tmp_path: Path) -> Iterator[Keepers]:
 
 
 def start(clients: list[LayoutClient | None], **more: Any) -> list[Any]:
-    def call(rank: int, agreement: ThreadAgreement) -> Any:
-        return agree_on_layout(clients[rank], own=OWN, agreement=agreement, **more)
-
-    return on_all_ranks(call, len(clients))
+    return on_all_ranks(
+        lambda rank, agreement: agree_on_layout(clients[rank], own=OWN, agreement=agreement, **more), len(clients)
+    )
 
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
@@ -281,7 +254,7 @@ def test_a_move_that_does_not_end_fails_all_and_names_it(keepers: Keepers) -> No
 
 
 def test_arguments_that_cannot_be() -> None:
-    agreement = ThreadAgreement(0, 1, [None], threading.Barrier(1))
+    (agreement,) = LocalAgreement.group(1)
     with pytest.raises(ValueError, match=r"`deadline` \(=0.0\) must be above 0"):
         agree_on_layout(None, own=OWN, agreement=agreement, deadline=0.0)
     with pytest.raises(TypeError, match=r"`own` \(=list\) must be an ExpertLayout"):

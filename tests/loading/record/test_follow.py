@@ -81,11 +81,11 @@ class Standby:
         self.clients = [stack.enter_context(LayoutClient(path, "standby")) for path in paths]
         self.tables = [DispatchTables(layout, rank=rank, mode="even") for rank in (0, 1)]
         self.agreements = LocalAgreement.group(2, deadline=20.0)
-        made = on_threads([lambda rank=rank: self._follow(rank, layout, options) for rank in (0, 1)])  # type: ignore[misc]
-        for each in made:
+        self.followers: Any = on_threads([partial(self._follow, rank, layout, options) for rank in (0, 1)])
+        for each in self.followers:
             if isinstance(each, BaseException):
                 raise each
-        self.followers: Any = made
+            stack.callback(each.close)
         self.switched: list[tuple[int, ...]] = []
         self.stopping, self.broken = threading.Event(), threading.Event()
         self.errors: list[str] = []
@@ -144,12 +144,25 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
+def serve(stack: ExitStack, folder: Path, *records: LayoutRecord) -> list[str]:
+    """A keeper for each rank."""
+    servers = [LayoutServer(folder / str(rank), record) for rank, record in enumerate(records)]
+    return [stack.enter_context(server).path for server in servers]
+
+
 @pytest.fixture
 def paths(stack: ExitStack, tmp_path: Path) -> list[str]:
-    found = [str(tmp_path / f"{rank}") for rank in (0, 1)]
-    for path in found:
-        stack.enter_context(LayoutServer(path, LayoutRecord(OLD)))
-    return found
+    return serve(stack, tmp_path, LayoutRecord(OLD), LayoutRecord(OLD))
+
+
+def begin(clients: dict[int, LayoutClient], layer: int, version: int = 0) -> None:
+    """Both ranks of the mover, side by side."""
+    begun: Any = on_threads([partial(client.begin, [layer], version) for client in clients.values()])
+    assert [reply.status for reply in begun] == ["ok", "ok"]
+
+
+def commit(clients: dict[int, LayoutClient], layer: int, rows: Any) -> None:
+    assert [client.commit([layer], rows).status for client in clients.values()] == ["ok", "ok"]
 
 
 def mover_clients(stack: ExitStack, paths: list[str], **options: Any) -> dict[int, LayoutClient]:
@@ -194,8 +207,7 @@ def test_a_standby_switches_with_the_engine_that_moves_and_takes_over(stack: Exi
 
 def test_an_engine_without_tables_follows_too(stack: ExitStack, tmp_path: Path) -> None:
     old, new = (ExpertLayout([row], 2, topology=Topology(1)) for row in ([0, 1], [1, 0]))
-    path = str(tmp_path / "alone")
-    stack.enter_context(LayoutServer(path, LayoutRecord(old)))
+    (path,) = serve(stack, tmp_path, LayoutRecord(old))
     client = stack.enter_context(LayoutClient(path, "standby"))
     (alone,) = LocalAgreement.group(1)
     follower = LayoutFollower(client, old, agreement=alone)
@@ -246,8 +258,6 @@ def test_a_rank_whose_on_switch_raises_stays_in_step(stack: ExitStack, paths: li
         assert raised == ["layer 0", "layer 1", "layer 2"]
         assert standby.errors == []
         assert standby.switched == [(0,), (1,), (2,)]
-        for each in standby.followers:
-            each.close()
 
 
 def take_over(standby: Standby, stores: Any, rank: int) -> ExpertLayout:
@@ -287,19 +297,14 @@ def test_passes_that_still_run_on_the_device_are_waited_for(
     standby.on_pass = read
     with standby.running():
         for version in range(6):
-            calls = [partial(clients[rank].begin, [0], version) for rank in (0, 1)]
-            begun = on_threads(calls)
-            assert [reply.status for reply in begun] == ["ok", "ok"]  # type: ignore[union-attr]
+            begin(clients, 0, version)
             with torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None):  # type: ignore[no-untyped-call]
                 weights.fill_(version + 1)
                 weights.sum().item()  # waits for this stream alone
-            row = (NEW, OLD)[version % 2].physical_to_logical_map[:1]
-            assert [clients[rank].commit([0], row).status for rank in (0, 1)] == ["ok", "ok"]
+            commit(clients, 0, (NEW, OLD)[version % 2].physical_to_logical_map[:1])
         until(lambda: all(each.version == 6 for each in standby.followers), 60.0)
     assert {version for version, _ in passes} == set(range(7))
     assert all(int(total) == version * weights.numel() for version, total in passes)
-    for each in standby.followers:
-        each.close()
 
 
 def test_an_aborted_move_lets_the_standby_go_on(stack: ExitStack, paths: list[str]) -> None:
@@ -307,17 +312,13 @@ def test_an_aborted_move_lets_the_standby_go_on(stack: ExitStack, paths: list[st
     clients = mover_clients(stack, paths)
     standby = Standby(stack, paths, OLD)
     with standby.running():
-        begun = on_threads([lambda rank=rank: clients[rank].begin([1], 0) for rank in (0, 1)])  # type: ignore[misc]
-        assert [reply.status for reply in begun] == ["ok", "ok"]  # type: ignore[union-attr]
+        begin(clients, 1)
         assert standby.followers[0].paused == "the move of layer 1 by engine 'mover' from version 0 is pending"
         with pytest.raises(LayoutAgreementError, match=r"layer 1 by engine 'mover' .* is not over; poll until"):
             standby.followers[0].close()
-        for client in clients.values():
-            assert client.abort([1]).status == "ok"
+        assert [client.abort([1]).status for client in clients.values()] == ["ok", "ok"]
         until(lambda: not any(each.paused for each in standby.followers), 60.0)
     assert standby.switched == []
-    for each in standby.followers:
-        each.close()
 
 
 def test_a_keeper_that_goes_while_the_standby_has_stopped_stops_it_for_good(
@@ -325,19 +326,16 @@ def test_a_keeper_that_goes_while_the_standby_has_stopped_stops_it_for_good(
 ) -> None:
     clients = mover_clients(stack, paths)
     third = ExitStack()
-    path = str(tmp_path / "third")
-    third.enter_context(LayoutServer(path, LayoutRecord(OLD)))
+    (tmp_path / "third").mkdir()
+    (path,) = serve(third, tmp_path / "third", LayoutRecord(OLD))
     clients[1] = stack.enter_context(LayoutClient(path, "mover", follow_deadline=60.0, deadline=60.0))
     standby = Standby(stack, [paths[0], path], OLD)
     with standby.running():
-        begun = on_threads([lambda rank=rank: clients[rank].begin([1], 0) for rank in (0, 1)])  # type: ignore[misc]
-        assert [reply.status for reply in begun] == ["ok", "ok"]  # type: ignore[union-attr]
+        begin(clients, 1)
         third.close()
         until(lambda: len(standby.errors) == 2, 60.0)
     assert standby.errors[0] == standby.errors[1]
     assert f"rank 1: the keeper at {path} closed the connection" in standby.errors[0]
-    for each in standby.followers:
-        each.close()
 
 
 def test_tables_without_room_for_the_new_replicas_stop_the_standby_with_the_reason(
@@ -345,24 +343,19 @@ def test_tables_without_room_for_the_new_replicas_stop_the_standby_with_the_reas
 ) -> None:
     layout = ExpertLayout([[0, 1, 2, 0]], 3, topology=Topology(2))
     rows = [[0, 1, 2, 1]]
-    paths = [str(tmp_path / f"{rank}") for rank in (0, 1)]
-    for path in paths:
-        stack.enter_context(LayoutServer(path, LayoutRecord(layout)))
+    paths = serve(stack, tmp_path, LayoutRecord(layout), LayoutRecord(layout))
     clients = mover_clients(stack, paths)
     standby = Standby(stack, paths, layout)
     for tables in standby.tables:
         tables.max_replicas = 1
     with standby.running():
-        begun = on_threads([lambda rank=rank: clients[rank].begin([0], 0) for rank in (0, 1)])  # type: ignore[misc]
-        assert [reply.status for reply in begun] == ["ok", "ok"]  # type: ignore[union-attr]
-        assert [clients[rank].commit([0], rows).status for rank in (0, 1)] == ["ok", "ok"]
+        begin(clients, 0)
+        commit(clients, 0, rows)
         until(lambda: len(standby.errors) == 2, 60.0)
     assert (
         standby.errors
         == ["an expert has 2 replicas and `tables` hold 1; give the tables of all engines room for as many"] * 2
     )
-    for each in standby.followers:
-        each.close()
 
 
 def test_tables_that_raise_leave_the_ranks_in_step(stack: ExitStack, paths: list[str]) -> None:
@@ -380,23 +373,17 @@ def test_tables_that_raise_leave_the_ranks_in_step(stack: ExitStack, paths: list
     standby.mends = RuntimeError
     with standby.running():
         for layer in (0, 1):
-            begun = on_threads([partial(clients[rank].begin, [layer], layer) for rank in (0, 1)])
-            assert [reply.status for reply in begun] == ["ok", "ok"]  # type: ignore[union-attr]
-            rows = NEW.physical_to_logical_map[[layer]]
-            assert [clients[rank].commit([layer], rows).status for rank in (0, 1)] == ["ok", "ok"]
+            begin(clients, layer, layer)
+            commit(clients, layer, NEW.physical_to_logical_map[[layer]])
         until(lambda: all(each.version == 2 and not each.paused for each in standby.followers), 60.0)
     assert told == [[0]]
     assert [each.layout for each in standby.followers] == [OLD.replace(NEW, [0, 1])] * 2
-    for each in standby.followers:
-        each.close()
 
 
 def test_weights_that_moved_without_asking_are_noticed(stack: ExitStack, tmp_path: Path) -> None:
     """Nothing in the protocol does that; a keeper that forgot whom to ask might."""
-    paths = [str(tmp_path / f"{rank}") for rank in (0, 1)]
-    records = [LayoutRecord(OLD) for _ in paths]
-    for path, record in zip(paths, records, strict=True):
-        stack.enter_context(LayoutServer(path, record))
+    records = [LayoutRecord(OLD), LayoutRecord(OLD)]
+    paths = serve(stack, tmp_path, *records)
     standby = Standby(stack, paths, OLD)
     with standby.running():
         records[0].revert(records[0].state._replace(layout=NEW, version=1))
@@ -404,14 +391,10 @@ def test_weights_that_moved_without_asking_are_noticed(stack: ExitStack, tmp_pat
         until(lambda: len(standby.errors) == 2, 60.0)
     assert "the records differ: rank 0 is at version 1, " in standby.errors[0]
     assert standby.errors[0] == standby.errors[1]
-    for each in standby.followers:
-        each.close()
 
 
 def test_ranks_at_different_versions_do_not_follow(stack: ExitStack, tmp_path: Path) -> None:
-    paths = [str(tmp_path / f"{rank}") for rank in (0, 1)]
-    for version, path in enumerate(paths):
-        stack.enter_context(LayoutServer(path, LayoutRecord(OLD, version=version)))
+    paths = serve(stack, tmp_path, LayoutRecord(OLD), LayoutRecord(OLD, version=1))
     with pytest.raises(
         LayoutAgreementError, match=r"ranks cannot follow: rank 0 is at version 0, .* ranks 1 are"
     ) as caught:
@@ -422,23 +405,20 @@ def test_ranks_at_different_versions_do_not_follow(stack: ExitStack, tmp_path: P
 def test_a_move_that_is_not_answered_is_taken_back(stack: ExitStack, paths: list[str]) -> None:
     """The follower does not poll: the mover hears `busy` after its deadline, and the keepers have no move."""
     clients = mover_clients(stack, paths, follow_deadline=0.0)
-    standby = Standby(stack, paths, OLD)
+    Standby(stack, paths, OLD)
     for client in clients.values():
         reply = client.begin([1], 0)
         assert reply[:2] == ("busy", "engine 'standby' is still reading layer 1")
         state = client.query()
         assert state is not None
         assert (state.pending, state.begun, state.followers) == (None, 1, ("standby",))
-    for each in standby.followers:
-        each.close()
 
 
 def test_a_mover_that_dies_in_a_move_stops_the_standby_on_all_ranks(stack: ExitStack, paths: list[str]) -> None:
     clients = mover_clients(stack, paths)
     standby = Standby(stack, paths, OLD)
     with standby.running():
-        begun = on_threads([lambda rank=rank: clients[rank].begin([1], 0) for rank in (0, 1)])  # type: ignore[misc]
-        assert [reply.status for reply in begun] == ["ok", "ok"]  # type: ignore[union-attr]
+        begin(clients, 1)
         clients[1].close()
         until(lambda: len(standby.errors) == 2, 60.0)
     assert standby.errors[0] == standby.errors[1]
@@ -447,19 +427,17 @@ def test_a_mover_that_dies_in_a_move_stops_the_standby_on_all_ranks(stack: ExitS
         assert each.paused == standby.errors[0]
         with pytest.raises(LayoutAgreementError, match="nobody knows"):
             each.poll()
-        each.close()
 
 
 def test_a_keeper_that_goes_while_the_standby_serves_leaves_it_serving(stack: ExitStack, paths: list[str]) -> None:
     """No move can begin at a keeper that is not there; one that comes back counts this engine as one that does not
     follow."""
-    standby = Standby(stack, paths, OLD)
-    stack.close()
-    with standby.running():
-        until(lambda: all(each._lost for each in standby.followers), 60.0)
-    assert [each.paused for each in standby.followers] == ["", ""]
-    for each in standby.followers:
-        each.close()
+    with ExitStack() as own:
+        standby = Standby(own, paths, OLD)
+        stack.close()
+        with standby.running():
+            until(lambda: all(each._lost for each in standby.followers), 60.0)
+        assert [each.paused for each in standby.followers] == ["", ""]
 
 
 def test_whatever_ends_the_watch_counts_as_a_keeper_that_is_lost(
@@ -471,8 +449,6 @@ def test_whatever_ends_the_watch_counts_as_a_keeper_that_is_lost(
     monkeypatch.setattr(LayoutClient, "watch", fail)
     standby = Standby(stack, paths, OLD)
     until(lambda: all("no room for a reply" in each._lost for each in standby.followers), 60.0)
-    for each in standby.followers:
-        each.close()
 
 
 def test_who_routes_by_another_layout_cannot_follow(stack: ExitStack, paths: list[str]) -> None:

@@ -30,18 +30,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import eplb_core
-from benchmarks.fuzz_record import kept, messages
+from benchmarks.fuzz_record import messages
 from eplb_core import ExpertLayout, SocketInUseError, SocketOwnerError, Topology
 from eplb_core.errors import FileFormatError, RecordLostError
 from eplb_core.loading.record import client as layout_client
 from eplb_core.loading.record import file as record_file
 from eplb_core.loading.record import socket_path, wire
 from eplb_core.loading.record.client import LayoutClient
-from eplb_core.loading.record.keeper import Keeper, Session
 from eplb_core.loading.record.record import LayoutRecord
 from eplb_core.loading.record.server import MAX_CONNECTIONS, LayoutServer
 from eplb_core.loading.record.state import RecordState
 from tests.loading.engine_process import Engine, container, until
+from tests.loading.record.test_keeper import Weights
 
 RANKS = Topology(num_ranks=2)
 LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=RANKS)
@@ -80,14 +80,12 @@ def ask(connection: socket.socket, message: bytes | dict[str, Any]) -> dict[str,
     """One reply, or None if the server ends the connection."""
     connection.sendall(message if isinstance(message, bytes) else wire.pack(message))
     inbox = wire.Inbox()
-    while True:
-        body = inbox.take(wire.MAX_REPLY)
-        if body is not None:
-            return wire.unpack(body)
+    while (body := inbox.take(wire.MAX_REPLY)) is None:
         data = connection.recv(1 << 16)
         if not data:
             return None
         inbox.add(data)
+    return wire.unpack(body)
 
 
 # ---- moves over the socket -------------------------------------------------------------------------------------------
@@ -715,52 +713,6 @@ def test_a_malformed_message_is_answered_and_the_connection_stays(server: Layout
         assert (done["status"], done["version"]) == ("ok", 1)
 
 
-def test_one_line_tells_of_clients_of_another_protocol_and_no_crowd_fills_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    keeper = Keeper(LayoutRecord(LAYOUT))
-    for number in range(20):
-        for body in (b'{"protocol":2,"eplb_core":"9.1"}', b"{"):
-            assert keeper.answer(Session(number), body).message["status"] == "refused"
-    assert caplog.messages == [f"refused a client that speaks protocol 2 of eplb_core 9.1; {ONE}"]
-    for number in range(20):
-        keeper.answer(Session(number), b'{"protocol":%d}' % (2 + number))
-    assert len(caplog.messages) == 8
-
-
-class Told:
-    """A weight host that says what it was asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def difference(self, config: Any, frame: Any) -> tuple[str, str] | None:
-        self.asked.append("difference")
-        return ("model", "`model` differs") if config else None
-
-    def about(self) -> dict[str, Any]:
-        return {}
-
-    def export(self) -> tuple[dict[str, Any], list[int]]:
-        self.asked.append("export")
-        return {}, []
-
-
-def test_weights_are_handed_out_after_the_configuration_and_then_the_layout_were_compared() -> None:
-    """R11, R14: whatever kind of memory they are in, which nobody is asked about before."""
-    told = Told()
-    keeper, session = Keeper(LayoutRecord(LAYOUT), told), Session(1)
-
-    def fetch(**message: Any) -> dict[str, Any]:
-        return keeper.answer(session, wire.pack({"do": "fetch", "frame": {}, **message})[4:]).message
-
-    assert fetch(config={"model": "other"}, digest="other")["field"] == "model"
-    assert fetch(config={}, digest="other")["field"] == "layout"
-    assert told.asked == ["difference"] * 2
-    assert fetch(config={}, digest=LAYOUT.digest)["status"] == "ok"
-    assert told.asked == ["difference"] * 3 + ["export"]
-
-
 def test_a_keeper_of_a_record_needs_neither_a_gpu_nor_torch() -> None:
     """R66: whatever happens to a GPU, the record lives on."""
     code = (
@@ -770,45 +722,13 @@ def test_a_keeper_of_a_record_needs_neither_a_gpu_nor_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
 
 
-class Faulty:
-    """A weight host with a fault."""
-
-    def difference(self, config: Any, frame: Any) -> None:
-        raise ZeroDivisionError("a fault")
-
-    def about(self) -> dict[str, Any]:
-        return {}
-
-    def export(self) -> tuple[dict[str, Any], list[int]]:
-        return {}, []
-
-
 def test_a_fault_of_the_server_costs_the_one_who_met_it(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with LayoutServer(path, LayoutRecord(LAYOUT), exports=Faulty()) as server, LayoutClient(path, "a") as client:
+    with LayoutServer(path, LayoutRecord(LAYOUT), exports=Weights()) as server, LayoutClient(path, "a") as client:
         with raw(path) as connection, caplog.at_level(logging.ERROR, "eplb_core"):
-            assert ask(connection, {"do": "fetch", "config": {}}) is None
+            assert ask(connection, {"do": "fetch", "config": {"fault": True}}) is None
         assert "ZeroDivisionError: a fault" in caplog.text
         assert client.begin([0], 0).status == "ok"
         assert server.state is not None
-
-
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(batch=st.lists(messages, min_size=10, max_size=10), mine=st.booleans())
-def test_no_message_raises_or_changes_what_it_must_not(batch: list[bytes], mine: bool) -> None:
-    """Two engines are attached, so nobody may begin, and what is pending is the other one's; `make fuzz` sends more."""
-    record = LayoutRecord(LAYOUT)
-    keeper, first, second = Keeper(record), Session(1), Session(2)
-    for session, name in ((first, "a"), (second, "b")):
-        keeper.answer(session, wire.pack({"do": "attach", "engine": name})[4:])
-        if session is first and not mine:
-            keeper.answer(first, wire.pack({"do": "begin", "layers": [0], "version": 0})[4:])
-    before = record.state
-    for body in batch:
-        answer = keeper.answer(second, body)
-        assert answer.message["status"] in ("ok", "busy", "refused")
-        assert wire.unpack(wire.pack(answer.message)[4:])
-        assert kept(record.state) == kept(before)
-        assert record.state.engines == before.engines
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -1003,35 +923,6 @@ def test_a_keeper_says_when_it_does_not_know(tmp_path: Path) -> None:
     file.write_text('{"format": "other"}')
     with pytest.raises(FileFormatError, match="another kind of file"):
         record_file.load_record(file)
-
-
-def test_what_cannot_be_written_down_is_not_promised() -> None:
-    """A full disk: attaching and beginning are refused and undone; what is over already is only logged."""
-    full = [False]
-
-    def write(state: RecordState) -> None:
-        if full[0]:
-            raise OSError(28, "No space left on device")
-
-    keeper = Keeper(LayoutRecord(LAYOUT), write=write)
-    session, late = Session(1), Session(2)
-
-    def say(session: Session, **message: Any) -> dict[str, Any]:
-        return keeper.answer(session, wire.pack(message)[4:]).message
-
-    assert say(session, do="attach", engine="a")["status"] == "ok"
-    full[0] = True
-    assert "cannot be written down: [Errno 28]" in say(session, do="begin", layers=[0], version=0)["reason"]
-    assert say(late, do="attach", engine="b")["status"] == "refused"
-    assert keeper.state is not None
-    assert (keeper.state.pending, keeper.state.engines, late.engine) == (None, ("a",), None)
-    full[0] = False
-    say(session, do="begin", layers=[0], version=0)
-    full[0] = True
-    rows = wire.encode_rows(LAYOUT.physical_to_logical_map[:1])
-    assert say(session, do="commit", layers=[0], rows=rows)["version"] == 1
-    keeper.leave(session)
-    assert keeper.state.engines == ()
 
 
 def test_a_record_s_file_that_cannot_be_seen_is_not_taken_for_none(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from eplb_core.loading.sharing.host import weight_config
 from eplb_core.loading.sharing.memory import SharedMemory, map_tensors
 from tests.loading.engine_process import Engine, container, until
 from tests.loading.record.test_agree import on_all_ranks
+from tests.loading.record.test_keeper import Weights
 
 TOPOLOGY = Topology(num_ranks=2)
 LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=TOPOLOGY)
@@ -634,21 +635,8 @@ def test_a_description_that_does_not_fit_is_refused(change: dict[str, Any], said
     memory.close()
 
 
-class FromElsewhere:
-    """What a host of another version might export."""
-
-    def about(self) -> dict[str, Any]:
-        return {}
-
-    def difference(self, config: Any, frame: Any) -> tuple[str, str] | None:
-        return None
-
-    def export(self) -> tuple[dict[str, Any], list[int]]:
-        return {"parts": []}, []
-
-
 def test_a_host_whose_memory_cannot_be_understood_is_as_good_as_none(stack: ExitStack, path: str) -> None:
-    stack.enter_context(LayoutServer(path, None, exports=FromElsewhere()))
+    stack.enter_context(LayoutServer(path, None, exports=Weights(parts=[])))  # as of another version
     client = stack.enter_context(LayoutClient(path, "a"))
     target = {"w": torch.zeros(2)}
     with pytest.raises(HostAbsent, match="the host describes its memory in a way that does not fit: 'segments'"):
