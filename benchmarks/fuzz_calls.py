@@ -532,7 +532,7 @@ CALLS: dict[str, Callable[[Path], Case]] = {
     ),
     "move_experts": moved,
     "Migrator": new_migrator,
-    "Migrator.start": on_migrator("start", target=ONE, shares=None, senders=None),
+    "Migrator.start": on_migrator("start", target=ONE),
     "Migrator.install": on_migrator("install", agreed=0),
     "Migrator.pause": on_migrator("pause", finish=False),
     "Migrator.stop": on_migrator("stop", deadline=1.0),

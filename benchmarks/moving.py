@@ -31,10 +31,11 @@ from benchmarks import measure, ranks
 from eplb_core import ExpertLayout, ExpertStore, GroupAgreement, Migrator, Topology, plan_pull, transfers
 from eplb_core._arrays import IntArray
 from eplb_core.loading.agreement import LocalAgreement
-from eplb_core.loading.install.installer import Installer, Staging
+from eplb_core.loading.install.installer import Installer
+from eplb_core.loading.install.staging import Staging
 from eplb_core.loading.moves.steps import Step
 from eplb_core.loading.moves.workers import Worker
-from eplb_core.loading.pull_plan import COPY_OLD, READ
+from eplb_core.loading.pull_plan import PullKind
 from eplb_core.loading.transports import LocalCopy, SharedMemory
 
 LAYERS, EXPERTS, SLOTS, RANKS, NODES = 58, 256, 288, 32, 4
@@ -186,8 +187,8 @@ def install_rates(slot_bytes: int, calls: int) -> dict[str, tuple[float, float]]
     old = ExpertLayout([range(slots)], slots, topology=topology)
     new = ExpertLayout([np.roll(np.arange(slots), 1)], slots, topology=topology)
     everywhere = np.arange(slots)
-    incoming = Step(0, old, new, np.full(slots, READ, np.int8), np.full(slots, -1), True)
-    circle = Step(0, old, new, np.full(slots, COPY_OLD, np.int8), np.roll(everywhere, 1), True)
+    incoming = Step(0, old, new, np.full(slots, PullKind.READ, np.int8), np.full(slots, -1), True)
+    circle = Step(0, old, new, np.full(slots, PullKind.COPY_OLD, np.int8), np.roll(everywhere, 1), True)
     programs = {
         "from staging": installer.plan(incoming, everywhere),
         "circle in place": installer.plan(circle, everywhere),

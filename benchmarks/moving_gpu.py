@@ -28,7 +28,8 @@ from benchmarks import measure, ranks
 from benchmarks.moving_gpu_ranks import Shape, allocate, be_engine, be_host, be_rank, random_layout
 from eplb_core import ExpertStore
 from eplb_core._arrays import IntArray
-from eplb_core.loading.install.installer import Copies, Installer, Staging
+from eplb_core.loading.install.installer import Copies, Installer
+from eplb_core.loading.install.staging import Staging
 from eplb_core.loading.moves.steps import Step, plan_steps
 
 FULL = {"layers": 58, "per_rank": 4, "experts": 12, "hidden": 3584, "inner": 1024, "tokens": 64, "ranks": 4}
@@ -91,7 +92,6 @@ def measure_installs(pipe: Any, sizes: dict[str, Any]) -> None:
     old, new = (random_layout(shape, sizes["ranks"], rng) for _ in range(2))
     steps = list(plan_steps(old, new, rank=0, capacity=shape.per_rank))
     installer = Installer(stores, staging)
-    plain = Installer(stores, staging, kernels=False)
     record: dict[str, Any] = {
         "slot_bytes": stores[0].slot_bytes,
         "kernels": installer._device_copies is not None,
@@ -100,8 +100,8 @@ def measure_installs(pipe: Any, sizes: dict[str, Any]) -> None:
     every = np.array([[shape.per_rank + slot, slot] for slot in range(shape.per_rank)])
     circle = np.array([[0, -1], *[[slot + 1, slot] for slot in range(shape.per_rank - 1)], [-1, shape.per_rank - 1]])
     moved = shape.per_rank * stores[0].slot_bytes
-    record["from staging"] = both_ways(installer, plain, every, moved)
-    record["circle in place"] = both_ways(installer, plain, circle, moved)
+    record["from staging"] = by_kernel(installer, every, moved)
+    record["circle in place"] = by_kernel(installer, circle, moved)
     # Two buffers of a layer's size and more, to be out of the cache as the layers are.
     source, target = (torch.empty(8 * moved, dtype=torch.uint8, device=shape.device) for _ in range(2))
     random_bytes(source)
@@ -124,18 +124,14 @@ def measure_installs(pipe: Any, sizes: dict[str, Any]) -> None:
 NOTHING = np.empty((0, 2), dtype=np.int64)
 
 
-def both_ways(installer: Installer, plain: Installer, slots: IntArray, moved: int) -> dict[str, Any]:
-    """The kernel, and a copy of each row."""
-    on_gpu = installer.on_device
-    layers = len(installer.stores)
+def by_kernel(installer: Installer, slots: IntArray, moved: int) -> dict[str, Any]:
+    on_gpu = installer.stores[0].device.type == "cuda"
     prepared = [Copies(slots, NOTHING, installer._prepare(layer, slots, NOTHING)) for layer in range(2)]
     record: dict[str, Any] = {
         "kernel": rate(lambda number: installer.run(number % 2, prepared[number % 2]), moved, on_gpu),
-        "copy of each row": rate(lambda number: plain.run(number % layers, Copies(slots, NOTHING)), moved, on_gpu),
     }
     if on_gpu:
         record["launches"] = launches(lambda: installer.run(0, prepared[0]))
-        record["launches_of_rows"] = launches(lambda: plain.run(0, Copies(slots, NOTHING)))
     return record
 
 
@@ -155,8 +151,8 @@ def random_bytes(tensor: torch.Tensor) -> None:
 def exact(installer: Installer, step: Step, rng: np.random.Generator) -> bool:
     """Against copies of everything that are made first."""
     store, slots = installer.stores[step.layer], installer.stores[0].num_slots
-    place_of = rng.permutation(slots)
-    copies = installer.plan(step, place_of)
+    row_of_slot = rng.permutation(slots)
+    copies = installer.plan(step, row_of_slot)
     content = {}
     for place in range(2 * slots):
         rows = (
@@ -302,9 +298,8 @@ def tables_of(record: dict[str, Any]) -> str:
     if installs:
         rows = [["plain copy", "", f"{installs['plain copy']['gb_s']:.0f}", f"{installs['plain copy']['host_us']:.0f}"]]
         for name in ("from staging", "circle in place"):
-            for how in ("kernel", "copy of each row"):
-                entry = installs[name][how]
-                rows.append([name, how, f"{entry['gb_s']:.0f}", f"{entry['host_us']:.0f}"])
+            entry = installs[name]["kernel"]
+            rows.append([name, "kernel", f"{entry['gb_s']:.0f}", f"{entry['host_us']:.0f}"])
         parts.append(measure.table(["install of a layer", "by", "GB/s", "host us"], rows))
     for rank in record.get("ranks", {}).get("by_rank", [])[:1]:
         rows = []

@@ -29,7 +29,7 @@ from eplb_core.loading.agreement import GroupAgreement, LocalAgreement
 from eplb_core.loading.moves.migrator import Migrator
 from eplb_core.loading.moves.mover import move_experts
 from eplb_core.loading.moves.steps import plan_steps
-from eplb_core.loading.pull_plan import COPY_NEW, COPY_OLD, READ
+from eplb_core.loading.pull_plan import PullKind
 from eplb_core.loading.transport import ReadBatch
 from eplb_core.loading.transports import CudaIpc, SharedMemory
 
@@ -415,16 +415,16 @@ class Buffered:
     """
 
     def __init__(self, rank: Rank, transport: Any) -> None:
-        from eplb_core.loading.install.installer import Staging
+        from eplb_core.loading.install.staging import Staging
         from eplb_core.loading.moves.pull import Puller
 
         self.rank, self.transport = rank, transport
         space = Staging(rank.staging, rank.stores)
-        self.puller = Puller(rank.stores, rank.layout, rank.rank, transport, rank.agreement, space, {})
+        self.puller = Puller(rank.stores, rank.layout, rank.rank, transport, rank.agreement, space)
 
     def row_of_peer(self, peer: int, layer: int, slot: int, tensor: int, nbytes: int) -> torch.Tensor:
         """A peer's bytes."""
-        region, offset = self.puller._places[peer][layer, slot, tensor].tolist()
+        region, offset = self.puller.region_offsets[peer][layer, slot, tensor].tolist()
         if not self.rank.on_gpu:
             ticket = self.transport.read(peer, ReadBatch(*(np.array([x]) for x in (0, 0, region, offset, nbytes))))
             while not self.transport.poll(ticket).state.is_end:
@@ -442,13 +442,13 @@ class Buffered:
         for step in plan_steps(rank.layout, target, rank=rank.rank, capacity=slots):
             store = rank.stores[step.layer]
             held: dict[int, list[torch.Tensor]] = {}
-            for slot in np.flatnonzero((step.kind == READ) | (step.kind == COPY_OLD)).tolist():
+            for slot in np.flatnonzero((step.kind == PullKind.READ) | (step.kind == PullKind.COPY_OLD)).tolist():
                 peer, source = divmod(int(step.source_slot[slot]), slots)
                 held[slot] = []
                 for tensor, name in enumerate(store.names):
                     nbytes = int(store.row_bytes[tensor])
                     buffer = torch.empty(nbytes, dtype=torch.uint8, device=store.device)
-                    if step.kind[slot] == READ:
+                    if step.kind[slot] == PullKind.READ:
                         buffer.copy_(self.row_of_peer(peer, step.layer, source, tensor, nbytes))
                     else:
                         buffer.copy_(store.row(name, source))
@@ -458,7 +458,7 @@ class Buffered:
             for slot, buffers in held.items():
                 for name, buffer in zip(store.names, buffers, strict=True):
                     store.row(name, slot).copy_(buffer)
-            for slot in np.flatnonzero(step.kind == COPY_NEW).tolist():
+            for slot in np.flatnonzero(step.kind == PullKind.COPY_NEW).tolist():
                 for name in store.names:
                     store.row(name, slot).copy_(store.row(name, int(step.source_slot[slot]) % slots))
             self.synchronize()

@@ -44,7 +44,7 @@ from benchmarks import measure, ranks
 from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology, fingerprints, topk_to_slots, verify_weights
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.loading.agreement import GroupAgreement
-from eplb_core.loading.moves import words as _words
+from eplb_core.loading.moves import progress as _words
 from eplb_core.loading.moves.migrator import Migrator
 from eplb_core.loading.moves.warm import warm_moves
 from eplb_core.loading.transport import ReadBatch, Status, Transport

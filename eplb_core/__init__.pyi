@@ -1,8 +1,5 @@
 """The public names for type checkers and editors; `__init__.py` imports each when it is first used."""
 
-from eplb_core import errors as errors
-from eplb_core import simulation as simulation
-from eplb_core import testing as testing
 from eplb_core._version import __version__ as __version__
 from eplb_core._warm_up import warm_up as warm_up
 from eplb_core.dispatch.counter import LoadCounter as LoadCounter
@@ -35,7 +32,6 @@ from eplb_core.files.layout_file import save_layout as save_layout
 from eplb_core.files.trace_file import save_trace as save_trace
 from eplb_core.layout import ExpertLayout as ExpertLayout
 from eplb_core.layout import min_redundant as min_redundant
-from eplb_core.loading import transports as transports
 from eplb_core.loading.agreement import Agreement as Agreement
 from eplb_core.loading.agreement import GroupAgreement as GroupAgreement
 from eplb_core.loading.checkpoint.load import CheckpointError as CheckpointError
@@ -43,8 +39,10 @@ from eplb_core.loading.checkpoint.load import load_checkpoint as load_checkpoint
 from eplb_core.loading.checkpoint.rank import load_rank as load_rank
 from eplb_core.loading.moves.backup import HostBackup as HostBackup
 from eplb_core.loading.moves.migrator import Migrator as Migrator
-from eplb_core.loading.moves.migrator import MigratorStatus as MigratorStatus
 from eplb_core.loading.moves.mover import move_experts as move_experts
+from eplb_core.loading.moves.progress import MigratorStatus as MigratorStatus
+from eplb_core.loading.moves.run import Target as Target
+from eplb_core.loading.pull_plan import PullKind as PullKind
 from eplb_core.loading.pull_plan import PullPlan as PullPlan
 from eplb_core.loading.pull_plan import plan_pull as plan_pull
 from eplb_core.loading.record.agree import agree_on_layout as agree_on_layout
@@ -104,5 +102,9 @@ from eplb_core.simulation import sweep as sweep
 from eplb_core.simulation.backtest import backtest as backtest
 from eplb_core.topology import Topology as Topology
 from eplb_core.trace import Trace as Trace
+from eplb_core import errors as errors
+from eplb_core import simulation as simulation
+from eplb_core import testing as testing
+from eplb_core.loading import transports as transports
 
 __all__: list[str]

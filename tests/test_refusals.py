@@ -15,7 +15,7 @@ from eplb_core.simulation.policies import to_options
 
 torch = pytest.importorskip("torch")
 
-from eplb_core.loading.install.installer import Staging  # noqa: E402
+from eplb_core.loading.install.staging import Staging  # noqa: E402
 from eplb_core.loading.record.client import _ints  # noqa: E402
 from eplb_core.loading.transports import LocalCopy  # noqa: E402
 

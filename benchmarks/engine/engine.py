@@ -95,10 +95,6 @@ class Membership(NamedTuple):
     """Of the weights."""
 
 
-Decision = tuple[eplb.ExpertLayout, Any]
-"""A layout, and the shares of its replicas."""
-
-
 class Lost(Exception):
     """Another rank did not come; this one waits for a new membership."""
 
@@ -383,7 +379,7 @@ class Rank:
             else:
                 self.migrator.start(lambda live: self._retire(live, snapshot.numpy(), rank))
 
-    def _decide(self, live: eplb.ExpertLayout, loads: Any, *, gone: bool = False) -> Decision | None:
+    def _decide(self, live: eplb.ExpertLayout, loads: Any, *, gone: bool = False) -> eplb.Target | None:
         """The next layout and the shares of replicas; equal on all ranks, because every input is.
 
         Args:
@@ -411,21 +407,20 @@ class Rank:
                 live, loads, placement, active_ranks=alive, dispatch="weighted", passes_since=self.setup.interval
             )
             target = live.replace(placement.layout, verdict.layers)
-        return None if target == live else (target, eplb.replica_shares(target, loads))
+        return None if target == live else eplb.Target(target, eplb.replica_shares(target, loads))
 
-    def _retire(self, live: eplb.ExpertLayout, loads: Any, rank: int) -> Decision | None:
+    def _retire(self, live: eplb.ExpertLayout, loads: Any, rank: int) -> eplb.Target | None:
         """The layout from which a rank may go at any moment; it serves on."""
         target = eplb.plan_removal(live, [rank], expert_load=loads if len(loads) else None)
-        return None if target == live else (target, None)
+        return None if target == live else eplb.Target(target)
 
-    def _move_at_once(self, decision: Decision | None) -> None:
+    def _move_at_once(self, decision: eplb.Target | None) -> None:
         if decision is None:
             return
-        target, shares = decision
         self._layout = eplb.move_experts(
             self.stores,
             self.layout,
-            target,
+            decision.layout,
             rank=self.rank,
             transport=self.transport,
             agreement=self.agreement,
@@ -434,7 +429,7 @@ class Rank:
             reference=self._reference,
             deadline=self.setup.deadline,
         )
-        self.tables.install(self._layout, shares=shares)
+        self.tables.install(self._layout, shares=decision.shares)
 
     def _is_retired(self) -> bool:
         alive = np.arange(self.layout.topology.num_ranks) != self.retiring

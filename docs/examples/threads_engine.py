@@ -118,12 +118,12 @@ class Rank:
         """Begin a migration; loads are those of all ranks, so all decide alike."""
         loads = self.load.snapshot(all_reduce=lambda counts: self.exchange.sum(self.rank, counts))
 
-        def target(live: eplb.ExpertLayout) -> Any:  # on the Migrator's worker
+        def target(live: eplb.ExpertLayout) -> eplb.Target | None:  # on the Migrator's worker
             windows = loads.numpy()
             placed = eplb.place(windows, TOPOLOGY, num_slots=RANKS * SLOTS, current=live)
             verdict = eplb.should_rebalance(live, windows, placed, passes_since=20)
             layout = live.replace(placed.layout, verdict.layers)
-            return (layout, eplb.replica_shares(layout, windows)) if verdict else None
+            return eplb.Target(layout, eplb.replica_shares(layout, windows)) if verdict else None
 
         self.migrator.start(target)
 

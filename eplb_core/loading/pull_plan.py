@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -27,18 +27,22 @@ from eplb_core.layout import ExpertLayout, layer_rows
 
 Int8Array = npt.NDArray[np.int8]
 
-KEEP: Final = 0
-"""The slot holds its expert already."""
-COPY_OLD: Final = 1
-"""Another slot of this rank holds the expert in the old layout: copy it from there, before anything overwrites it."""
-COPY_NEW: Final = 2
-"""An earlier slot of this rank reads or restores the same expert in this plan: copy what arrives there."""
-READ: Final = 3
-"""Read it from another rank's slot, as that slot is in the old layout."""
-RESTORE: Final = 4
-"""No rank that may be read holds it: a backup must give it."""
-EMPTY: Final = 5
-"""Nothing belongs here."""
+
+class PullKind(IntEnum):
+    """What a pull plan does with one slot; the values are those of `PullPlan.kind`."""
+
+    KEEP = 0
+    """The slot holds its expert already."""
+    COPY_OLD = 1
+    """Copy from another slot of this rank, which holds the expert in the old layout, before anything overwrites it."""
+    COPY_NEW = 2
+    """Copy from an earlier slot of this rank, which reads or restores the expert in this plan, once it is there."""
+    READ = 3
+    """Read from another rank's slot, as that slot is in the old layout."""
+    RESTORE = 4
+    """Fetch from a backup: no rank that may be read holds the expert."""
+    EMPTY = 5
+    """Leave empty: the new layout has no expert here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +69,7 @@ class PullPlan:
     @property
     def num_restores(self) -> IntArray:
         """Slots that a backup must fill, int64 `[n]`."""
-        count: IntArray = (self.kind == RESTORE).sum(axis=1, dtype=np.int64)
+        count: IntArray = (self.kind == PullKind.RESTORE).sum(axis=1, dtype=np.int64)
         return count
 
     def _repr_html_(self) -> str:
@@ -268,9 +272,9 @@ def _find_needs(
         staged = 0
         for slot in range(reader * per_rank, (reader + 1) * per_rank):
             expert = new[slot]
-            what, where = EMPTY, -1
+            what, where = PullKind.EMPTY, -1
             if expert >= 0 and old[slot] == expert and loaded[slot]:
-                what, where = KEEP, slot
+                what, where = PullKind.KEEP, slot
             elif expert >= 0:
                 # One look at the holders, written out here: calls with arrays would be most of the time.
                 near, far, last = 0, 0, -1
@@ -287,15 +291,15 @@ def _find_needs(
                             far += 1
                     last = holder
                 if where >= 0:
-                    what = COPY_OLD
+                    what = PullKind.COPY_OLD
                 elif filled[expert] >= reader * per_rank:
-                    what, where = COPY_NEW, filled[expert]
+                    what, where = PullKind.COPY_NEW, filled[expert]
                 else:
-                    what = RESTORE
+                    what = PullKind.RESTORE
                     filled[expert] = slot
                     staged += 1
                     if near + far > 0:
-                        what = READ
+                        what = PullKind.READ
                         need_slot[needs] = slot
                         need_choices[needs] = near if near > 0 else far
                         needs += 1
@@ -353,12 +357,12 @@ def _sort_needs(needs: int, ranks: int, need_choices: IntArray, order: IntArray,
 def _html(plan: PullPlan) -> str:
     """How many slots of a pull plan are kept, copied and read, in all and layer by layer."""
     words = {
-        "kept": KEEP,
-        "copied from the old slots": COPY_OLD,
-        "copied from what is read": COPY_NEW,
-        "read from peers": READ,
-        "restored": RESTORE,
-        "empty": EMPTY,
+        "kept": PullKind.KEEP,
+        "copied from the old slots": PullKind.COPY_OLD,
+        "copied from what is read": PullKind.COPY_NEW,
+        "read from peers": PullKind.READ,
+        "restored": PullKind.RESTORE,
+        "empty": PullKind.EMPTY,
     }
     layers = plan.kind.shape[0]
     rows: list[list[object]] = [["all", *(int((plan.kind == kind).sum()) for kind in words.values())]]

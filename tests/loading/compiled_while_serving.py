@@ -7,7 +7,7 @@ import sys
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
-from eplb_core import Topology
+from eplb_core import Target, Topology
 from tests.loading.fleets import SLOT, fleet
 from tests.loading.worlds import random_layout
 
@@ -31,7 +31,7 @@ def main() -> None:
                 p2l = target.physical_to_logical_map
                 equal = 1.0 / target.replica_count[np.arange(2)[:, None], p2l]
                 with_shares = mode == "weighted" and migration % 2
-                ranks.start(target, shares=np.where(p2l >= 0, equal, 0.0) if with_shares else None)
+                ranks.start(Target(target, np.where(p2l >= 0, equal, 0.0) if with_shares else None))
                 ranks.until_idle()
             print(*(f"{mode}: {name}" for name, count in kernels().items() if count != before.get(name, 0)), sep="\n")
 

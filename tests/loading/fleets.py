@@ -163,9 +163,9 @@ class Fleet(World):
     def until_idle(self, meanwhile: Callable[[], object] = lambda: None) -> int:
         return self.passes(lambda: self.first.idle, meanwhile)
 
-    def start(self, target: Any, **options: Any) -> None:
+    def start(self, target: Any) -> None:
         for migrator in self.migrators.values():
-            assert migrator.start(target, **options)
+            assert migrator.start(target)
 
     def stop(self) -> list[Any]:
         return self.each(lambda rank: self.migrators[rank].stop(LONG))

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, Topology, place, transfers
-from eplb_core.loading.pull_plan import COPY_NEW, COPY_OLD, EMPTY, KEEP, READ, RESTORE, PullPlan, plan_pull
+from eplb_core.loading.pull_plan import PullKind, PullPlan, plan_pull
+
+KEEP, COPY_OLD, COPY_NEW, READ, RESTORE, EMPTY = PullKind
 
 
 def layout(rows: list[list[int]], experts: int, ranks: int, nodes: int = 1) -> ExpertLayout:

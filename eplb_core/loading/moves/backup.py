@@ -24,11 +24,12 @@ from eplb_core.errors import EplbError, MigrationError
 from eplb_core.files import reading
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.agreement import Agreement, check_agreement
-from eplb_core.loading.install.installer import Staging
+from eplb_core.loading.install.staging import Staging
 from eplb_core.loading.moves.joining import check_frame
-from eplb_core.loading.moves.pull import Puller, Trouble
+from eplb_core.loading.moves.progress import Trouble
+from eplb_core.loading.moves.pull import Puller
 from eplb_core.loading.moves.steps import Step
-from eplb_core.loading.pull_plan import EMPTY, READ
+from eplb_core.loading.pull_plan import PullKind
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.transport import Transport
 
@@ -85,9 +86,9 @@ class HostBackup:
         if self._file_of.setdefault((layer, expert), path) != path:
             raise ValueError(f"expert {expert} of layer {layer}, which {self._file_of[layer, expert].name} has too")
 
-    def __contains__(self, place: tuple[int, int]) -> bool:
+    def __contains__(self, key: tuple[int, int]) -> bool:
         """Whether the expert of (layer, expert) is here."""
-        return place in self._file_of
+        return key in self._file_of
 
     def fetch(self, layer: int, expert: int, rows: Sequence[torch.Tensor]) -> None:
         """Fill `rows`, uint8, one a tensor of the store, with an expert's bytes.
@@ -170,7 +171,7 @@ class HostBackup:
             puller = None
             if transport is not None:
                 staging = Staging(None, stores)
-                puller = Puller(stores, layout, rank, transport, agreement, staging, {})
+                puller = Puller(stores, layout, rank, transport, agreement, staging)
             for layer in range(layout.num_layers):
                 tensors: dict[str, torch.Tensor] = {}
                 share = _share(layout, layer, rank, members, None if puller is None else mates)
@@ -294,14 +295,14 @@ def _experts(
             for expert in some
         ]
         source = np.array([held[rank % len(held)] for held in slots])  # ranks start at different holders
-        for expert, place in zip(some, _read(puller, layout, layer, source, deadline).tolist(), strict=True):
-            yield expert, [row.cpu().clone() for row in puller.staging.row(place, store)]
+        for expert, staged in zip(some, _read(puller, layout, layer, source, deadline).tolist(), strict=True):
+            yield expert, [row.cpu().clone() for row in puller.staging.row(staged, store)]
 
 
 def _read(puller: Puller, layout: ExpertLayout, layer: int, source: IntArray, deadline: float) -> IntArray:
     """Read slots into staging; the staging row of each."""
-    kind = np.full(layout.slots_per_rank, EMPTY, dtype=np.int8)
-    kind[: len(source)] = READ
+    kind = np.full(layout.slots_per_rank, PullKind.EMPTY, dtype=np.int8)
+    kind[: len(source)] = PullKind.READ
     slots = np.full(layout.slots_per_rank, -1, dtype=np.int64)
     slots[: len(source)] = source
     try:
@@ -311,7 +312,7 @@ def _read(puller: Puller, layout: ExpertLayout, layer: int, source: IntArray, de
     except Trouble as why:
         raise MigrationError(f"no backup: {why.reason}", layout=layout, reason=why.cause, rank=puller.rank) from why
     puller.release(pull)
-    return pull.place_of[: len(source)]
+    return pull.row_of_slot[: len(source)]
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What ranks must know of each other before they read: whether they fit, and where each row lies."""
+"""What ranks tell each other before the first read: whether they fit, and where each row lies."""
 
 from __future__ import annotations
 
@@ -8,38 +8,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eplb_core import __version__
 from eplb_core._arrays import IntArray, check_int, check_kind, to_list
 from eplb_core._text import plain
+from eplb_core._version import __version__
 from eplb_core.errors import MigrationError
 from eplb_core.layout import ExpertLayout
-from eplb_core.loading.install.installer import Staging
-from eplb_core.loading.moves.steps import Step
+from eplb_core.loading.install.staging import Staging
 from eplb_core.loading.store import ExpertStore, check_stores
-from eplb_core.loading.tables import lacks_room
 from eplb_core.loading.transport import Region
 
 _FORMAT = 1
 
 
 class Hello(NamedTuple):
-    """What a rank says of itself when it joins."""
+    """A rank's join message."""
 
     rank: int
     facts: dict[str, Any]
     """What must be equal on all ranks."""
     capacity: int
-    places: IntArray
+    region_offsets: IntArray
     """(region, offset) of every row that peers may read, int64 `[L, S, tensors, 2]`."""
     blob: bytes
-    """For the transport."""
+    """What the transport exported."""
 
 
 def regions_of(stores: Sequence[ExpertStore], staging: Staging) -> tuple[list[Region], IntArray]:
-    """Staging as region 0, then the tensors of all layers; and where in them each row is, int64 `[L, S, tensors, 2]`.
+    """List what to export, staging first; and (region, offset) of each row, int64 `[L, S, tensors, 2]`.
 
-    Rows that follow each other in one storage are one region: of allocations that follow each other, each is exported
-    by itself.
+    Adjacent rows of one storage are one region; adjacent allocations are not, since each is exported by itself.
 
     Raises:
         ValueError: Rows share memory: what is written to one would change the other.
@@ -48,7 +45,7 @@ def regions_of(stores: Sequence[ExpertStore], staging: Staging) -> tuple[list[Re
     memory = staging.memory
     regions = [Region(memory.data_ptr(), memory.numel(), str(memory.device))]
     first = stores[0]
-    places = np.empty((len(stores), first.num_slots, len(first.names), 2), dtype=np.int64)
+    offsets = np.empty((len(stores), first.num_slots, len(first.names), 2), dtype=np.int64)
     for layer, store in enumerate(stores):
         for tensor, (name, size) in enumerate(zip(store.names, store.row_bytes.tolist(), strict=True)):
             starts = store.addresses[:, tensor]
@@ -58,15 +55,15 @@ def regions_of(stores: Sequence[ExpertStore], staging: Staging) -> tuple[list[Re
             begins |= np.diff(storages, prepend=storages[:1]) != 0
             region = np.cumsum(begins) - 1
             base = starts[order][begins]
-            places[layer, order, tensor, 0] = len(regions) + region
-            places[layer, order, tensor, 1] = starts[order] - base[region]
+            offsets[layer, order, tensor, 0] = len(regions) + region
+            offsets[layer, order, tensor, 1] = starts[order] - base[region]
             lengths = np.bincount(region) * size
             regions += [Region(*span, str(store.device)) for span in zip(base.tolist(), lengths.tolist(), strict=True)]
-    return regions, places
+    return regions, offsets
 
 
 def _check_apart(stores: Sequence[ExpertStore], staging: Staging) -> None:
-    """A tensor that stands in two layers would be moved twice, which brings back what a circle of slots held."""
+    """Raise ValueError if rows share memory: a tensor that is in two layers would be moved twice."""
     names = [(layer, name) for layer, store in enumerate(stores) for name in store.names + store.whole_names]
     starts = [column for store in stores for table in (store.addresses, store.whole_addresses) for column in table.T]
     sizes = [size for store in stores for size in (*store.row_bytes.tolist(), *store.whole_row_bytes.tolist())]
@@ -86,7 +83,7 @@ def _check_apart(stores: Sequence[ExpertStore], staging: Staging) -> None:
 
 
 def facts_of(stores: Sequence[ExpertStore], layout: ExpertLayout) -> dict[str, Any]:
-    """What must be equal on all ranks."""
+    """List what must be equal on all ranks."""
     first = stores[0]
     return {
         "version of eplb_core": __version__,  # another one may take the same steps in another order
@@ -103,67 +100,63 @@ def facts_of(stores: Sequence[ExpertStore], layout: ExpertLayout) -> dict[str, A
 
 
 def encode(hello: Hello, failure: str) -> bytes:
-    """As bytes, with why this rank cannot join, if it cannot."""
+    """Encode a join message; `failure` says why this rank cannot join, or is empty."""
     head = {
         "rank": hello.rank,
         "facts": hello.facts,
         "capacity": hello.capacity,
-        "places": list(hello.places.shape),
+        "places": list(hello.region_offsets.shape),  # the word of all versions, so that each can read the other's
         "failure": failure,
     }
     text = json.dumps(head).encode()
-    return len(text).to_bytes(8, "little") + text + hello.places.astype("<i8").tobytes() + hello.blob
+    return len(text).to_bytes(8, "little") + text + hello.region_offsets.astype("<i8").tobytes() + hello.blob
 
 
 def decode(blob: bytes) -> tuple[Hello, str]:
-    """What another rank encoded.
+    """Decode another rank's join message and failure.
 
     Raises:
-        MigrationError: It speaks otherwise: it runs another version of this library.
+        MigrationError: The bytes are of another version of this library.
     """
     try:
         end = 8 + int.from_bytes(blob[:8], "little")
         head = json.loads(blob[8:end])
         shape = head["places"]
         size = 8 * int(np.prod(shape))
-        places = np.frombuffer(blob[end : end + size], dtype="<i8").astype(np.int64).reshape(shape)
+        offsets = np.frombuffer(blob[end : end + size], dtype="<i8").astype(np.int64).reshape(shape)
         rank, capacity = check_int(head["rank"], "rank", 0), check_int(head["capacity"], "capacity", 0)
-        return Hello(rank, dict(head["facts"]), capacity, places, blob[end + size :]), str(head["failure"])
+        return Hello(rank, dict(head["facts"]), capacity, offsets, blob[end + size :]), str(head["failure"])
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise MigrationError(
-            f"a rank says of itself what eplb_core {__version__} does not understand ({type(error).__name__}: "
-            f"{plain(str(error), 80)}); install one version of eplb_core on all ranks; no weight was moved",
+            f"cannot decode another rank's join message ({type(error).__name__}: {plain(str(error), 80)}); install the "
+            f"same eplb_core (this one: {__version__}) on all ranks; no weight was moved",
             reason="join",
         ) from error
 
 
 def check_hellos(joined: list[tuple[Hello, str]], num_ranks: int) -> list[Hello]:
-    """Every rank's own, if they fit; all ranks compare with the first and so raise the same."""
+    """Return the join messages if they fit; all ranks compare with the first and so raise the same error."""
     raise_if_any([failure for _, failure in joined])
     hellos = [hello for hello, _ in joined]
     ranks = [hello.rank for hello in hellos]
     if len(set(ranks)) < len(ranks) or max(ranks) >= num_ranks:
-        raise MigrationError(f"`rank` (={ranks} by member) must be another one of {num_ranks} on each", reason="join")
+        raise MigrationError(f"`rank` (={ranks}) must be unique per member and in [0, {num_ranks})", reason="join")
     first = hellos[0]
     for hello in hellos[1:]:
         for what, value in first.facts.items():
             if hello.facts.get(what) != value:
+                mine, theirs = plain(value, 80), plain(hello.facts.get(what), 80)
                 raise MigrationError(
-                    f"{what} of rank {hello.rank} (={_short(hello.facts.get(what))}) must be as on rank {first.rank} "
-                    f"(={_short(value)}); no weight was moved",
+                    f"{what} of rank {hello.rank} (={theirs}) must be as on rank {first.rank} (={mine}); no weight was "
+                    "moved",
                     reason="join",
                     rank=hello.rank,
                 )
     return hellos
 
 
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def raise_if_any(failures: Sequence[str]) -> None:
-    """Raise the same on all ranks."""
+    """Raise the first failure, and how many more there are: the same error on all ranks."""
     told = [failure for failure in failures if failure]
     if told:
         more = f" ({len(told) - 1} more ranks)" if len(told) > 1 else ""
@@ -175,7 +168,9 @@ def check_frame(stores: Sequence[ExpertStore], layout: ExpertLayout, rank: int) 
     stores = to_list(stores, "stores")
     check_kind(layout, "layout", ExpertLayout)
     if len(stores) != layout.num_layers or not stores:
-        raise ValueError(f"`stores` has {len(stores)} layers and the layout {layout.num_layers}; give one a layer")
+        raise ValueError(
+            f"`stores` (length {len(stores)}) must have one store per layer of the layout (={layout.num_layers})"
+        )
     check_stores(stores)
     for store in stores:
         store.check_fits(layout)
@@ -183,10 +178,3 @@ def check_frame(stores: Sequence[ExpertStore], layout: ExpertLayout, rank: int) 
     if rank >= layout.topology.num_ranks:
         raise ValueError(f"`rank` (={rank}) must be in [0, {layout.topology.num_ranks})")
     return stores
-
-
-def lacks_room_on_the_way(tables: Any, step: Step) -> str:
-    """The same of the row that a step leads to: where staging is small it is neither the old nor the new one."""
-    row = step.after.physical_to_logical_map[step.layer]
-    why = "" if step.last else lacks_room(tables, np.bincount(row[row >= 0]))
-    return f"{why} on the way of layer {step.layer}; give more `staging`" if why else ""

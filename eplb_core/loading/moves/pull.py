@@ -1,81 +1,67 @@
-"""One rank's reads: batches for a step, how far they are, who may write to which row of staging."""
+"""One rank's reads: the batches of a step, how far they are, who may write to which row of staging."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
-from eplb_core._arrays import BoolArray, IntArray, read_only
+from eplb_core._arrays import BoolArray, IntArray
 from eplb_core._numba import kernel
 from eplb_core.errors import EplbError, TransportError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.agreement import Agreement, check_agreement
-from eplb_core.loading.install.installer import Staging
+from eplb_core.loading.install.staging import Staging
 from eplb_core.loading.moves.joining import Hello, check_hellos, decode, encode, facts_of, raise_if_any, regions_of
+from eplb_core.loading.moves.progress import Cause, Trouble
 from eplb_core.loading.moves.steps import Step
 from eplb_core.loading.moves.workers import breathe
-from eplb_core.loading.pull_plan import READ, RESTORE, Int8Array
+from eplb_core.loading.pull_plan import Int8Array, PullKind
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.transport import ReadBatch, ReadState, Transport
 
 RAISED = (Exception, asyncio.CancelledError)
-"""What a transport may raise that is no interrupt; where asyncio cancels a task it is no Exception."""
+"""What a transport may raise that is no interrupt; asyncio's CancelledError is no Exception."""
+POLL_S: Final = 0.0005
+"""Seconds that a worker sleeps between two looks at its reads."""
 
 
 def _words_of(error: BaseException) -> str:
     return str(error) if isinstance(error, EplbError) else f"{type(error).__name__}: {error}"
 
 
-class Backup(Protocol):
-    """Where experts come from when no rank that lives holds them; see `HostBackup`."""
-
-    def fetch(self, layer: int, expert: int, rows: Sequence[Any]) -> None:
-        """Fill uint8 tensors, one a tensor of the store, with an expert's bytes; raise KeyError if it is not there."""
-        ...
-
-
-class Trouble(Exception):
-    """Why a step cannot be staged; the cause is one word that ranks can tell each other."""
-
-    def __init__(self, cause: str, reason: str) -> None:
-        super().__init__(reason)
-        self.cause, self.reason = cause, reason
-
-
 class Pull:
-    """The reads of one step, under way."""
+    """The pending reads of one step."""
 
-    __slots__ = ("begun", "bytes", "has_ended", "place_of", "rows", "tickets", "took")
+    __slots__ = ("begun", "bytes", "row_of_slot", "rows", "tickets", "took")
 
-    def __init__(self, place_of: IntArray) -> None:
-        self.place_of = place_of
+    def __init__(self, row_of_slot: IntArray) -> None:
+        self.row_of_slot = row_of_slot
         """Staging row of each local slot that is read or restored, int64 `[S]`, else -1."""
-        self.rows = place_of[place_of >= 0]
-        """All of these; nobody else's until it is released or given up."""
+        self.rows = row_of_slot[row_of_slot >= 0]
+        """The staging rows that this pull owns until it is released or given up."""
         self.tickets: list[tuple[Any, int, IntArray]] = []
         """(ticket, peer, staging rows)."""
         self.bytes = 0
         self.begun = time.monotonic()
         self.took = 0.0
-        """Seconds until the last read had ended."""
-        self.has_ended = False
+        """Seconds until all bytes were there."""
 
 
 class Puller:
     """Reads slots of peers into staging.
 
     Args:
-        stores: One a layer.
-        layout: What they hold.
+        stores: One per layer.
+        layout: The layout that their weights are in.
         rank: This rank.
         transport: Moves bytes.
-        agreement: Carries what ranks must know of each other; of all ranks, or of those that live.
+        agreement: Of all ranks, or of the live ones; ranks exchange by it what they must know of each other.
         staging: Memory for incoming slots.
         facts: More that must be equal on all ranks.
 
@@ -96,18 +82,19 @@ class Puller:
         transport: Transport,
         agreement: Agreement,
         staging: Staging,
-        facts: dict[str, Any],
+        facts: Mapping[str, object] | None = None,
     ) -> None:
         check_agreement(agreement)
         self.stores, self.rank, self.transport, self.staging = stores, rank, transport, staging
         self._quarantined: list[tuple[Any, IntArray]] = []
+        self.quarantined = 0
+        """What `num_quarantined` returned last, for other threads."""
         for other in list(_WRITTEN):
             if other.transport is transport:  # others may be in use on other threads
                 other.num_quarantined()
-        self._slot_bytes = [store.slot_bytes for store in stores]
         self._taken = np.zeros(staging.capacity, dtype=np.bool_)
-        self._regions, places = regions_of(stores, staging)
-        facts = {**facts, **facts_of(stores, layout)}
+        self._regions, offsets = regions_of(stores, staging)
+        facts = {**(facts or {}), **facts_of(stores, layout)}
         failure, blob = "", b""
         finish_writes(stores[0].device)
         try:
@@ -115,7 +102,7 @@ class Puller:
         except RAISED as error:  # the other ranks wait for a word
             failure = f"rank {rank}: {_words_of(error)}"
         self._blob = blob
-        own = encode(Hello(rank, facts, staging.capacity, places, blob), failure)
+        own = encode(Hello(rank, facts, staging.capacity, offsets, blob), failure)
         ranks = layout.topology.num_ranks
         hellos = check_hellos([decode(other) for other in agreement.gather(own)], ranks)
         self.capacity = min(hello.capacity for hello in hellos)
@@ -123,9 +110,10 @@ class Puller:
         live = {hello.rank for hello in hellos}
         self.avoid_ranks = tuple(other for other in range(ranks) if other not in live)
         """Ranks that are no members of the agreement: nobody reads from them."""
-        self._places = np.zeros((ranks, *places.shape), dtype=np.int64)
+        self.region_offsets = np.zeros((ranks, *offsets.shape), dtype=np.int64)
+        """(region, offset) of every row of all ranks, int64 `[R, L, S, tensors, 2]`."""
         for hello in hellos:
-            self._places[hello.rank] = hello.places
+            self.region_offsets[hello.rank] = hello.region_offsets
         self._blobs = {hello.rank: hello.blob for hello in hellos}
         self._lost_peers: set[int] = set()
         failure = ""
@@ -178,24 +166,18 @@ class Puller:
             return None
 
     def _begin(self, step: Step) -> Pull | None:
-        slots, tensors = len(step.kind), len(self.stores[step.layer].row_bytes)
-        place_of, rows = np.empty(slots, dtype=np.int64), np.empty(slots, dtype=np.int64)
-        peers, columns = np.empty((slots, 2), dtype=np.int64), np.zeros((5, slots * tensors), dtype=np.int64)
-        found = _fill_batches(
-            step.kind, step.source_slot, step.layer, self._places, self.stores[step.layer].row_bytes,
-            self.staging.offsets, self._taken, place_of, rows, peers, columns,
-        )  # fmt: skip
-        if found < 0:
+        """Begin all reads of a step; None: staging has no room."""
+        row_bytes = self.stores[step.layer].row_bytes
+        batches = batches_of(step, self.region_offsets, row_bytes, self.staging.offsets, self._taken)
+        if batches is None:
             return None
-        pull = Pull(place_of)
+        pull = Pull(batches.row_of_slot)
         self._taken[pull.rows] = True
-        first = 0
+        pull.bytes = batches.nbytes
         try:
             breathe()
-            for peer, end in peers[:found].tolist():
-                self._read(pull, peer, rows[first:end], columns[:, first * tensors : end * tensors])
-                pull.bytes += (end - first) * self._slot_bytes[step.layer]
-                first = end
+            for peer, rows, batch in batches.split(self.transport.caps.max_batch):
+                self._read(pull, peer, rows, batch)
         except BaseException as error:
             self.give_up(pull)
             if isinstance(error, TransportError):
@@ -203,18 +185,15 @@ class Puller:
             raise
         return pull
 
-    def _read(self, pull: Pull, peer: int, rows: IntArray, columns: IntArray) -> None:
-        most = self.transport.caps.max_batch
+    def _read(self, pull: Pull, peer: int, rows: IntArray, batch: ReadBatch) -> None:
         try:
             if peer in self._lost_peers:  # it may have been the connection alone
                 self._connect_again(peer)
-            for start in range(0, columns.shape[1], most):
-                batch = ReadBatch(*columns[:, start : start + most])
-                breathe()
-                pull.tickets.append((self.transport.read(peer, batch), peer, rows))
-                breathe()
+            breathe()
+            pull.tickets.append((self.transport.read(peer, batch), peer, rows))
+            breathe()
         except TransportError:
-            # A read that was given up on may have ended the connection, which nobody was told: the next one connects.
+            # An abandoned read may have ended the connection, and nobody was told: the next one connects.
             self._lost_peers.add(peer)
             raise
 
@@ -233,23 +212,21 @@ class Puller:
             if state is ReadState.PENDING:
                 done = False
             elif state is not ReadState.DONE:
-                cause = "read"
+                cause: Cause = "read"
                 if state is ReadState.LOST_PEER:
                     cause = "peer"
                     self._lost_peers.add(peer)
                 raise Trouble(cause, f"reading from rank {peer} ended as {state.name}: {reason}")
-        if done:
-            self._note_end(pull)
+        if done and not pull.took:
+            pull.took = time.monotonic() - pull.begun
         return done
 
-    def has_ended(self, pull: Pull) -> bool:
-        """Whether all reads have ended, well or not; `is_done` says which. Never raises."""
+    def needs_polls(self, pull: Pull) -> bool:
+        """Whether reads go on and none has failed so far. Never raises: `is_done` raises it again."""
         try:
-            if not pull.has_ended and all(self.transport.poll(ticket).state.is_end for ticket, _, _ in pull.tickets):
-                self._note_end(pull)
-        except RAISED:  # a transport's own: `is_done` raises it again
-            pull.has_ended = True
-        return pull.has_ended
+            return not self.is_done(pull)
+        except RAISED:
+            return False
 
     def wait(self, pull: Pull, layer: int, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
         """Wait until all bytes are there; False, with the reads given up, if `is_over` meanwhile.
@@ -271,10 +248,6 @@ class Puller:
             raise
         return True
 
-    def _note_end(self, pull: Pull) -> None:
-        if not pull.has_ended:
-            pull.has_ended, pull.took = True, time.monotonic() - pull.begun
-
     def give_up(self, pull: Pull) -> None:
         """Abandon what has not ended. Staging rows that may still be written stay out of use until it has."""
         tickets = pull.tickets
@@ -295,8 +268,6 @@ class Puller:
 
     def num_quarantined(self) -> int:
         """Staging rows that reads given up on may still write."""
-        if not self._quarantined:
-            return 0
         still = [(ticket, rows) for ticket, rows in self._quarantined if self._may_write(ticket)]
         for _, rows in self._quarantined:
             self._taken[rows] = False
@@ -305,7 +276,8 @@ class Puller:
         self._quarantined = still
         if not still:
             _WRITTEN.discard(self)
-        return len({row for _, rows in still for row in rows.tolist()})
+        self.quarantined = len({row for _, rows in still for row in rows.tolist()})
+        return self.quarantined
 
     def _may_write(self, ticket: Any) -> bool:
         try:
@@ -322,14 +294,59 @@ class Puller:
         return True
 
 
-def warm_pulls() -> None:
-    """Compile, or load, what a pull needs."""
-    kind, source, row_bytes, offsets, places = np.array([READ], np.int8), *np.zeros((4, 1), dtype=np.int64)
-    filled = [np.empty(1, np.int64), np.empty(1, np.int64), np.empty((1, 2), np.int64), np.empty((5, 1), np.int64)]
-    _fill_batches(
-        read_only(kind), read_only(source), 0, places.repeat(2).reshape(1, 1, 1, 1, 2), read_only(row_bytes),
-        offsets.reshape(1, 1), np.zeros(1, np.bool_), *filled,
+class Batches(NamedTuple):
+    """What a rank reads for one step, peer by peer; made by `batches_of`."""
+
+    row_of_slot: IntArray
+    """Staging row of each local slot that is read or restored, int64 `[S]`, else -1."""
+    rows: IntArray
+    """Staging rows in the order in which they are read, int64 `[reads]`."""
+    peers: list[list[int]]
+    """Each peer, with the end of its part of `rows`."""
+    columns: IntArray
+    """The five columns of a `ReadBatch`, int64 `[5, reads * tensors]`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return int(self.columns[4].sum())
+
+    def split(self, max_batch: int) -> Iterator[tuple[int, IntArray, ReadBatch]]:
+        """Yield each peer, its staging rows and a batch of at most `max_batch` operations."""
+        first, tensors = 0, self.columns.shape[1] // max(1, len(self.rows))
+        for peer, end in self.peers:
+            for start in range(first * tensors, end * tensors, max_batch):
+                stop = min(start + max_batch, end * tensors)
+                yield peer, self.rows[first:end], ReadBatch(*self.columns[:, start:stop])
+            first = end
+
+
+def batches_of(
+    step: Step, region_offsets: IntArray, row_bytes: IntArray, staging_offsets: IntArray, taken: BoolArray
+) -> Batches | None:
+    """Say what to read for a step, from where, and into which free rows of staging; pure.
+
+    Args:
+        step: The step, with this rank's part of the plan.
+        region_offsets: (region, offset) of every row of all ranks, int64 `[R, L, S, tensors, 2]`.
+        row_bytes: Bytes of a row of each tensor on this layer, int64 `[tensors]`.
+        staging_offsets: Where each row of staging begins in region 0, int64 `[capacity, tensors]`.
+        taken: Rows of staging in use, bool `[capacity]`.
+
+    Returns:
+        The batches; None if staging has too few free rows.
+    """
+    slots, tensors = len(step.kind), len(row_bytes)
+    row_of_slot, rows = np.empty(slots, dtype=np.int64), np.empty(slots, dtype=np.int64)
+    peers, columns = np.empty((slots, 2), dtype=np.int64), np.zeros((5, slots * tensors), dtype=np.int64)
+    found = _fill_batches(
+        step.kind, step.source_slot, step.layer, region_offsets, row_bytes, staging_offsets, taken, row_of_slot, rows,
+        peers, columns,
     )  # fmt: skip
+    if found < 0:
+        return None
+    count = int(peers[found - 1, 1]) if found else 0
+    return Batches(row_of_slot, rows[:count], peers[:found].tolist(), columns[:, : count * tensors])
 
 
 @kernel
@@ -337,42 +354,38 @@ def _fill_batches(
     kind: Int8Array,
     source: IntArray,
     layer: int,
-    places: IntArray,
+    region_offsets: IntArray,
     row_bytes: IntArray,
-    offsets: IntArray,
+    staging_offsets: IntArray,
     taken: BoolArray,
-    place_of: IntArray,
+    row_of_slot: IntArray,
     rows: IntArray,
     peers: IntArray,
     columns: IntArray,
 ) -> int:
-    """Give each arrival the first free row of staging, and list what to read, peer by peer; the number of peers.
-
-    Fills `place_of` `[S]`; `rows`, those of staging as they are read; `peers`, each with the end of its part of `rows`;
-    `columns`, those of a `ReadBatch`, S * tensors long. -1: staging has no room.
-    """
+    """Give each arrival the first free row of staging and list the reads peer by peer; the number of peers, or -1."""
     slots, tensors = len(kind), len(row_bytes)
-    place_of[:] = -1
+    row_of_slot[:] = -1
     row = 0
     for slot in range(slots):
-        if kind[slot] == READ or kind[slot] == RESTORE:
+        if kind[slot] == PullKind.READ or kind[slot] == PullKind.RESTORE:
             while row < len(taken) and taken[row]:
                 row += 1
             if row == len(taken):
                 return -1
-            place_of[slot] = row
+            row_of_slot[slot] = row
             row += 1
     found, count = 0, 0
-    for peer in range(len(places)):
+    for peer in range(len(region_offsets)):
         before = count
         for slot in range(slots):
-            if kind[slot] == READ and source[slot] // slots == peer:
-                rows[count] = place_of[slot]
+            if kind[slot] == PullKind.READ and source[slot] // slots == peer:
+                rows[count] = row_of_slot[slot]
                 for tensor in range(tensors):
                     k = count * tensors + tensor
-                    columns[1, k] = offsets[place_of[slot], tensor]
-                    columns[2, k] = places[peer, layer, source[slot] % slots, tensor, 0]
-                    columns[3, k] = places[peer, layer, source[slot] % slots, tensor, 1]
+                    columns[1, k] = staging_offsets[row_of_slot[slot], tensor]
+                    columns[2, k] = region_offsets[peer, layer, source[slot] % slots, tensor, 0]
+                    columns[3, k] = region_offsets[peer, layer, source[slot] % slots, tensor, 1]
                     columns[4, k] = row_bytes[tensor]
                 count += 1
         if count > before:
@@ -388,7 +401,4 @@ def finish_writes(device: torch.device) -> None:
 
 
 _WRITTEN: set[Puller] = set()
-"""Those whose staging reads given up on may still write, whoever else has let go of it."""
-
-POLL_S = 0.0005
-"""How long a worker sleeps between two looks at its reads."""
+"""Pullers whose staging abandoned reads may still write: they stay alive, whoever else has dropped them."""

@@ -70,7 +70,7 @@ def plan_steps(
     live = old
     for i, layer in enumerate(rows.tolist()):
         if plan.most_staged[i] <= capacity:
-            after = _with_row(live, new, layer)
+            after = _with_row(live, layer, new.physical_to_logical_map[layer])
             yield Step(layer, live, after, plan.kind[i], plan.source_slot[i], True)
             live = after
             continue
@@ -82,10 +82,10 @@ def plan_steps(
             live = after
 
 
-def _with_row(live: ExpertLayout, new: ExpertLayout, layer: int) -> ExpertLayout:
-    """`live.replace(new, [layer])` without its checks, which take longer than all else of a step."""
+def _with_row(live: ExpertLayout, layer: int, row: IntArray) -> ExpertLayout:
+    """Replace a row without the checks of `live.replace`, which take longer than all else of a step."""
     p2l = live.physical_to_logical_map.copy()
-    p2l[layer] = new.physical_to_logical_map[layer]
+    p2l[layer] = row
     return ExpertLayout._of_valid(p2l, live.num_experts, live.topology)
 
 
@@ -120,11 +120,10 @@ def _part_of_the_way(
     live: ExpertLayout, new: ExpertLayout, layer: int, capacity: int, readable: BoolArray
 ) -> ExpertLayout:
     """The layout after one step for which `capacity` slots of staging suffice on every rank."""
-    p2l = live.physical_to_logical_map.copy()
-    ranks, slots, experts = live.topology.num_ranks, live.num_slots, live.num_experts
-    scratch = np.zeros((7, max(slots, experts, ranks)), dtype=np.int64)
-    _next_row(p2l[layer], new.physical_to_logical_map[layer], ranks, capacity, readable, scratch)
-    return ExpertLayout._of_valid(p2l, experts, live.topology)
+    row, ranks = live.physical_to_logical_map[layer].copy(), live.topology.num_ranks
+    scratch = np.zeros((7, max(live.num_slots, live.num_experts, ranks)), dtype=np.int64)
+    _next_row(row, new.physical_to_logical_map[layer], ranks, capacity, readable, scratch)
+    return _with_row(live, layer, row)
 
 
 @kernel

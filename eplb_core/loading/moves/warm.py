@@ -9,8 +9,9 @@ import torch
 
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.install.copies import copy_spans
-from eplb_core.loading.install.installer import Installer, Staging
-from eplb_core.loading.moves.pull import warm_pulls
+from eplb_core.loading.install.installer import Installer
+from eplb_core.loading.install.staging import Staging
+from eplb_core.loading.moves.pull import batches_of
 from eplb_core.loading.moves.steps import plan_steps
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.transports import batches, span_copies
@@ -26,11 +27,12 @@ def warm_moves() -> None:
     store = ExpertStore({"weight": torch.zeros(2, 1, device="cpu")}, {"whole": torch.zeros(4, 1, device="cpu")})
     staging = Staging(None, [store])
     installer = Installer([store], staging)
+    offsets, taken = np.zeros((2, 1, 2, 1, 2), dtype=np.int64), np.zeros(staging.capacity, dtype=np.bool_)
     for capacity in (1, 2):  # in parts, which takes a kernel more, and in one go
         for step in plan_steps(old, new, rank=0, capacity=capacity):
+            batches_of(step, offsets, store.row_bytes, staging.offsets, taken)
             installer.run(0, installer.plan(step, np.arange(2) % capacity))
     list(plan_steps(old, old, rank=0, capacity=1, avoid_ranks=[1]))
-    warm_pulls()
     batches.warm_up()
     span_copies.warm_up()
     nothing = np.empty(0, dtype=np.int64)

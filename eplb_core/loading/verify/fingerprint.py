@@ -31,27 +31,7 @@ from eplb_core._numba import kernel
 from eplb_core._text import quoted
 from eplb_core.layout import layer_rows
 from eplb_core.loading.store import ExpertStore, check_stores
-
-LANES = 2048
-"""32-bit words of a line: 8 KiB."""
-LINES = 32
-"""Lines of a chunk."""
-CHUNK_BYTES = 4 * LANES * LINES
-"""What one program of the GPU reads, and the unit of sampling."""
-
-
-def _random_keys(count: int) -> npt.NDArray[np.uint64]:
-    """The outputs of SplitMix64 from seed 0: fixed, and without structure that weights could share."""
-    keys, state, mask = [], 0, 2**64 - 1
-    for _ in range(count):
-        state = (state + 0x9E3779B97F4A7C15) & mask
-        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        keys.append(z ^ (z >> 31))
-    return np.array(keys, dtype=np.uint64)
-
-
-KEYS = _random_keys(LINES)
+from eplb_core.loading.verify.keys import KEYS, LANES, chunk_range
 
 
 def fingerprints(
@@ -126,12 +106,6 @@ def fingerprints(
         with torch.cuda.device(device):
             fingerprint_gpu.enqueue(addresses, sizes, step, offset, prints)
     return prints
-
-
-def chunk_range(nbytes: int, step: int, offset: int) -> range:
-    """Chunks of a row that are read; one at least."""
-    chunks = -(-nbytes // CHUNK_BYTES)
-    return range(offset % min(step, chunks), chunks, step)
 
 
 # ---- CPU -------------------------------------------------------------------------------------------------------------

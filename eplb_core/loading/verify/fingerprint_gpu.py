@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from eplb_core._arrays import IntArray
-from eplb_core.loading.verify.fingerprint import KEYS, LANES, LINES, chunk_range
+from eplb_core.loading.verify.keys import KEYS, LANES, LINES, chunk_range
 
 
 def enqueue(addresses: IntArray, sizes: IntArray, step: int, offset: int, prints: torch.Tensor) -> None:

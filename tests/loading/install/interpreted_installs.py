@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from eplb_core import ExpertStore, Topology
-from eplb_core.loading.install.installer import Installer, Staging
+from eplb_core.loading.install.installer import Installer
+from eplb_core.loading.install.staging import Staging
 from eplb_core.loading.moves.steps import plan_steps
 from tests.loading.worlds import random_layout
 
@@ -36,9 +37,9 @@ def main() -> None:
             for store, kernels in zip(stores, (True, False), strict=True)
         ]
         for step in plan_steps(old, new, rank=case % 2, capacity=per_rank):
-            place_of = rng.permutation(per_rank)
+            row_of_slot = rng.permutation(per_rank)
             for installer in both:
-                installer.run(0, installer.plan(step, place_of))
+                installer.run(0, installer.plan(step, row_of_slot))
         for name in (*SIZES, "w"):
             count = 2 * per_rank if name == "w" else per_rank
             for slot in range(count):

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from eplb_core import ExpertStore, Topology
-from eplb_core.loading.install.installer import Installer, Staging
+from eplb_core.loading.install.installer import Installer
+from eplb_core.loading.install.staging import Staging
 from eplb_core.loading.moves.steps import plan_steps
 from tests.loading.worlds import random_layout
 
@@ -66,9 +67,9 @@ def test_installs_on_a_gpu_give_the_bytes_of_installs_on_the_cpu(kernels: bool) 
             Installer([stores[1]], Staging(memory, stores[1:])),
         ]
         for step in plan_steps(old, new, rank=case % 2, capacity=per_rank):
-            place_of = rng.permutation(per_rank)
+            row_of_slot = rng.permutation(per_rank)
             for installer in installers:
-                installer.run(0, installer.plan(step, place_of))
+                installer.run(0, installer.plan(step, row_of_slot))
         for name in (*sizes, "alpha"):
             for slot in range(per_rank if name != "alpha" else 2 * per_rank):
                 assert torch.equal(stores[0].row(name, slot).cpu(), stores[1].row(name, slot)), (case, name, slot)

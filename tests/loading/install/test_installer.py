@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from eplb_core import ExpertLayout, ExpertStore, Topology
 from eplb_core._arrays import IntArray
 from eplb_core.loading.install.copies import copy_rows, copy_spans, label_groups, order_copies
-from eplb_core.loading.install.installer import Installer, Staging, whole_sources
+from eplb_core.loading.install.installer import Installer, whole_sources
+from eplb_core.loading.install.staging import Staging
 from eplb_core.loading.moves.steps import plan_steps
-from eplb_core.loading.pull_plan import READ
+from eplb_core.loading.pull_plan import PullKind
 
 
 @settings(deadline=None, max_examples=200)
@@ -125,12 +126,14 @@ def test_an_install_leaves_every_slot_with_its_expert(
         staging = Staging(None, [store])
         installer = Installer([store], staging)
         for step in plan_steps(old, new, rank=rank, capacity=staging.capacity):
-            place_of = np.array(data.draw(st.permutations(range(per_rank))))
-            for slot in np.flatnonzero(step.kind == READ).tolist():
+            row_of_slot = np.array(data.draw(st.permutations(range(per_rank))))
+            for slot in np.flatnonzero(step.kind == PullKind.READ).tolist():
                 expert = int(step.after.physical_to_logical_map[0, rank * per_rank + slot])
-                for tensor, label in zip(staging.row(int(place_of[slot]), store), (expert, expert + 100), strict=True):
+                for tensor, label in zip(
+                    staging.row(int(row_of_slot[slot]), store), (expert, expert + 100), strict=True
+                ):
                     tensor.fill_(label)
-            installer.run(0, installer.plan(step, place_of))
+            installer.run(0, installer.plan(step, row_of_slot))
         for slot in range(per_rank):
             expert = int(new.physical_to_logical_map[0, rank * per_rank + slot])
             if expert >= 0:
@@ -145,11 +148,12 @@ def test_whole_rows_come_from_a_row_that_stays_if_there_is_one() -> None:
     assert whole_sources(np.array([0, 1, 1, 2]), np.array([1, 0, 1, -1]), 3).tolist() == [2, 0, -1, -1]
 
 
-def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "eplb_core.loading.install.gpu", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     store = ExpertStore({"w": torch.zeros(2, 4)})
-    assert Installer([store], Staging(None, [store]), kernels=True)._device_copies is None
+    with pytest.raises(ImportError, match="triton"):
+        Installer([store], Staging(None, [store]), kernels=True)
 
 
 def test_staging_lies_tensor_by_tensor_large_rows_first() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from eplb_core import ExpertLayout, Topology
 from eplb_core.errors import FileFormatError, MigrationError
-from eplb_core.loading.install.installer import Staging
+from eplb_core.loading.install.staging import Staging
 from eplb_core.loading.moves import backup as backup_module
 from eplb_core.loading.moves.backup import MANIFEST, HostBackup, _save
 from eplb_core.loading.moves.mover import move_experts

@@ -24,6 +24,7 @@ from eplb_core import (
     GroupAgreement,
     LoadCounter,
     Migrator,
+    Target,
     Topology,
     fingerprints,
     replica_shares,
@@ -31,8 +32,8 @@ from eplb_core import (
 )
 from eplb_core._arrays import IntArray
 from eplb_core.errors import MigrationError
-from eplb_core.loading.moves import words as _words
-from eplb_core.loading.moves.pull import Trouble
+from eplb_core.loading.moves import progress as _words
+from eplb_core.loading.moves.progress import Trouble
 from eplb_core.loading.moves.warm import warm_moves
 from eplb_core.loading.transport import ReadBatch
 from eplb_core.loading.transports import DeferredCopy, Faulty, LocalCopy
@@ -96,9 +97,9 @@ def test_senders_that_come_with_a_layout_are_read_from(how: str) -> None:
         noted = Noted()
         with fleet(old, transports={2: noted}) as ranks:
             if how == "given":
-                ranks.start(new, senders=senders)
+                ranks.start(Target(new, senders=senders))
             else:
-                ranks.start(lambda live, senders=senders: (new, None, senders))
+                ranks.start(lambda live, senders=senders: Target(new, senders=senders))
             ranks.until_idle()
             assert ranks.first.layout == new
             assert noted.peers == [sender]
@@ -130,7 +131,7 @@ def test_dispatch_and_weights_change_in_the_same_pass_with_shares_of_the_load() 
     load = np.array([[5.0, 1, 9, 1]] * 2)
     shares = replica_shares(new, load)
     with fleet(old, mode="weighted") as ranks:
-        ranks.start(lambda live: (new, shares))
+        ranks.start(lambda live: Target(new, shares))
         ranks.until_idle()
         anew = DispatchTables(new, rank=1, mode="weighted", shares=shares)
         for layer in range(2):
@@ -307,7 +308,7 @@ def test_a_target_that_the_tables_cannot_hold_is_refused_before_anything_moves()
         ranks.start(many)
         ranks.until_idle()
         ends(ranks, "plan", EITHER, old, "an expert has 4 replicas and `tables` hold 3")
-        ranks.start(old, shares=np.full((1, 6), 0.5))
+        ranks.start(Target(old, np.full((1, 6), 0.5)))
         ranks.until_idle()
         ends(ranks, "plan", EITHER, old, "cannot keep shares")
 
@@ -342,7 +343,7 @@ def test_a_row_on_the_way_that_the_tables_cannot_hold_is_refused_before_anything
 def test_shares_that_do_not_fit_are_refused_before_anything_moves(shares: list[list[float]], text: str) -> None:
     old = ExpertLayout([[0, 1, 2, 3]], 4, topology=TWO)
     with fleet(old, mode="weighted") as ranks:
-        ranks.start(ExpertLayout([[2, 1, 0, 3]], 4, topology=TWO), shares=shares)
+        ranks.start(Target(ExpertLayout([[2, 1, 0, 3]], 4, topology=TWO), shares))
         ranks.until_idle()
         ends(ranks, "plan", EITHER, old, text)
 
@@ -394,7 +395,7 @@ def test_bytes_that_were_torn_on_the_way_are_not_installed() -> None:
     with fleet(OLD, transports={1: torn}, reference=reference()) as ranks:
         ranks.start(NEW)
         ranks.until_idle()
-        ends(ranks, "read", 1, OLD.replace(NEW, [0]), "of layer 1 did not arrive from slot 0 as it was at the start")
+        ends(ranks, "read", 1, OLD.replace(NEW, [0]), "bytes from slot 0 do not match the reference")
         ranks.start(NEW)
         ranks.until_idle()
         ends(ranks, "", None, NEW, "")

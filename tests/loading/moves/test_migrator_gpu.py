@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from eplb_core import CudaIpc, DispatchTables, ExpertLayout, ExpertStore, Migrator, Topology, move_experts
-from eplb_core.loading.install.installer import Staging
-from eplb_core.loading.moves import words
+from eplb_core.loading.install.staging import Staging
+from eplb_core.loading.moves import progress as words
 from eplb_core.loading.moves.joining import regions_of
 from tests.loading.worlds import World, on_threads, random_layout
 

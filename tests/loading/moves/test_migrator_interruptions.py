@@ -15,9 +15,10 @@ import torch
 from eplb_core import ExpertLayout, SlotResolver, Topology
 from eplb_core.errors import AgreementError, MigrationError, TransportError
 from eplb_core.loading.agreement import LocalAgreement
-from eplb_core.loading.moves import words
+from eplb_core.loading.moves import progress as words
 from eplb_core.loading.moves.migrator import Migrator
-from eplb_core.loading.moves.pull import _WRITTEN, Trouble
+from eplb_core.loading.moves.progress import Trouble
+from eplb_core.loading.moves.pull import _WRITTEN
 from eplb_core.loading.transport import ReadState, Status
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
 from tests.loading.fleets import LONG, SLOT, Answer, Fleet, Keeper, Shelf, fleet
@@ -165,10 +166,10 @@ def test_stop_says_that_a_read_may_still_write_to_staging() -> None:
         ranks.passes(lambda: slow.waiting == 1)
         for _ in range(2):
             assert ranks.each(lambda rank: ranks.migrators[rank].stop(0.1)) == [True, False]
-        assert ranks.migrators[1]._work.puller in _WRITTEN
+        assert ranks.migrators[1]._stager.puller in _WRITTEN
         slow.complete()
         assert ranks.stop() == [True, True]
-        assert ranks.migrators[1]._work.puller not in _WRITTEN  # nor are its weights kept any longer
+        assert ranks.migrators[1]._stager.puller not in _WRITTEN  # nor are its weights kept any longer
 
 
 def test_staging_outlives_a_migrator_that_nobody_stops_while_a_read_may_still_write() -> None:
@@ -178,7 +179,7 @@ def test_staging_outlives_a_migrator_that_nobody_stops_while_a_read_may_still_wr
     ranks.start(NEW)
     ranks.passes(lambda: slow.waiting == 1)
     assert ranks.each(lambda rank: ranks.migrators[rank].pause()) == [OLD, OLD]
-    staging = weakref.ref(ranks.migrators[1]._work.puller.staging)
+    staging = weakref.ref(ranks.migrators[1]._stager.puller.staging)
     ranks.migrators.clear()
     gc.collect()
     assert staging() is not None

@@ -12,7 +12,7 @@ import torch
 
 from eplb_core import ExpertLayout, Topology
 from eplb_core.errors import AgreementError, MigrationError
-from eplb_core.loading.moves import words as _words
+from eplb_core.loading.moves import progress as _words
 from eplb_core.loading.moves.migrator import Migrator
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
 from tests.loading.fleets import LONG, Fleet, Shelf, fleet
@@ -30,7 +30,7 @@ def until_it_says(migrator: Migrator, phase: int, value: int | None = None) -> i
     """The word of this rank, once its workers have come so far."""
     end = time.monotonic() + LONG
     while True:
-        word = _words.take_apart(migrator.progress)
+        word = _words.decode_word(migrator.progress)
         if word.migration == 1 and word.phase == phase and value in (None, word.value):
             return migrator.progress
         assert time.monotonic() < end, word
@@ -158,7 +158,7 @@ def test_a_transport_that_raises_when_it_is_asked_what_it_exports_ends_the_migra
 def test_reads_of_which_nothing_can_be_learnt_do_not_hold_up_the_worker() -> None:
     transport = Forgets()
     with fleet(OLD, transports={0: transport}) as ranks:
-        puller = ranks.first._work.puller
+        puller = ranks.first._stager.puller
         pull = puller.begin(next(iter(steps())), LONG)
         transport.poll_raises = True
         assert puller.has_ended(pull)

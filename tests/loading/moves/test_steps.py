@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, Topology
 from eplb_core.loading.moves.steps import plan_steps
-from eplb_core.loading.pull_plan import READ, RESTORE
+from eplb_core.loading.pull_plan import PullKind
 
 
 @st.composite
@@ -54,7 +54,7 @@ def test_any_capacity_reaches_the_target_through_valid_layouts(case: tuple[Exper
             step.after.physical_to_logical_map[step.layer].tolist() == new.physical_to_logical_map[step.layer].tolist()
         )
         for own in at_step:
-            assert np.isin(own.kind, (READ, RESTORE)).sum() <= capacity
+            assert np.isin(own.kind, (PullKind.READ, PullKind.RESTORE)).sum() <= capacity
         live = step.after
     assert live == new
     # Every step but a layer's last brings at least one expert to its rank.
@@ -104,7 +104,7 @@ def test_the_last_copy_that_can_be_read_is_not_overwritten_before_it_is_read() -
     new = ExpertLayout([[3, 2, 0, 1, -1, -1]], 4, topology=Topology(3))
     for rank in (0, 1):
         kinds = [step.kind for step in plan_steps(old, new, rank=rank, capacity=1, avoid_ranks=[2])]
-        assert not (np.stack(kinds) == RESTORE).any()
+        assert not (np.stack(kinds) == PullKind.RESTORE).any()
 
 
 def test_layers_left_out_or_unchanged_cost_nothing() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from eplb_core import ExpertStore, fingerprints
 from eplb_core.loading.verify import fingerprint_gpu
-from eplb_core.loading.verify.fingerprint import CHUNK_BYTES
+from eplb_core.loading.verify.keys import CHUNK_BYTES
 
 
 def interpreted(stores: list[ExpertStore], sample: tuple[int, int]) -> torch.Tensor:

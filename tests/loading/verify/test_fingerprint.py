@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from eplb_core import ExpertStore, fingerprints
 from eplb_core.loading.verify import fingerprint as module
-from eplb_core.loading.verify.fingerprint import CHUNK_BYTES, KEYS, LANES, LINES
+from eplb_core.loading.verify.keys import CHUNK_BYTES, KEYS, LANES, LINES
 
 WRAP = 2**64
 
