@@ -17,7 +17,7 @@ NEED_TORCH = {
     *("CheckpointError", "ExpertStore", "fingerprints", "load_checkpoint", "rebalance_experts"),
     "TorchDistributed",
     *("DispatchTables", "LayerTables", "LoadCounter", "topk_to_slots"),
-    *("HostBackup", "Migrator", "MigratorStatus", "move_experts"),
+    *("HostBackup", "Migrator", "MigratorStatus", "Target", "move_experts"),
     *("WeightHost", "attach_weights"),
 }
 WORDS = {"Locality": ("none", "group", "first_copy"), "PlacementDispatch": ("even", "weighted")}

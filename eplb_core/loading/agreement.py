@@ -21,14 +21,21 @@ class Agreement(Protocol):
     """One word from every rank, each pass; the minimum comes back one pass later, equal everywhere.
 
     Called only from the thread that calls `Migrator.poll`, `pause`, `move_experts` and `agree_on_layout`. An engine
-    that exchanges numbers between ranks each pass anyway can carry the word along.
+    that exchanges numbers between ranks in each pass anyway can add the word to them.
     """
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int:
+        """This member, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        ...
 
     def post(self, word: int) -> None:
-        """Hand in this pass's word, an int64. Never blocks."""
+        """Contribute this pass's word, an int64. Never blocks."""
         ...
 
     def take(self) -> int | None:
@@ -44,7 +51,7 @@ class Agreement(Protocol):
 
 
 def check_agreement(value: object) -> None:
-    """An argument `agreement`."""
+    """Raise TypeError unless `agreement` is an Agreement."""
     if not callable(getattr(value, "gather", None)):
         raise TypeError(f"`agreement` (={type(value).__name__}) must be an Agreement, such as GroupAgreement")
 
@@ -55,7 +62,7 @@ class GroupAgreement:
     Args:
         cpu_group: A group on the CPU (gloo) that nobody else uses: collectives of two users on one group mix. From
             `torch.distributed.new_group(backend="gloo")`, or a `ProcessGroupGloo`.
-        deadline: Seconds after which a peer that does not answer is given up on.
+        deadline: Seconds to wait for a peer before the agreement fails.
         store: The store that the group was made with, through which ranks find out who is missing. Default: that of a
             group that torch made by name.
 
@@ -257,7 +264,7 @@ class LocalAgreement:
         return [cls(room, rank, deadline) for rank in range(size)]
 
     def post(self, word: int) -> None:
-        """Hand in this pass's word."""
+        """Contribute this pass's word."""
         if self._posted != self._taken:
             raise AgreementError("`post` was called twice without a `take` between them; call each once a pass")
         self._room.put(("word", self._posted), self.rank, word)

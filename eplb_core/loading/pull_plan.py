@@ -1,4 +1,4 @@
-"""Where each slot of a rank gets its new expert from: a pure plan, worked out by every rank for itself."""
+"""Where each slot of a rank gets its new expert from: a pure plan, computed by every rank for itself."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def plan_pull(
 
     A slot that keeps its expert is left alone; then a copy inside the rank; then a holder on the same node; then any
     holder; then a backup. Reads are spread: over the ranks that could serve a read, it goes to the one with the fewest
-    reads of all ranks on that layer, reads with the fewest choices first. Every rank works out all ranks' reads and so
+    reads of all ranks on that layer, reads with the fewest choices first. Every rank computes all ranks' reads and so
     knows its own. A layer's plan depends on its own rows alone.
 
     Args:
@@ -157,7 +157,7 @@ def _check_loaded(loaded: ArrayLike | None, layout: ExpertLayout) -> BoolArray:
         return np.ones(shape, dtype=np.bool_)
     array = np.array(to_numpy(loaded, "loaded"))
     if array.dtype != np.bool_ or array.shape != shape:
-        raise ValueError(f"`loaded` ({array.dtype} {list(array.shape)}) must be bool {list(shape)}, one a slot")
+        raise ValueError(f"`loaded` ({array.dtype} {list(array.shape)}) must be bool {list(shape)}, one per slot")
     return array
 
 
@@ -168,7 +168,7 @@ def check_senders(senders: ArrayLike | None, layout: ExpertLayout) -> IntArray:
         return read_only(np.full(shape, -1, dtype=np.int64))
     array = to_ids(senders, "senders")
     if array.shape != shape:
-        raise ValueError(f"`senders` (shape {list(array.shape)}) must be {list(shape)}, a rank a slot")
+        raise ValueError(f"`senders` (shape {list(array.shape)}) must be {list(shape)}, one rank per slot")
     if (array >= ranks).any():
         layer, slot = (int(i) for i in np.argwhere(array >= ranks)[0])
         raise ValueError(

@@ -13,6 +13,7 @@ import torch
 
 from eplb_core import DispatchTables, ExpertLayout
 from eplb_core.loading.moves.migrator import Migrator
+from eplb_core.loading.moves.progress import MOVING, word
 from eplb_core.loading.transport import ReadState, Status, Transport
 from eplb_core.loading.transports import LocalCopy
 from tests.loading.worlds import SIZES, World, label
@@ -147,13 +148,15 @@ class Fleet(World):
 
     def passes(self, until: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> int:
         """Passes until something is so; workers get their turn in between."""
-        count, end = 0, time.monotonic() + LONG
-        while not until():
-            assert time.monotonic() < end, self.first.status
+        count = 0
+
+        def pass_and_count() -> None:
+            nonlocal count
             self.one_pass()
             meanwhile()
             count += 1
-            self.passes_pause()
+
+        self.wait(until, pass_and_count)
         return count
 
     def passes_pause(self) -> None:
@@ -166,6 +169,35 @@ class Fleet(World):
     def start(self, target: Any) -> None:
         for migrator in self.migrators.values():
             assert migrator.start(target)
+
+    def move(self, target: Any, meanwhile: Callable[[], object] = lambda: None) -> int:
+        """A migration from its start to its end; the number of passes."""
+        self.start(target)
+        return self.until_idle(meanwhile)
+
+    def until_staged(self) -> None:
+        """Passes until all ranks have posted that the first step of the first migration is staged."""
+        self.passes(lambda: all(m._posted == word(1, MOVING, 1) for m in self.migrators.values()))
+
+    def wait(self, until: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Until something is so, without looks at slots and status in between."""
+        end = time.monotonic() + LONG
+        while not until():
+            assert time.monotonic() < end, self.first.status
+            meanwhile()
+            self.passes_pause()
+
+    def poll(self) -> list[tuple[int, ...]]:
+        """What each rank's poll returns, without a look."""
+        return [migrator.poll() for migrator in self.migrators.values()]
+
+    def resume(self) -> None:
+        for migrator in self.migrators.values():
+            migrator.resume()
+
+    def reached(self, layout: ExpertLayout, cause: str = "") -> bool:
+        """Whether the last migration ended so."""
+        return (self.first.status.cause, self.first.layout) == (cause, layout)
 
     def stop(self) -> list[Any]:
         return self.each(lambda rank: self.migrators[rank].stop(LONG))

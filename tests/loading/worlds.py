@@ -17,6 +17,10 @@ from eplb_core.loading.transport import Transport
 from eplb_core.loading.transports import LocalCopy
 
 T = TypeVar("T")
+TWO = Topology(2)
+OLD = ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=TWO)
+NEW = ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=TWO)
+"""Each rank reads one expert of each layer."""
 CROWDED = tuple(
     ExpertLayout([row], 6, topology=Topology(3))
     for row in ([2, 1, 3, 0, 0, 4, 3, 5, 1, 1, 3, 5], [2, 0, 3, 3, 1, 5, 4, 1, 0, 4, 4, 5])

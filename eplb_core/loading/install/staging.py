@@ -17,7 +17,7 @@ class Staging:
 
     Args:
         memory: uint8 `[n]` on the stores' device, or its size in bytes, or None for a whole layer.
-        stores: One a layer; a tensor's rows may differ in size between layers, the largest counts.
+        stores: One per layer; a tensor's rows may differ in size between layers, the largest counts.
 
     Raises:
         ValueError: Not one slot fits, or the tensor is of another kind.
@@ -26,7 +26,7 @@ class Staging:
     memory: torch.Tensor
     """uint8 `[n]`."""
     capacity: int
-    """Slots that fit."""
+    """Number of slots that fit."""
     offsets: IntArray
     """Where each row of each tensor begins in `memory`, int64 `[capacity, tensors]`."""
     addresses: IntArray
@@ -47,7 +47,7 @@ class Staging:
         else:
             size = check_int(memory, "staging", 0)
             if size > 1 << 50:
-                raise ValueError(f"`staging` (={quoted(size, 40)} bytes) must be memory that there is")
+                raise ValueError(f"`staging` (={quoted(size, 40)} bytes) must be memory that exists")
         if size < nbytes:
             raise ValueError(f"`staging` (={size} bytes) must hold at least one slot (={nbytes} bytes)")
         # No rank reads more than S slots of a layer, and none more than two layers at a time.

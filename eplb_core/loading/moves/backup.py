@@ -1,4 +1,4 @@
-"""Experts outside of the ranks' memory: where they come from when the last rank that held one is gone."""
+"""Experts in files: where they come from when the last rank that held one is gone."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.transport import Transport
 
 MANIFEST = "backup.json"
-"""Names the files of a backup and their sizes; written when all of them are there."""
+"""File that names the files of a backup and their sizes; written last."""
 FORMAT = "eplb-backup-1"
 _WANTED = f"a backup ({FORMAT})"
 _MEND = "save the backup anew"
 
 Rows = list[torch.Tensor]
-"""An expert's bytes on the host, uint8, one a tensor of the store."""
+"""An expert's bytes on the host, uint8, one per tensor of the store."""
 
 
 class HostBackup:
     """Experts in safetensors files, as `HostBackup.save` writes them; for `Migrator(backup=)` and `move_experts`.
 
-    What a save left that did not come to its end is no backup, and one that was saved over gives no expert any more.
-    A folder on a disk that all nodes see serves all of them; one in memory (`/dev/shm`) serves its node, and outlives
-    the ranks' processes.
+    A save that was cut off leaves no backup, and a backup that was saved over gives no experts any more. A folder on a
+    disk that all nodes see serves all nodes; one in memory (`/dev/shm`) serves its node and outlives the ranks'
+    processes.
 
     Args:
         folder: Where the files are.
@@ -91,7 +91,7 @@ class HostBackup:
         return key in self._file_of
 
     def fetch(self, layer: int, expert: int, rows: Sequence[torch.Tensor]) -> None:
-        """Fill `rows`, uint8, one a tensor of the store, with an expert's bytes.
+        """Fill `rows`, uint8, one per tensor of the store, with an expert's bytes.
 
         Raises:
             KeyError: It is not here.
@@ -142,7 +142,7 @@ class HostBackup:
             folder: Made if need be. Without `transport` one that all ranks see: each expert is written by the rank of
                 its first slot. With `transport` one for each node: the ranks of each node write all E experts of a
                 layer between them, and read from other ranks what they do not hold.
-            stores: One a layer, of this rank, after post-processing.
+            stores: One per layer, of this rank, after post-processing.
             layout: What they hold.
             rank: This rank.
             agreement: Of all ranks, or of those that live.

@@ -38,32 +38,33 @@ _FOR_GOOD = ("refused", "record")
 
 
 class Migrator:
-    """Brings the weights of all ranks to new layouts while they serve; the one owner of the live layout.
+    """Moves the weights of all ranks to new layouts while they serve; the one owner of the live layout.
 
-    A worker thread computes targets and plans, another reads peers' slots into staging. `poll`, once a pass on every
-    rank, installs a layer in the pass in which all ranks know that all have it: weights, tables and `layout` change
-    together, on all ranks in the same pass. Nobody installs a layer before every rank has read what it needs of it, so
-    no read sees a slot that was written over; and no layer is read again before every rank has installed it.
+    One worker thread computes targets and plans, another reads peers' slots into staging. `poll`, once per pass on
+    every rank, installs a layer in the pass in which all ranks know that all have staged it: weights, tables and
+    `layout` change together, on all ranks in the same pass. No rank installs a layer before every rank has read what it
+    needs of it, so no read sees a slot that was overwritten; and no layer is read again before every rank has installed
+    it.
 
-    A rank that fails, stalls or disagrees ends the migration on every rank in the same pass: layers installed stay new,
-    the others old. `status` says why. A later `start` tries again. docs/moving.md has the whole.
+    A rank that fails, stalls or disagrees ends the migration on every rank in the same pass: installed layers stay new,
+    the others old. `status` says why. A later `start` tries again. docs/moving.md describes the protocol.
 
     Args:
-        stores: One a layer, of this rank.
-        layout: What they hold, the same on every rank.
+        stores: One per layer, of this rank.
+        layout: Layout that the weights are in, the same on every rank.
         rank: This rank.
-        transport: How to read other ranks' memory; outlives the Migrator.
-        agreement: Of all ranks, or of those that live: others are not read from.
-        tables: Dispatch tables to keep in step, or None. From now on the Migrator alone installs them.
+        transport: Reads other ranks' memory; outlives the Migrator.
+        agreement: Of all ranks, or of the live ones: other ranks are not read from.
+        tables: Dispatch tables to install with each layer, or None. From now on only the Migrator installs them.
         record: Keeper of the layout to tell of every step, or None.
-        staging: Memory for incoming slots: bytes, or uint8 `[bytes]` on the stores' device. With less than any rank
-            reads for a layer, the layer is moved in parts, and `layout` passes through rows that are neither old nor
-            new; one slot is always enough. Default: S slots.
-        on_install: Called after each install as `on_install(layer, layout)`, on the thread of the passes: for an
-            engine's own copies of what depends on slots.
+        staging: Memory for incoming slots: bytes, or uint8 `[bytes]` on the stores' device. If it holds less than some
+            rank reads for a layer, that layer is moved in parts, and `layout` passes through rows that are neither old
+            nor new; one slot is always enough. Default: S slots.
+        on_install: Called after each install as `on_install(layer, layout)`, on the thread of the passes, for an
+            engine's own data that depends on slots.
         backup: Where experts come from that no live rank holds.
-        reference: `by_expert` of `verify_weights`: what arrives is printed and compared before it counts as staged, so
-            that a transport that tears ends a migration instead of an expert.
+        reference: `by_expert` of `verify_weights`: the fingerprint of what arrives is compared with it before it counts
+            as staged, so that a faulty transport ends a migration and spoils no expert.
         deadline: Seconds without progress after which a migration is given up.
 
     Raises:
@@ -127,7 +128,7 @@ class Migrator:
 
     @property
     def layout(self) -> ExpertLayout:
-        """The live layout: what the weights are in and the tables dispatch by."""
+        """The live layout: the one that the weights are in and the tables dispatch by."""
         return self._layout
 
     @property
@@ -142,12 +143,12 @@ class Migrator:
 
     @property
     def idle(self) -> bool:
-        """No migration runs and one may start; changes in the same pass on every rank."""
+        """Whether a migration may start; changes in the same pass on every rank."""
         return self._run is None and not (self._paused or self._lost or self._stopped)
 
     @property
     def status(self) -> MigratorStatus:
-        """What the Migrator is at."""
+        """What the Migrator does and has done."""
         run, last, stager = self._run, self._last, self._stager
         phase: Phase
         installed, steps = (run.installed, run.known_steps) if run else (last.installed, last.steps)
@@ -212,7 +213,9 @@ class Migrator:
             self._mover.submit(lambda: self._work.announce(run))
 
     def poll(self) -> tuple[int, ...]:
-        """Once a pass, on every rank, at the same place in the loop: `install(agreement.take())`, then post `progress`.
+        """Install what all ranks have staged; call once per pass on every rank, at the same place in the loop.
+
+        The same as `install(agreement.take())` and then `agreement.post(progress)`.
 
         Returns:
             Rows of the layout that were installed now: none or one.
@@ -242,9 +245,9 @@ class Migrator:
             self._lose(error)
 
     def install(self, agreed: int | None) -> tuple[int, ...]:
-        """What a pass does with the minimum of all ranks' `progress` of the pass before.
+        """Act on the minimum of all ranks' `progress` of the pass before.
 
-        For an engine with a collective of its own; otherwise `poll` calls it. Runs on the current stream, waits for
+        For engines with a collective of their own; otherwise `poll` calls it. Runs on the current stream and waits for
         nothing.
 
         Args:
@@ -386,13 +389,13 @@ class Migrator:
     # ---- interruptions ---------------------------------------------------------------------------------------------
 
     def pause(self, *, finish: bool = False) -> ExpertLayout:
-        """Stop touching weights; every rank calls it in the same pass. Blocks.
+        """Stop reading and writing weights; every rank calls it in the same pass. Blocks.
 
-        Afterwards no rank reads or writes expert slots: weights may be reloaded, memory may sleep, graphs may be
-        captured. What is staged is dropped, and a migration that runs ends with the cause `paused`.
+        Afterwards weights may be reloaded, memory may sleep and graphs may be captured. Staged bytes are dropped, and a
+        migration that runs ends with the cause `paused`.
 
         Args:
-            finish: Let a migration that runs come to its end first.
+            finish: Finish a migration that runs first.
 
         Returns:
             The live layout, the same on every rank.
@@ -450,7 +453,7 @@ class Migrator:
             time.sleep(POLL_S)
 
     def resume(self, *, reference: ArrayLike | None = None, backup: Backup | None = None) -> None:
-        """After `pause`: migrations may start again. Every rank calls it in the same pass.
+        """Allow migrations again after `pause`; every rank calls it in the same pass.
 
         Args:
             reference: As in the constructor, where weights were changed in the pause. Default: as before.
@@ -475,7 +478,7 @@ class Migrator:
             deadline: Seconds for the threads to end. The pause has the agreement's own.
 
         Returns:
-            False if a thread still runs (a target function that does not end) or a read that was given up on may still
+            False if a thread still runs (a target function that does not end) or an abandoned read may still
             write to staging, which then stays allocated: leave the process without freeing it.
         """
         seconds = check_real(deadline, "deadline", at_least=0.0, at_most=1e9)
@@ -493,13 +496,13 @@ class Migrator:
         return all(ended) and clean
 
     def rejoin(self, agreement: Agreement) -> ExpertLayout:
-        """After the agreement has failed: go on with the ranks that live. Each of them calls it. Blocks.
+        """Go on with the live ranks after the agreement has failed; each of them calls it. Blocks.
 
-        If some have installed a layer in the pass in which the agreement failed, the others, who have it staged, do so
-        now; then all have the same layout. Ranks that are no members are not read from any more.
+        If some installed a layer in the pass in which the agreement failed, the others, which have it staged, install
+        it now, so that all have the same layout. Ranks that are no members are not read from any more.
 
         Args:
-            agreement: Of the ranks that live; not used before.
+            agreement: Of the live ranks; not used before.
 
         Returns:
             The live layout, the same on every rank.

@@ -140,7 +140,7 @@ class Puller:
     # ---- reads -----------------------------------------------------------------------------------------------------
 
     def begin(self, step: Step, deadline: float, is_over: Callable[[], bool] = lambda: False) -> Pull:
-        """Begin all reads of a step; waits up to `deadline` seconds for staging that reads given up on still own.
+        """Begin all reads of a step; wait up to `deadline` seconds for staging rows that abandoned reads still own.
 
         Raises:
             Trouble: There was none, or a read was refused, or `is_over` while it waited.
@@ -153,12 +153,12 @@ class Puller:
                 return pull
             if is_over() or time.monotonic() > until:
                 raise Trouble(
-                    "deadline", f"{held} of {len(self._taken)} slots of staging are still owned by reads given up on"
+                    "deadline", f"{held} of {len(self._taken)} staging rows are still owned by abandoned reads"
                 )
             time.sleep(POLL_S)
 
     def begin_early(self, step: Step) -> Pull | None:
-        """Begin all reads of a step, if staging has room beside what it holds; None: `begin` it when it is its turn."""
+        """Begin all reads of a step if staging has free rows; return None if not: `begin` when it is its turn."""
         try:
             self.num_quarantined()
             return self._begin(step)
@@ -229,10 +229,10 @@ class Puller:
             return False
 
     def wait(self, pull: Pull, layer: int, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all bytes are there; False, with the reads given up, if `is_over` meanwhile.
+        """Wait until all bytes are there; return False, with the reads abandoned, if `is_over` meanwhile.
 
         Raises:
-            Trouble: A read failed, or it took longer than `seconds`; whatever is raised, the reads are given up.
+            Trouble: A read failed, or it took longer than `seconds`; whatever is raised, the reads are abandoned.
         """
         until = time.monotonic() + seconds
         try:
@@ -249,7 +249,7 @@ class Puller:
         return True
 
     def give_up(self, pull: Pull) -> None:
-        """Abandon what has not ended. Staging rows that may still be written stay out of use until it has."""
+        """Abandon reads that have not ended; the rows that they may still write stay in quarantine until they have."""
         tickets = pull.tickets
         self.release(pull)
         for ticket, _, rows in tickets:
@@ -262,12 +262,12 @@ class Puller:
         self.num_quarantined()
 
     def release(self, pull: Pull) -> None:
-        """The staged bytes are not needed any more."""
+        """Free the staging rows: their bytes are not needed any more."""
         self._taken[pull.rows] = False
         pull.rows, pull.tickets = pull.rows[:0], []
 
     def num_quarantined(self) -> int:
-        """Staging rows that reads given up on may still write."""
+        """Count the staging rows that abandoned reads may still write."""
         still = [(ticket, rows) for ticket, rows in self._quarantined if self._may_write(ticket)]
         for _, rows in self._quarantined:
             self._taken[rows] = False
@@ -286,7 +286,7 @@ class Puller:
             return True
 
     def drain(self, until: float) -> bool:
-        """Wait until nothing can write to staging any more, at most until that time; whether it is so."""
+        """Wait until no abandoned read can write to staging, at most until that time; return whether none can."""
         while self.num_quarantined():
             if time.monotonic() > until:
                 return False
@@ -395,7 +395,7 @@ def _fill_batches(
 
 
 def finish_writes(device: torch.device) -> None:
-    """Peers may read this rank's slots from now on: what was enqueued before has been written."""
+    """Wait until enqueued writes have run on the device: peers may read this rank's slots from now on."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

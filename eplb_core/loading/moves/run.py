@@ -135,7 +135,7 @@ class RunWorker:
                 breathe()
             run.bits = progress.target_bits(target.layout.digest)
             if self.last_install is not None:  # pragma: no cover  needs a GPU
-                # A migration that was given up on may have left one in the stream, and peers will read what it writes.
+                # A migration that ended early may have left one in the stream, and peers will read what it writes.
                 self.last_install.synchronize()
         except Trouble as why:
             run.fail(why)

@@ -19,10 +19,10 @@ BREATH_S = 5e-5
 
 
 def breathe() -> None:
-    """Let go of the interpreter, for long enough that a thread which waits for it wakes up and takes it.
+    """Release the interpreter lock for long enough that a waiting thread takes it.
 
-    Between any two parts of a worker's doings that take some ten microseconds each. `sleep(0)` will not do: it comes
-    back before the other thread runs, and takes the interpreter again.
+    Workers call it between parts of some ten microseconds. `sleep(0)` returns before the other thread runs, and takes
+    the lock again.
     """
     time.sleep(BREATH_S)
 
@@ -41,17 +41,17 @@ class Worker:
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` after those before it; it must not raise. Never waits; any thread."""
+        """Run `job` after the jobs before it. Never waits; any thread."""
         with self._giving:
             self._given += 1
             self._jobs.put(job)
 
     def is_quiet(self) -> bool:
-        """No job runs or waits."""
+        """Return whether no job runs or waits."""
         return self._given == self._done
 
     def wait_quiet(self, seconds: float) -> bool:
-        """Wait until `is_quiet`; False if it takes longer."""
+        """Wait until no job runs or waits; return False if it takes longer."""
         until = time.monotonic() + seconds
         while not self.is_quiet():
             if time.monotonic() > until:
@@ -60,7 +60,7 @@ class Worker:
         return True
 
     def close(self, seconds: float) -> bool:
-        """Let the thread end after its jobs; False if it takes longer."""
+        """End the thread after its jobs; return False if it takes longer."""
         self._jobs.put(None)
         self._thread.join(max(seconds, 0.0))
         return not self._thread.is_alive()
@@ -73,11 +73,11 @@ class Worker:
             self._done += 1
 
     def _wait(self) -> Callable[[], None] | None:
-        """For the next job; the interpreter is others' meanwhile."""
+        """Wait for the next job, without the interpreter lock."""
         return self._jobs.get()
 
     def _run_one(self) -> bool:
-        """The next job; what it holds is let go of before the wait for another."""
+        """Run the next job and drop what it holds before the wait for another; return False at the end."""
         job = self._wait()
         if job is None:
             return False
@@ -89,7 +89,7 @@ class Worker:
 
 
 def _relax_capture() -> None:  # pragma: no cover  needs a GPU
-    """Let this thread ask after events while another captures a graph in the default, global, mode."""
+    """Let this thread query events while another captures a graph in the default, global, mode."""
     with contextlib.suppress(OSError, AttributeError):
         runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
         runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))

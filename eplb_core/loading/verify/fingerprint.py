@@ -1,4 +1,4 @@
-"""A 64-bit print of the bytes of each slot and tensor, taken where the tensor is.
+"""64-bit fingerprints of the bytes of each slot and tensor, computed where the tensor is.
 
 A print is a sum over pieces of a row that are read once, in streams of 16-byte loads on a GPU; it is the same number on
 any device. A row is read as little-endian 32-bit words, zero-padded; 2,048 lanes by 32 lines make a chunk of 256 KiB:
@@ -41,14 +41,14 @@ def fingerprints(
     sample: int | tuple[int, int] | None = None,
     whole: bool = False,
 ) -> torch.Tensor:
-    """Print what each slot of this rank holds, tensor by tensor.
+    """Compute a fingerprint of what each slot of this rank holds, tensor by tensor.
 
     Equal bytes give equal prints on any rank and device; what unequal ones may do is at the top of this module. On a
     GPU the work is enqueued on the current stream: the host does not wait, and the prints belong to the moment at which
     the stream comes to them, so compare them with the layout of that moment.
 
     Args:
-        stores: One a layer, `[L]`; the same tensors in the same order.
+        stores: One per layer, `[L]`; the same tensors in the same order.
         layers: Rows to print, ints `[n]` or bools `[L]`; default all.
         sample: Read every k-th chunk of 256 KiB of each row, at least one: an int k, or `(k, offset)`, so that calls
             with offsets 0..k-1 in turn read everything. Wrong, stale, zeroed and never written slots differ in every
@@ -65,7 +65,7 @@ def fingerprints(
         ImportError: Tensors on a GPU, and no Triton.
 
     Cost:
-        Reads all bytes once, or 1/k of them; a launch a tensor. The first call compiles.
+        Reads all bytes once, or 1/k of them; one launch per tensor. The first call compiles.
 
     Threads:
         Any, under the stream that should order it. On a CPU the work is done when it returns.
@@ -80,7 +80,7 @@ def fingerprints(
     stores = to_list(stores, "stores")
     whole = check_flag(whole, "whole")
     if not stores:
-        raise ValueError("`stores` must hold one store a layer")
+        raise ValueError("`stores` must hold one store per layer")
     check_stores(stores)
     rows = np.arange(len(stores)) if layers is None else layer_rows(layers, len(stores))
     if isinstance(sample, tuple) and len(sample) != 2:

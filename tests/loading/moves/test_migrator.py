@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,12 +38,9 @@ from eplb_core.loading.moves.warm import warm_moves
 from eplb_core.loading.transport import ReadBatch
 from eplb_core.loading.transports import DeferredCopy, Faulty, LocalCopy
 from tests.loading.fleets import LONG, SLOT, Answer, FailsAt, Fleet, Keeper, Shelf, fleet
-from tests.loading.worlds import CROWDED, layout_pairs, stores_of
+from tests.loading.worlds import CROWDED, NEW, OLD, TWO, layout_pairs, stores_of
 
 ROOT = Path(__file__).parents[3]
-TWO = Topology(2)
-OLD = ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=TWO)
-NEW = ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=TWO)
 
 
 # ---- it moves --------------------------------------------------------------------------------------------------------
@@ -57,16 +54,13 @@ def test_migrations_change_one_layer_a_pass_and_every_slot_holds_its_expert_afte
     """R53, R54, E13: swaps included; one slot of staging is enough."""
     with fleet(layouts[0], staging=slots * SLOT) as ranks:
         for target in layouts[1:]:
-            ranks.start(target)
-            ranks.until_idle()
-            assert ranks.first.layout == target
-            assert ranks.first.status.cause == ""
+            ranks.move(target)
+            assert ranks.reached(target)
 
 
 def test_rows_that_change_are_installed_one_a_pass_in_order() -> None:
     with fleet(OLD) as ranks:
-        ranks.start(OLD.replace(NEW, [0, 2]))
-        ranks.until_idle()
+        ranks.move(OLD.replace(NEW, [0, 2]))
         assert ranks.installed == [0, 2]
         status = ranks.first.status
         assert (status.phase, status.migration, status.installed, status.steps) == ("idle", 1, 2, 2)
@@ -114,11 +108,9 @@ def test_a_function_of_the_live_layout_runs_on_a_worker() -> None:
         return NEW if live == OLD else None
 
     with fleet(OLD) as ranks:
-        ranks.start(target)
-        ranks.until_idle()
+        ranks.move(target)
         assert ranks.first.layout == NEW
-        ranks.start(target)
-        ranks.until_idle()
+        ranks.move(target)
         assert ranks.first.layout == NEW
         assert ranks.first.status.steps == 0
     assert sorted(threads[:2]) == ["eplb-plan-0", "eplb-plan-1"]
@@ -131,8 +123,7 @@ def test_dispatch_and_weights_change_in_the_same_pass_with_shares_of_the_load() 
     load = np.array([[5.0, 1, 9, 1]] * 2)
     shares = replica_shares(new, load)
     with fleet(old, mode="weighted") as ranks:
-        ranks.start(lambda live: Target(new, shares))
-        ranks.until_idle()
+        ranks.move(lambda live: Target(new, shares))
         anew = DispatchTables(new, rank=1, mode="weighted", shares=shares)
         for layer in range(2):
             assert torch.equal(ranks.tables[1].layer(layer).table, anew.layer(layer).table)
@@ -144,8 +135,7 @@ def test_a_hook_is_told_of_every_install_after_it() -> None:
     with fleet(
         OLD, on_install=lambda layer, layout: told.append((layer, layout == OLD.replace(NEW, range(layer + 1))))
     ) as ranks:
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
     assert told == [(layer, True) for layer in range(3) for _ in range(2)]
 
 
@@ -178,14 +168,14 @@ def test_an_engine_with_a_collective_of_its_own_uses_the_two_halves() -> None:
     with fleet(OLD) as ranks:
         ranks.start(NEW)
         agreed: int | None = None
-        end = time.monotonic() + LONG
-        while not ranks.first.idle:
-            assert time.monotonic() < end
-            rows = {migrator.install(agreed) for migrator in ranks.migrators.values()}
-            assert len(rows) == 1
+
+        def one_pass() -> None:
+            nonlocal agreed
+            assert len({migrator.install(agreed) for migrator in ranks.migrators.values()}) == 1
             agreed = min(migrator.progress for migrator in ranks.migrators.values())
             ranks.look()
-            threading.Event().wait(0.0002)
+
+        ranks.wait(lambda: ranks.first.idle, one_pass)
         assert ranks.first.layout == NEW
 
 
@@ -215,13 +205,11 @@ def test_a_read_that_fails_ends_the_migration_in_the_same_pass_everywhere(at: in
     """F6, H8: layers before it stay new, later ones old, serving goes on; the next migration moves the rest."""
     failing = FailsAt(at)
     with fleet(OLD, transports={1: failing}) as ranks:
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         ends(ranks, "read", 1, OLD.replace(NEW, range(at)), "reading from rank 0 ended as FAILED: the cable was cut")
         assert ranks.migrators[0].status.reason == "rank 1 gave up: read"
         failing.left = 100
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert ranks.first.layout == NEW
 
 
@@ -229,18 +217,15 @@ def test_a_rank_that_never_becomes_ready_ends_it_by_the_deadline() -> None:
     """F1, R61: and the late bytes land in staging that is not used again until then."""
     stuck = DeferredCopy()
     with fleet(OLD, transports={1: stuck}, deadline=0.2, staging=SLOT) as ranks:
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert ranks.first.status.cause == "deadline"
         assert ranks.first.layout == OLD
-        ranks.start(NEW)  # the one slot of staging is still in the transport's hands
-        ranks.until_idle()
+        ranks.move(NEW)  # the one slot of staging is still in the transport's hands
         assert ranks.first.status.cause == "deadline"
         assert ranks.migrators[1].status.quarantined == 1
         assert stuck.complete() == 1  # late
         ranks.check(OLD)
-        ranks.start(NEW)
-        ranks.until_idle(meanwhile=stuck.complete)
+        ranks.move(NEW, meanwhile=stuck.complete)
         ends(ranks, "", None, NEW, "")
 
 
@@ -253,9 +238,7 @@ def test_a_rank_that_has_failed_says_so_whatever_its_workers_do_next() -> None:
         assert run is not None
         run.fail(Trouble("deadline", "too late"))
         reads.complete()
-        end = time.monotonic() + LONG
-        while run.staged == 0:
-            assert time.monotonic() < end
+        ranks.wait(lambda: run.staged > 0)
         assert ranks.migrators[1].progress < 0
         ranks.until_idle()
         ends(ranks, "deadline", 1, OLD, "too late")
@@ -264,8 +247,7 @@ def test_a_rank_that_has_failed_says_so_whatever_its_workers_do_next() -> None:
 def test_a_peer_that_is_lost_is_told_from_a_read_that_failed() -> None:
     reads = DeferredCopy()
     with fleet(OLD, transports={0: reads}) as ranks:
-        ranks.start(NEW)
-        ranks.until_idle(meanwhile=lambda: reads.fail("the connection was reset", lost=True))
+        ranks.move(NEW, meanwhile=lambda: reads.fail("the connection was reset", lost=True))
         ends(ranks, "peer", 0, OLD, "reading from rank 1 ended as LOST_PEER: the connection was reset")
 
 
@@ -293,8 +275,7 @@ def test_a_function_that_raises_ends_it_everywhere() -> None:
 def test_a_function_that_gives_no_layout_is_told_what_to_give() -> None:
     placed: Any = SimpleNamespace(layout=NEW)  # as `place` gives
     with fleet(OLD) as ranks:
-        ranks.start(lambda live: placed)
-        ranks.until_idle()
+        ranks.move(lambda live: placed)
         said = {migrator.status.reason for migrator in ranks.migrators.values()}
         assert any("`target` (=SimpleNamespace) must be an ExpertLayout; give its `layout`" in text for text in said)
 
@@ -305,11 +286,9 @@ def test_a_target_that_the_tables_cannot_hold_is_refused_before_anything_moves()
     with fleet(old) as ranks:
         for tables in ranks.tables.values():
             tables.max_replicas = 3
-        ranks.start(many)
-        ranks.until_idle()
+        ranks.move(many)
         ends(ranks, "plan", EITHER, old, "an expert has 4 replicas and `tables` hold 3")
-        ranks.start(Target(old, np.full((1, 6), 0.5)))
-        ranks.until_idle()
+        ranks.move(Target(old, np.full((1, 6), 0.5)))
         ends(ranks, "plan", EITHER, old, "cannot keep shares")
 
 
@@ -318,8 +297,7 @@ def test_a_row_on_the_way_that_the_tables_cannot_hold_is_refused_before_anything
     with fleet(old, staging=SLOT) as ranks:
         for tables in ranks.tables.values():
             tables.max_replicas = 3
-        ranks.start(new)
-        ranks.until_idle()
+        ranks.move(new)
         assert (ranks.first.status.cause, ranks.first.status.installed, ranks.first.layout) == ("plan", 0, old)
         who = ranks.first.status.rank
         assert who is not None
@@ -327,8 +305,7 @@ def test_a_row_on_the_way_that_the_tables_cannot_hold_is_refused_before_anything
     with fleet(old) as ranks:  # a whole layer at a time
         for tables in ranks.tables.values():
             tables.max_replicas = 3
-        ranks.start(new)
-        ranks.until_idle()
+        ranks.move(new)
         assert ranks.first.layout == new
 
 
@@ -343,22 +320,19 @@ def test_a_row_on_the_way_that_the_tables_cannot_hold_is_refused_before_anything
 def test_shares_that_do_not_fit_are_refused_before_anything_moves(shares: list[list[float]], text: str) -> None:
     old = ExpertLayout([[0, 1, 2, 3]], 4, topology=TWO)
     with fleet(old, mode="weighted") as ranks:
-        ranks.start(Target(ExpertLayout([[2, 1, 0, 3]], 4, topology=TWO), shares))
-        ranks.until_idle()
+        ranks.move(Target(ExpertLayout([[2, 1, 0, 3]], 4, topology=TWO), shares))
         ends(ranks, "plan", EITHER, old, text)
 
 
 def test_a_rank_that_was_never_started_stops_the_others_by_the_deadline_and_none_moves_alone() -> None:
     with fleet(OLD, deadline=0.1) as ranks:
         ranks.migrators[0].start(NEW)
-        end = time.monotonic() + LONG
-        while not ranks.first.idle:
-            assert time.monotonic() < end
-            assert [migrator.poll() for migrator in ranks.migrators.values()] == [(), ()]
+        polled: list[Any] = []
+        ranks.wait(lambda: ranks.first.idle, lambda: polled.extend(ranks.poll()))
+        assert not any(polled)
         assert [migrator.status.cause for migrator in ranks.migrators.values()] == ["deadline"] * 2
         assert ranks.migrators[1].status.migration == 1
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert ranks.first.layout == NEW
 
 
@@ -393,11 +367,9 @@ def test_bytes_that_were_torn_on_the_way_are_not_installed() -> None:
     """A transport that says DONE and has written something else."""
     torn = Faulty(LocalCopy(), ["none", "tear"])
     with fleet(OLD, transports={1: torn}, reference=reference()) as ranks:
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         ends(ranks, "read", 1, OLD.replace(NEW, [0]), "bytes from slot 0 do not match the reference")
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         ends(ranks, "", None, NEW, "")
 
 
@@ -405,12 +377,10 @@ def test_a_read_that_is_refused_keeps_no_staging() -> None:
     reads = LocalCopy()
     with fleet(OLD, transports={1: reads}, staging=SLOT) as ranks:
         peer = reads._peers.pop(0)
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         ends(ranks, "read", 1, OLD, "`rank` (=0) must be connected before it is read from")
         reads._peers[0] = peer
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         ends(ranks, "", None, NEW, "")
 
 
@@ -426,8 +396,7 @@ def test_a_record_hears_of_every_layer_before_it_is_staged_and_after_it_is_insta
     """R32."""
     keepers = {rank: Keeper(OLD) for rank in (0, 1)}
     with fleet(OLD, records=keepers) as ranks:
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
     for keeper in keepers.values():
         assert keeper.said == ["begin", "commit"] * 3
         assert keeper.layout == NEW
@@ -437,12 +406,10 @@ def test_a_busy_record_ends_this_migration_and_a_refusing_one_all() -> None:
     """R26: ranks that began abort; refused means off for good, on every rank."""
     keepers = {0: Keeper(OLD), 1: Keeper(OLD, begin=Answer("busy", "engine 'b' is there"))}
     with fleet(OLD, records=keepers) as ranks:
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         ends(ranks, "busy", 1, OLD, "layer 0: engine 'b' is there")
         keepers[1].answer = Answer("refused", "an engine that does not follow has fetched")
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         ends(ranks, "refused", 1, OLD, "layer 0: an engine that does not follow has fetched")
         assert [migrator.start(NEW) for migrator in ranks.migrators.values()] == [False, False]
         assert ranks.first.status.off == "rank 1 gave up: refused"
@@ -454,8 +421,7 @@ def test_a_commit_that_fails_leaves_the_layer_new_and_ends_all_moves() -> None:
     """R28."""
     keepers = {0: Keeper(OLD), 1: Keeper(OLD, digest="0123456789abcdef")}
     with fleet(OLD, records=keepers) as ranks:
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         ends(ranks, "record", 1, OLD.replace(NEW, [0]), "restart the keepers")
         assert ranks.first.status.off
 
@@ -469,8 +435,7 @@ class TornKeeper(Keeper):
 
 def test_a_record_that_raises_after_an_install_ends_all_moves() -> None:
     with fleet(OLD, records={0: Keeper(OLD), 1: TornKeeper(OLD)}) as ranks:
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         ends(ranks, "record", 1, OLD.replace(NEW, [0]), "layer 0 could not be recorded: OSError: no space left")
         assert ranks.first.status.off
 
@@ -501,17 +466,14 @@ def test_a_callback_that_raises_leaves_the_rank_in_step_with_the_others() -> Non
     with fleet(OLD) as ranks:
         ranks.migrators[1]._on_install = on_install
         ranks.start(NEW)
-        end = time.monotonic() + LONG
-        while not ranks.first.idle:
-            assert time.monotonic() < end
-            rows = ranks.migrators[0].poll()
-            if rows:
-                with pytest.raises(OSError, match="an engine's own copy"):
-                    ranks.migrators[1].poll()
-            else:
+
+        def one_pass() -> None:
+            own = pytest.raises(OSError, match="an engine's own copy") if ranks.first.poll() else nullcontext()
+            with own:
                 assert ranks.migrators[1].poll() == ()
             ranks.look()
-            ranks.passes_pause()
+
+        ranks.wait(lambda: ranks.first.idle, one_pass)
         assert raised == [0, 1, 2]
         ends(ranks, "", None, NEW, "")
 
@@ -535,7 +497,7 @@ def test_tables_that_raise_end_the_migration_and_the_step_is_not_installed_twice
     with fleet(OLD) as ranks:
         ranks.migrators[1]._tables = BrokenTables(ranks.tables[1])
         ranks.start(circle)
-        ranks.passes(lambda: ranks.first._posted == _words.word(1, _words.MOVING, 1) == ranks.migrators[1]._posted)
+        ranks.until_staged()
         assert ranks.migrators[0].poll() == (0,)
         with pytest.raises(RuntimeError, match="out of memory"):
             ranks.migrators[1].poll()
@@ -583,11 +545,9 @@ def test_a_transport_that_raises_keeps_no_staging() -> None:
     old = ExpertLayout([[0, 1, 2, 3, 4, 5]], 6, topology=topology)
     new = ExpertLayout([[2, 4, 0, 5, 1, 3]], 6, topology=topology)
     with fleet(old, transports={0: Breaks()}, deadline=2.0) as ranks:
-        ranks.start(new)
-        ranks.until_idle()
+        ranks.move(new)
         ends(ranks, "read", 0, old, "layer 0: OSError: no route to host")
-        ranks.start(new)
-        ranks.until_idle()
+        ranks.move(new)
         ends(ranks, "", None, new, "")
 
 
@@ -610,8 +570,7 @@ def test_reads_are_split_into_batches_that_the_transport_takes() -> None:
     old = ExpertLayout([[0, 1, 2, 3]], 4, topology=TWO)
     new = ExpertLayout([[2, 3, 0, 1]], 4, topology=TWO)
     with fleet(old, transports={0: narrow}) as ranks:
-        ranks.start(new)
-        ranks.until_idle()
+        ranks.move(new)
         assert narrow.sizes == [2, 2, 2]
         ends(ranks, "", None, new, "")
 
@@ -623,10 +582,7 @@ def test_staging_is_not_read_into_again_before_it_was_installed() -> None:
         ranks.start(NEW)
         ranks.passes(lambda: reads.waiting == 1)
         reads.complete()
-        staged = _words.word(1, _words.MOVING, 1)
-        end = time.monotonic() + LONG
-        while ranks.first.progress != staged:
-            assert time.monotonic() < end
+        ranks.wait(lambda: ranks.first.progress == _words.word(1, _words.MOVING, 1))
         assert not ranks.first._mover.wait_quiet(0.05)
         assert reads.waiting == 0
         ranks.until_idle(meanwhile=reads.complete)
@@ -726,8 +682,7 @@ def test_staging_that_was_made_in_inference_mode_takes_what_the_worker_writes() 
     old = ExpertLayout([[0, 1, -1, -1, 2, 3, -1, -1]], 4, topology=TWO)
     new = ExpertLayout([[0, 1, 2, 3, -1, -1, -1, -1]], 4, topology=TWO)
     with fleet(old, ranks=[0], backup=Shelf(), staging=staging) as ranks:
-        ranks.start(new)
-        ranks.until_idle()
+        ranks.move(new)
         ends(ranks, "", None, new, "")
 
 
@@ -766,10 +721,8 @@ def test_a_target_of_another_number_of_slots_is_refused_and_the_old_layout_stays
         for migrator in ranks.migrators.values():
             with pytest.raises(ValueError, match=r"12.*15|15.*12"):
                 migrator.start(resized)
-        ranks.start(lambda live: resized)
-        ranks.until_idle()
+        ranks.move(lambda live: resized)
         assert {migrator.status.cause for migrator in ranks.migrators.values()} == {"plan"}
         assert ranks.first.layout == old
-        ranks.start(lambda live: live)
-        ranks.until_idle()
+        ranks.move(lambda live: live)
         assert ranks.first.status.cause == ""

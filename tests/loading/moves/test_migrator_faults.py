@@ -31,11 +31,7 @@ from eplb_core.loading.moves import progress as words
 from eplb_core.loading.moves.migrator import Migrator
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
 from tests.loading.fleets import LONG, SLOT, Fleet, Shelf, fleet
-from tests.loading.worlds import SIZES, label, random_layout, stores_of
-
-TWO = Topology(2)
-OLD = ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=TWO)
-NEW = ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=TWO)
+from tests.loading.worlds import NEW, OLD, SIZES, TWO, label, random_layout, stores_of
 
 
 class Noting:
@@ -109,8 +105,7 @@ def test_no_worker_touches_the_agreement() -> None:
     ranks = NotingFleet(OLD)
     for noting in ranks.noted.values():
         noting.threads.clear()
-    ranks.start(lambda live: NEW)
-    ranks.until_idle()
+    ranks.move(lambda live: NEW)
     assert {thread for noting in ranks.noted.values() for thread in noting.threads} == {threading.current_thread().name}
     ranks.stop()
 
@@ -130,8 +125,7 @@ def test_one_agreement_carries_the_whole_handshake_and_after_a_rejoin_the_new_on
     asked = [len(noting.calls) for noting in ranks.noted.values()]
     members = [Noting(member) for member in LocalAgreement.group(2, deadline=LONG)]
     ranks.each(lambda rank: ranks.migrators[rank].rejoin(members[rank]))
-    ranks.start(NEW)
-    ranks.until_idle()
+    ranks.move(NEW)
     assert ranks.first.layout == NEW
     assert [len(noting.calls) for noting in ranks.noted.values()] == asked
     assert all(len(member.calls) > 4 for member in members)
@@ -192,8 +186,7 @@ def test_a_small_gain_at_a_high_price_moves_nothing(install_s: float, moved: int
         return live.replace(placed.layout, verdict.layers) if verdict.layers.any() else None
 
     with fleet(old) as ranks:
-        ranks.start(decide)
-        ranks.until_idle()
+        ranks.move(decide)
         assert (ranks.first.status.cause, ranks.first.status.installed) == ("", moved)
 
 
@@ -223,16 +216,14 @@ def test_a_transport_that_raises_what_is_no_exception_ends_a_migration_and_no_th
 
     reads = Cancels()
     with fleet(OLD, transports={0: reads}, deadline=0.2 if call == "abandon" else LONG) as ranks:
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert ranks.first.status.cause == ("deadline" if call == "abandon" else "read")
         assert ranks.first.layout == OLD
         ranks.check(OLD)
         for migrator in ranks.migrators.values():
             migrator._deadline = migrator._stager._deadline = LONG
         reads.complete()
-        ranks.start(NEW)
-        ranks.until_idle(meanwhile=reads.complete)
+        ranks.move(NEW, meanwhile=reads.complete)
         assert (ranks.first.status.cause, ranks.first.layout) == ("", NEW)
         ranks.check(NEW)
 
@@ -242,11 +233,9 @@ def test_a_target_that_leaves_the_process_ends_a_migration_and_no_thread() -> No
         raise SystemExit(3)
 
     with fleet(OLD) as ranks:
-        ranks.start(leaves)
-        ranks.until_idle()
+        ranks.move(leaves)
         assert ranks.first.status.cause == "plan"
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert ranks.first.layout == NEW
 
 
@@ -304,8 +293,7 @@ def test_after_a_migration_tokens_go_to_the_new_slots_and_find_their_expert_ther
     with fleet(old) as ranks:
         asked = torch.tensor([[0], [3]])
         before = topk_to_slots(asked, ranks.tables[0].layer(0)).reshape(-1).tolist()
-        ranks.start(new)
-        ranks.until_idle()
+        ranks.move(new)
         after = topk_to_slots(asked, ranks.tables[0].layer(0)).reshape(-1).tolist()
         assert (before, after) == ([0, 3], [3, 0])
         assert ranks.first.layout.digest == new.digest != old.digest
@@ -344,8 +332,7 @@ def test_a_transport_that_lost_the_registration_of_staging_moves_nothing(tmp_pat
         ranks.each(lambda rank: ranks.migrators[rank].pause())
         for migrator in ranks.migrators.values():
             migrator.resume()
-        ranks.start(OLD.replace(NEW, [0]))  # nothing has happened to it
-        ranks.until_idle()
+        ranks.move(OLD.replace(NEW, [0]))  # nothing has happened to it
         live = ranks.first.layout
         ranks.each(lambda rank: ranks.migrators[rank].pause())
         saved = ranks.each(
@@ -361,8 +348,7 @@ def test_a_transport_that_lost_the_registration_of_staging_moves_nothing(tmp_pat
         assert all(isinstance(backup, HostBackup) for backup in saved)
         for migrator in ranks.migrators.values():
             migrator.resume()
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert (ranks.first.status.cause, ranks.first.layout) == ("read", live)
         blamed = ranks.first.status.rank
         assert blamed is not None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import time
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,11 +22,7 @@ from eplb_core.loading.moves.pull import _WRITTEN
 from eplb_core.loading.transport import ReadState, Status
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
 from tests.loading.fleets import LONG, SLOT, Answer, Fleet, Keeper, Shelf, fleet
-from tests.loading.worlds import SIZES, label
-
-TWO = Topology(2)
-OLD = ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=TWO)
-NEW = ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=TWO)
+from tests.loading.worlds import NEW, OLD, SIZES, TWO, label
 
 
 def pause(ranks: Fleet, **options: Any) -> list[Any]:
@@ -48,13 +44,11 @@ def test_a_pause_drops_what_is_staged_and_ends_the_migration() -> None:
         assert not ranks.first.idle
         with pytest.raises(MigrationError, match="cannot start while the Migrator is paused; `resume` it first"):
             ranks.first.start(NEW)
-        for migrator in ranks.migrators.values():
-            migrator.resume()
+        ranks.resume()
         for _ in range(5):  # words of before the pause arrive now
             assert ranks.one_pass() == ()
         assert ranks.first.layout == live
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert ranks.first.layout == NEW
 
 
@@ -68,12 +62,9 @@ def test_a_pause_at_any_pass_leaves_all_ranks_in_one_layout_and_the_next_migrati
             layouts = pause(ranks)
             assert layouts == [ranks.first.layout] * 2
             ranks.check(ranks.first.layout)
-            for migrator in ranks.migrators.values():
-                migrator.resume()
-            ranks.start(OLD)
-            ranks.until_idle()
-            assert ranks.first.layout == OLD
-            assert ranks.first.status.cause == ""
+            ranks.resume()
+            ranks.move(OLD)
+            assert ranks.reached(OLD)
 
 
 def test_a_layer_is_not_read_again_before_every_rank_has_installed_it() -> None:
@@ -85,8 +76,7 @@ def test_a_layer_is_not_read_again_before_every_rank_has_installed_it() -> None:
         ranks.start(new)
         ranks.passes(lambda: reads.waiting == 1)
         reads.complete()
-        staged = words.word(1, words.MOVING, 1)
-        ranks.passes(lambda: all(migrator._posted == staged for migrator in ranks.migrators.values()))
+        ranks.until_staged()
         assert ranks.migrators[0].poll() == (0,)
         assert not ranks.migrators[0]._mover.wait_quiet(0.05)
         assert reads.waiting == 0
@@ -136,27 +126,18 @@ def test_new_weights_in_a_pause_are_what_later_migrations_move() -> None:
         ranks.start(NEW)
         ranks.passes(lambda: len(ranks.installed) == 2)
         live = pause(ranks)[0]
-        for rank in ranks.ranks:
-            resolver = SlotResolver(live, rank)
-            for layer in range(3):
-                for expert in range(4):
-                    for row in resolver.local_slots(layer, expert):
-                        for name in SIZES:
-                            ranks.stores[rank][layer].row(name, row).copy_(label(layer, expert, name).bitwise_not())
-            ranks.migrators[rank].resume()
-        for migrator in ranks.migrators.values():
-            migrator.start(OLD)
-        end = time.monotonic() + LONG
-        while not ranks.first.idle:
-            assert time.monotonic() < end
-            assert len({migrator.poll() for migrator in ranks.migrators.values()}) == 1
-        for rank in ranks.ranks:
-            for layer in range(3):
-                for local in range(2):
-                    expert = int(OLD.physical_to_logical_map[layer, 2 * rank + local])
-                    for name in SIZES:
-                        held = ranks.stores[rank][layer].row(name, local)
-                        assert torch.equal(held, label(layer, expert, name).bitwise_not())
+        for rank, layer, expert in np.ndindex(2, 3, 4):
+            for row in SlotResolver(live, rank).local_slots(layer, expert):
+                for name in SIZES:
+                    ranks.stores[rank][layer].row(name, row).copy_(label(layer, expert, name).bitwise_not())
+        ranks.resume()
+        ranks.start(OLD)
+        ranks.wait(lambda: ranks.first.idle, ranks.poll)
+        for layer, slot in np.ndindex(3, 4):
+            expert = int(OLD.physical_to_logical_map[layer, slot])
+            for name in SIZES:
+                held = ranks.stores[slot // 2][layer].row(name, slot % 2)
+                assert torch.equal(held, label(layer, expert, name).bitwise_not())
 
 
 def test_stop_says_that_a_read_may_still_write_to_staging() -> None:
@@ -208,8 +189,7 @@ def test_stop_says_that_a_function_still_runs() -> None:
 def test_a_stopped_migrator_leaves_the_transport_to_the_next_one() -> None:
     """G10: a Transport outlives its Migrators."""
     with fleet(OLD) as ranks:
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
     members = LocalAgreement.group(2, deadline=LONG)
     made = ranks.each(
         lambda rank: Migrator(
@@ -220,11 +200,7 @@ def test_a_stopped_migrator_leaves_the_transport_to_the_next_one() -> None:
     ranks.agreements = dict(enumerate(members))
     for tables in ranks.tables.values():
         tables.install(OLD)
-    ranks.start(OLD)
-    while not ranks.first.idle:
-        for migrator in ranks.migrators.values():
-            migrator.poll()
-    ranks.check(OLD)
+    ranks.move(OLD)
     assert ranks.stop() == [True, True]
 
 
@@ -232,13 +208,11 @@ def test_a_connection_that_ended_unseen_costs_one_migration_and_not_all() -> Non
     """A read that was given up on may end as lost when nobody looks any more, and take the connection with it."""
     with fleet(OLD) as ranks:
         ranks.transports[1].disconnect(0)
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert ranks.first.status.cause == "read"
         assert "must be connected" in ranks.migrators[1].status.reason
-        ranks.start(NEW)
-        ranks.until_idle()
-        assert (ranks.first.status.cause, ranks.first.layout) == ("", NEW)
+        ranks.move(NEW)
+        assert ranks.reached(NEW)
 
 
 class OutOfReach(LocalCopy):
@@ -259,8 +233,7 @@ class OutOfReach(LocalCopy):
 def test_a_lost_peer_that_cannot_be_reached_again_is_still_called_lost() -> None:
     with fleet(OLD, transports={1: OutOfReach()}) as ranks:
         for reason in ("the connection was reset", "rank 0 was lost and cannot be reached again: no route"):
-            ranks.start(NEW)
-            ranks.until_idle()
+            ranks.move(NEW)
             assert ranks.first.status.cause == "peer"
             assert reason in ranks.migrators[1].status.reason
 
@@ -308,10 +281,8 @@ def test_a_rank_that_dies_leaves_the_others_in_one_layout_whatever_the_pass() ->
                 assert not ranks.migrators[rank].idle
             assert rejoin(ranks) == [ranks.first.layout] * 2
             ranks.look()
-            ranks.start(WITHOUT_1)
-            ranks.until_idle()
-            assert ranks.first.status.cause == ""
-            assert ranks.first.layout == WITHOUT_1
+            ranks.move(WITHOUT_1)
+            assert ranks.reached(WITHOUT_1)
             assert ranks.stop() == [True, True]
 
 
@@ -338,12 +309,17 @@ class OneSided:
         return told
 
 
+def one_sided(ranks: Fleet) -> OneSided:
+    """Rank 1 takes part in a migration by an agreement that can fail on it alone."""
+    wrapped = ranks.migrators[1]._agreement = OneSided(ranks.agreements[1])
+    ranks.start(NEW)
+    return wrapped
+
+
 def test_a_rank_that_missed_an_install_in_a_pause_catches_up_too() -> None:
     """`pause(finish=True)` installs; the agreement fails on one rank in the round that lets the others install."""
     with fleet(OLD, clean=False) as ranks:
-        wrapped = OneSided(ranks.agreements[1])
-        ranks.migrators[1]._agreement = wrapped
-        ranks.start(NEW)
+        wrapped = one_sided(ranks)
         staged = words.word(1, words.MOVING, 1)
         ranks.passes(lambda: all(migrator.progress == staged for migrator in ranks.migrators.values()))
         wrapped.fails = True
@@ -363,11 +339,8 @@ def test_a_rank_that_missed_an_install_in_a_pause_catches_up_too() -> None:
 def test_a_rank_that_missed_the_last_agreement_catches_up_when_they_rejoin() -> None:
     """One has installed a layer, the other has it staged: `poll` says so, and `rejoin` installs it there too."""
     with fleet(OLD, clean=False) as ranks:
-        wrapped = OneSided(ranks.agreements[1])
-        ranks.migrators[1]._agreement = wrapped
-        ranks.start(NEW)
-        staged = words.word(1, words.MOVING, 1)
-        ranks.passes(lambda: all(migrator._posted == staged for migrator in ranks.migrators.values()))
+        wrapped = one_sided(ranks)
+        ranks.until_staged()
         wrapped.fails = True
         assert ranks.migrators[0].poll() == (0,)
         assert ranks.migrators[0].layout == OLD.replace(NEW, [0])
@@ -377,8 +350,7 @@ def test_a_rank_that_missed_the_last_agreement_catches_up_when_they_rejoin() -> 
         assert ranks.migrators[1].poll() == ()
         assert rejoin(ranks) == [OLD.replace(NEW, [0])] * 2
         ranks.look()
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert ranks.first.layout == NEW
         assert ranks.stop() == [True, True]
 
@@ -388,11 +360,8 @@ def test_a_rank_whose_on_install_raises_when_it_catches_up_holds_nobody_up() -> 
         raise ZeroDivisionError(f"layer {layer}")
 
     with fleet(OLD, clean=False) as ranks:
-        wrapped = OneSided(ranks.agreements[1])
-        ranks.migrators[1]._agreement = wrapped
-        ranks.start(NEW)
-        staged = words.word(1, words.MOVING, 1)
-        ranks.passes(lambda: all(migrator._posted == staged for migrator in ranks.migrators.values()))
+        wrapped = one_sided(ranks)
+        ranks.until_staged()
         wrapped.fails = True
         assert ranks.migrators[0].poll() == (0,)
         with pytest.raises(MigrationError):
@@ -403,8 +372,7 @@ def test_a_rank_whose_on_install_raises_when_it_catches_up_holds_nobody_up() -> 
         assert isinstance(second, ZeroDivisionError)
         ranks.migrators[1]._on_install = None
         ranks.look()
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert ranks.first.layout == NEW
         assert ranks.stop() == [True, True]
 
@@ -430,7 +398,7 @@ def test_a_migration_is_not_announced_while_the_one_before_is_being_settled() ->
         assert ranks.first.status.phase == "planning"
         gate.set()
         ranks.until_idle()
-        assert (ranks.first.status.cause, ranks.first.layout) == ("", OLD)
+        assert ranks.reached(OLD)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -438,23 +406,18 @@ def test_a_record_that_failed_after_the_end_of_its_migration_turns_moves_off(lat
     """R28: the pause ended the migration before the commit was refused. A rank that starts the next late hears it."""
     with fleet(OLD, records={0: Keeper(OLD), 1: Keeper(OLD, digest="0123456789abcdef")}) as ranks:
         ranks.start(NEW)
-        staged = words.word(1, words.MOVING, 1)
-        ranks.passes(lambda: all(migrator._posted == staged for migrator in ranks.migrators.values()))
+        ranks.until_staged()
         gate = ranks.migrators[1]._changed
         with gate:  # the worker sees the install after the end alone
-            for migrator in ranks.migrators.values():
-                assert migrator.poll() == (0,)
+            assert ranks.poll() == [(0,), (0,)]
             ranks.migrators[1]._end(ranks.migrators[1]._run, "paused", "", None)  # type: ignore[arg-type]
         pause(ranks)
-        for migrator in ranks.migrators.values():
-            migrator.resume()
+        ranks.resume()
         assert ranks.migrators[1].start(OLD)
         assert late or ranks.migrators[0].start(OLD)
-        end = time.monotonic() + LONG
-        while not ranks.migrators[1].idle:
-            assert time.monotonic() < end
-            assert [migrator.poll() for migrator in ranks.migrators.values()] == [(), ()]
-            ranks.passes_pause()
+        polled: list[Any] = []
+        ranks.wait(lambda: ranks.migrators[1].idle, lambda: polled.extend(ranks.poll()))
+        assert not any(polled)
         ranks.look()
         assert (ranks.first.status.cause, ranks.first.status.rank) == ("record", 1)
         assert [migrator.start(OLD) for migrator in ranks.migrators.values()] == [False, False]
@@ -472,9 +435,6 @@ def test_ranks_in_different_layouts_are_named() -> None:
 
 def test_memory_does_not_grow_with_migrations() -> None:
     """E16: nothing of a migration is kept but the live layout."""
-    import gc
-    import weakref
-
     with fleet(OLD, LocalCopy, staging=SLOT) as ranks:
         gone = []
         for target in (NEW, OLD, NEW):

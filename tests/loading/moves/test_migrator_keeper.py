@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 
-from eplb_core import ExpertLayout, LayoutClient, LayoutRecord, LayoutServer, Topology, save_layout
+from eplb_core import LayoutClient, LayoutRecord, LayoutServer, save_layout
 from tests.loading.engine_process import ROOT, until
 from tests.loading.fleets import fleet
-
-OLD = ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=Topology(2))
-NEW = ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=Topology(2))
+from tests.loading.worlds import NEW, OLD
 
 
 @contextmanager
@@ -104,8 +102,7 @@ def test_a_keeper_that_is_killed_ends_moves_and_the_next_one_says_what_it_knows(
         first = LayoutClient(tmp_path / "socket", "a")
         second = LayoutClient(tmp_path / "other", "a")
         with first, second, fleet(OLD, records={0: Killing(first, process, phase), 1: second}) as ranks:
-            ranks.start(NEW)
-            ranks.until_idle()
+            ranks.move(NEW)
             status = ranks.first.status
             assert (status.cause, status.installed, status.rank) == (cause, installed, 0)
             assert "closed the connection" in status.reason

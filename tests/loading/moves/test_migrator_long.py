@@ -24,7 +24,6 @@ def test_migrations_over_a_transport_that_tears_fails_and_loses_peers_never_leav
     ends: Counter[str] = Counter()
     with fleet(layout, transports=transports, reference=reference, staging=3 * SLOT) as ranks:
         for _ in range(100):
-            ranks.start(random_layout(rng, 2, 8, 16, topology))
-            ranks.until_idle()
+            ranks.move(random_layout(rng, 2, 8, 16, topology))
             ends[ranks.first.status.cause] += 1
     assert ends.keys() == {"", "read", "peer"}

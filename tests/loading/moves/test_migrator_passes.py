@@ -60,8 +60,7 @@ def test_a_minimum_that_is_told_twice_does_nothing_twice() -> None:
 
 def test_the_failure_of_a_migration_before_ends_no_other_one() -> None:
     with fleet(OLD) as ranks:
-        ranks.start(None)
-        ranks.until_idle()
+        ranks.move(None)
         ranks.start(NEW)
         assert ranks.first.install(_words.failure(1, "read", 1)) == ()
         assert not ranks.first.idle
@@ -120,8 +119,7 @@ def test_an_agreement_that_fails_while_nothing_moves_costs_no_layout(fails: str)
 
 def test_an_expert_that_nobody_has_ends_the_migration_where_there_is_no_backup() -> None:
     with fleet(WITH_1, ranks=[0]) as ranks:
-        ranks.start(WITH_1.replace(WITHOUT_1, [1]))
-        ranks.until_idle()
+        ranks.move(WITH_1.replace(WITHOUT_1, [1]))
         status = ranks.first.status
         assert status.cause == "backup"
         assert status.reason == "no live rank holds expert 2 of layer 1, and there is no backup"
@@ -148,8 +146,7 @@ def test_a_transport_that_raises_when_it_is_asked_what_it_exports_ends_the_migra
     transport = Forgets()
     with fleet(OLD, transports={1: transport}) as ranks:
         transport.export_raises = True
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert (ranks.first.status.cause, ranks.first.status.rank) == ("read", 1)
         assert ranks.migrators[1].status.reason == "RuntimeError: the engine is gone"
         assert ranks.first.layout == OLD
@@ -161,7 +158,7 @@ def test_reads_of_which_nothing_can_be_learnt_do_not_hold_up_the_worker() -> Non
         puller = ranks.first._stager.puller
         pull = puller.begin(next(iter(steps())), LONG)
         transport.poll_raises = True
-        assert puller.has_ended(pull)
+        assert not puller.needs_polls(pull)
         with pytest.raises(RuntimeError, match="no such handle"):
             puller.is_done(pull)
         transport.poll_raises = False

@@ -28,10 +28,7 @@ from eplb_core import (
 from tests.loading import mover_process
 from tests.loading.engine_process import ROOT, until
 from tests.loading.fleets import Answer, Fleet, Keeper, fleet
-from tests.loading.worlds import SIZES, stores_of, wrong_slots
-
-OLD = ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=Topology(2))
-NEW = ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=Topology(2))
+from tests.loading.worlds import NEW, OLD, SIZES, stores_of, wrong_slots
 
 
 def test_every_keeper_follows_and_a_second_engine_stops_the_moves(tmp_path: Path) -> None:
@@ -39,19 +36,16 @@ def test_every_keeper_follows_and_a_second_engine_stops_the_moves(tmp_path: Path
     servers = [LayoutServer(str(tmp_path / f"{rank}"), LayoutRecord(OLD)) for rank in (0, 1)]
     clients = {rank: LayoutClient(str(tmp_path / f"{rank}"), "a") for rank in (0, 1)}
     with fleet(OLD, records=clients) as ranks:
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert ranks.first.status.cause == ""
         for server in servers:
             assert server.state is not None
             assert (server.state.version, server.state.digest) == (3, NEW.digest)
         with LayoutClient(str(tmp_path / "1"), "b"):
-            ranks.start(OLD)
-            ranks.until_idle()
+            ranks.move(OLD)
             assert (ranks.first.status.cause, ranks.first.status.rank) == ("busy", 1)
             assert ranks.first.layout == NEW
-        ranks.start(OLD)
-        ranks.until_idle()
+        ranks.move(OLD)
     for rank, server in enumerate(servers):
         clients[rank].close()
         assert server.state is not None
@@ -62,8 +56,7 @@ def test_an_engine_that_loaded_from_disk_moves_without_the_keepers(tmp_path: Pat
     """R25: the weights are its own; what keepers on this machine keep is not asked and does not change."""
     with LayoutServer(str(tmp_path / "0"), LayoutRecord(OLD)) as server, LayoutClient(str(tmp_path / "0"), "other"):
         with fleet(OLD) as ranks:
-            ranks.start(NEW)
-            ranks.until_idle()
+            ranks.move(NEW)
             assert (ranks.first.status.cause, ranks.first.layout) == ("", NEW)
         assert server.state is not None
         assert (server.state.layout, server.state.version, server.state.begun) == (OLD, 0, 0)
@@ -82,8 +75,7 @@ def test_dispatch_weights_and_version_all_show_a_move(tmp_path: Path) -> None:
         with fleet(old, records={0: client, 1: second}) as ranks:
             assert topk_to_slots(tokens, ranks.tables[0].layer(0)).tolist() == [[0], [3]]
             before = [fingerprints(ranks.stores[rank]) for rank in ranks.ranks]
-            ranks.start(new)
-            ranks.until_idle()
+            ranks.move(new)
             assert topk_to_slots(tokens, ranks.tables[0].layer(0)).tolist() == [[3], [0]]
             after = [fingerprints(ranks.stores[rank]) for rank in ranks.ranks]
             reference = verify_weights(before, old).by_expert
@@ -121,8 +113,7 @@ def test_a_keeper_is_told_when_the_bytes_are_in_place_and_not_before() -> None:
     with fleet(OLD, records=keepers) as ranks:
         for keeper in keepers.values():
             keeper.ranks = ranks
-        ranks.start(NEW)
-        ranks.until_idle()
+        ranks.move(NEW)
         assert ranks.first.layout == NEW
     for keeper in keepers.values():
         assert keeper.said == ["[]", "begin", "commit", "[]"] * 3

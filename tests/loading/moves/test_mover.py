@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from asyncio import CancelledError
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -22,20 +21,17 @@ from eplb_core.loading.moves.mover import move_experts
 from eplb_core.loading.moves.pull import _WRITTEN
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
 from tests.loading.fleets import SLOT, Answer, FailsAt, Keeper, Shelf
-from tests.loading.worlds import CROWDED, World, layout_pairs, stores_of
+from tests.loading.worlds import CROWDED, NEW, OLD, World, layout_pairs, stores_of
 
 
-def move(world: World, new: ExpertLayout, **options: Any) -> list[Any]:
+def move(world: World, new: Any, **options: Any) -> list[Any]:
+    """On all ranks; what is a function gives each rank its own."""
+
     def call(rank: int) -> ExpertLayout:
-        own = {key: value(rank) if callable(value) else value for key, value in options.items()}
+        own = {key: value(rank) if callable(value) else value for key, value in {**options, "new": new}.items()}
+        transport, agreement = world.transports[rank], world.agreements[rank]
         return move_experts(
-            world.stores[rank],
-            world.layout,
-            new,
-            rank=rank,
-            transport=world.transports[rank],
-            agreement=world.agreements[rank],
-            **own,
+            world.stores[rank], world.layout, rank=rank, transport=transport, agreement=agreement, **own
         )
 
     return world.each(call)
@@ -75,10 +71,19 @@ def test_layers_that_are_left_out_stay() -> None:
     world.check(reached)
 
 
-SWAP = (
-    ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=Topology(2)),
-    ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=Topology(2)),
-)
+@pytest.fixture
+def world() -> World:
+    return World(OLD)
+
+
+def gave_up(results: list[Any], reason: str, text: str, **fields: Any) -> None:
+    """Every rank raised the same: why, in words, and fields of the error."""
+    for error in results:
+        assert isinstance(error, MigrationError)
+        assert error.reason == reason
+        assert text in str(error)
+        assert {name: getattr(error, name) for name in fields} == fields
+    assert len({str(error) for error in results}) == 1
 
 
 def test_a_layer_that_is_named_twice_is_moved_once() -> None:
@@ -94,103 +99,65 @@ def test_ranks_that_move_other_layers_are_refused() -> None:
     old = ExpertLayout([[0, 1, 2, 3], [0, 1, 2, 3]], 4, topology=Topology(2))
     new = ExpertLayout([[2, 1, 0, 3], [0, 3, 2, 1]], 4, topology=Topology(2))
     world = World(old)
-    for result in move(world, new, layers=lambda rank: [rank]):
-        assert isinstance(result, MigrationError)
-        assert "layers to move of rank 1 (=[1]) must be as on rank 0 (=[0])" in str(result)
+    text = "layers to move of rank 1 (=[1]) must be as on rank 0 (=[0])"
+    gave_up(move(world, new, layers=lambda rank: [rank]), "join", text)
     world.check(old)
 
 
-def test_a_read_that_fails_ends_the_move_on_every_rank_between_two_layers() -> None:
+def test_a_read_that_fails_ends_the_move_on_every_rank_between_two_layers(world: World) -> None:
     """F6: layers 0 and 1 are new, 2 is old, on both ranks."""
-    old, new = SWAP
-    world = World(old)
     world.transports[1] = FailsAt(2)
-    reached = old.replace(new, [0, 1])
-    for error in move(world, new):
-        assert isinstance(error, MigrationError)
-        assert error.layout == reached
-        assert (error.reason, error.rank) == ("read", 1)
-        assert "reading from rank 0 ended as FAILED: the cable was cut" in str(error)
+    reached = OLD.replace(NEW, [0, 1])
+    text = "reading from rank 0 ended as FAILED: the cable was cut"
+    gave_up(move(world, NEW), "read", text, rank=1, layout=reached)
     world.check(reached)
 
 
 def test_reads_that_do_not_end_are_given_up_on_and_their_staging_stays_alive() -> None:
-    old, new = SWAP
-    world = World(old, DeferredCopy)
-    for error in move(world, new, deadline=0.05):
-        assert isinstance(error, MigrationError)
-        assert error.reason == "deadline"
-        assert error.layout == old
+    world = World(OLD, DeferredCopy)
+    gave_up(move(world, NEW, deadline=0.05), "deadline", "", layout=OLD)
     for transport in world.transports.values():
         assert transport.complete() == 1  # type: ignore[attr-defined]  # late: lands in staging that is kept
-    world.check(old)
+    world.check(OLD)
 
 
-def test_ranks_that_do_not_fit_are_refused_before_a_byte_moves() -> None:
+def test_ranks_that_do_not_fit_are_refused_before_a_byte_moves(world: World) -> None:
     """E6, B8: another target, another layout, other tensors; the text is the same on every rank."""
-    old, new = SWAP
-    world = World(old)
-    results = world.each(
-        lambda rank: move_experts(
-            world.stores[rank],
-            old,
-            [new, old][rank],
-            rank=rank,
-            transport=world.transports[rank],
-            agreement=world.agreements[rank],
-        )
-    )
-    for error in results:
-        assert isinstance(error, MigrationError)
-        assert "target of rank 1 (=" in str(error)
-        assert error.reason == "join"
-    world = World(old)
+    gave_up(move(world, [NEW, OLD].__getitem__), "join", "target of rank 1 (=")
+    world = World(OLD)
     world.stores[1] = [ExpertStore({"w13": torch.zeros(2, 9)}) for _ in range(3)]
-    assert ["tensors of rank 1 (=['w13']) must be as on rank 0" in str(error) for error in move(world, new)] == [
-        True
-    ] * 2
-    world = World(old)
+    gave_up(move(world, NEW), "join", "tensors of rank 1 (=['w13']) must be as on rank 0")
+    world = World(OLD)
     world.transports[1].close()
-    assert ["no weight was moved: rank 1: this local_copy" in str(error) for error in move(world, new)] == [True] * 2
+    gave_up(move(world, NEW), "join", "no weight was moved: rank 1: this local_copy")
 
 
-def test_a_record_is_told_before_and_after_each_layer() -> None:
+def test_a_record_is_told_before_and_after_each_layer(world: World) -> None:
     """R26, R28."""
-    old, new = SWAP
-    world = World(old)
-    keepers = [Keeper(old) for _ in world.ranks]
-    move(world, new, record=lambda rank: keepers[rank])
+    keepers = [Keeper(OLD) for _ in world.ranks]
+    move(world, NEW, record=lambda rank: keepers[rank])
     for keeper in keepers:
         assert keeper.said == ["begin", "commit"] * 3
-        assert (keeper.layout, keeper.adopted) == (new, 3)
+        assert (keeper.layout, keeper.adopted) == (NEW, 3)
 
 
 @pytest.mark.parametrize("status", ["busy", "refused"])
-def test_a_record_that_does_not_agree_stops_all_ranks_and_those_that_began_abort(status: str) -> None:
+def test_a_record_that_does_not_agree_stops_all_ranks_and_those_that_began_abort(world: World, status: str) -> None:
     """R26."""
-    old, new = SWAP
-    world = World(old)
-    keepers = [Keeper(old), Keeper(old, begin=Answer(status, "engine 'b' is there"))]
-    for error in move(world, new, record=lambda rank: keepers[rank]):
-        assert isinstance(error, MigrationError)
-        assert (error.reason, error.rank, error.layout) == (status, 1, old)
-        assert "layer 0: engine 'b' is there" in str(error)
+    keepers = [Keeper(OLD), Keeper(OLD, begin=Answer(status, "engine 'b' is there"))]
+    results = move(world, NEW, record=keepers.__getitem__)
+    gave_up(results, status, "layer 0: engine 'b' is there", rank=1, layout=OLD)
     assert [keeper.said for keeper in keepers] == [["begin", "abort"], ["begin"]]
-    world.check(old)
+    world.check(OLD)
 
 
-def test_a_record_that_holds_another_layout_ends_moves_for_good() -> None:
+def test_a_record_that_holds_another_layout_ends_moves_for_good(world: World) -> None:
     """R28: the weights are new; the error says what to restart."""
-    old, new = SWAP
-    world = World(old)
-    keepers = [Keeper(old), Keeper(old, digest="0123456789abcdef")]
-    for error in move(world, new, record=lambda rank: keepers[rank]):
-        assert isinstance(error, MigrationError)
-        assert error.reason == "record"
-        assert "the record's layout (=0123456789ab) must be" in str(error)
-        assert error.layout == old.replace(new, [0])
+    keepers = [Keeper(OLD), Keeper(OLD, digest="0123456789abcdef")]
+    results = move(world, NEW, record=keepers.__getitem__)
+    gave_up(results, "record", "the record's layout (=0123456789ab) must be", layout=OLD.replace(NEW, [0]))
     assert [keeper.said[-1] for keeper in keepers] == ["off", "off"]
-    world.check(old.replace(new, [0]))
+    world.check(OLD.replace(NEW, [0]))
 
 
 class BrokenTables:
@@ -200,26 +167,21 @@ class BrokenTables:
         raise RuntimeError("out of memory")
 
 
-def test_tables_that_raise_end_the_move_on_all_ranks_and_the_layer_is_recorded() -> None:
+def test_tables_that_raise_end_the_move_on_all_ranks_and_the_layer_is_recorded(world: World) -> None:
     """The weights are new by then, and the other ranks would wait for a word until their deadline."""
-    old, new = SWAP
-    world = World(old)
-    keepers = [Keeper(old) for _ in world.ranks]
-    tables = [DispatchTables(old, rank=0), BrokenTables()]
-    for error in move(world, new, record=lambda rank: keepers[rank], tables=lambda rank: tables[rank]):
-        assert isinstance(error, MigrationError)
-        assert (error.reason, error.rank, error.layout) == ("failed", 1, old.replace(new, [0]))
-        assert "layer 0: the tables were not installed: out of memory" in str(error)
+    keepers = [Keeper(OLD) for _ in world.ranks]
+    tables = [DispatchTables(OLD, rank=0), BrokenTables()]
+    results = move(world, NEW, record=keepers.__getitem__, tables=tables.__getitem__)
+    text = "layer 0: the tables were not installed: out of memory"
+    gave_up(results, "failed", text, rank=1, layout=OLD.replace(NEW, [0]))
     assert [keeper.said for keeper in keepers] == [["begin", "commit"]] * 2
-    world.check(old.replace(new, [0]))
+    world.check(OLD.replace(NEW, [0]))
 
 
-def test_a_record_on_some_ranks_alone_is_refused() -> None:
+def test_a_record_on_some_ranks_alone_is_refused(world: World) -> None:
     """R30."""
-    old, new = SWAP
-    world = World(old)
-    results = move(world, new, record=lambda rank: Keeper(old) if rank else None)
-    assert all("record of rank 1 (=True) must be as on rank 0 (=False)" in str(error) for error in results)
+    results = move(world, NEW, record=lambda rank: Keeper(OLD) if rank else None)
+    gave_up(results, "join", "record of rank 1 (=True) must be as on rank 0 (=False)")
 
 
 def test_experts_of_a_dead_rank_come_from_the_backup() -> None:
@@ -231,10 +193,7 @@ def test_experts_of_a_dead_rank_come_from_the_backup() -> None:
     assert move(world, new, backup=Shelf()) == [new, new]
     world.check(new)
     world = World(old, ranks=[0, 2])
-    for error in move(world, new):
-        assert isinstance(error, MigrationError)
-        assert error.reason == "backup"
-        assert "no live rank holds expert 2 of layer 0" in str(error)
+    gave_up(move(world, new), "backup", "no live rank holds expert 2 of layer 0")
     world.check(old)
 
 
@@ -268,16 +227,11 @@ class Breaks(LocalCopy):
         raise OSError("the card was unplugged")
 
 
-def test_a_transport_that_raises_ends_the_move_on_all_ranks() -> None:
+def test_a_transport_that_raises_ends_the_move_on_all_ranks(world: World) -> None:
     """F6: the others wait for a word of this rank, not for the agreement's deadline."""
-    old, new = SWAP
-    world = World(old)
     world.transports[1] = Breaks()
-    for error in move(world, new):
-        assert isinstance(error, MigrationError)
-        assert (error.reason, error.rank, error.layout) == ("read", 1, old)
-        assert "layer 0: OSError: the card was unplugged" in str(error)
-    world.check(old)
+    gave_up(move(world, NEW), "read", "layer 0: OSError: the card was unplugged", rank=1, layout=OLD)
+    world.check(OLD)
 
 
 class Unreachable(LocalCopy):
@@ -287,14 +241,10 @@ class Unreachable(LocalCopy):
         return {"process": "another one"}
 
 
-def test_a_peer_that_cannot_be_reached_is_named_on_all_ranks_before_a_byte_moves() -> None:
-    old, new = SWAP
-    world = World(old)
+def test_a_peer_that_cannot_be_reached_is_named_on_all_ranks_before_a_byte_moves(world: World) -> None:
     world.transports[1] = Unreachable()
-    for error in move(world, new):
-        assert isinstance(error, MigrationError)
-        assert "rank 0: rank 1 must be in this process; use SharedMemory" in str(error)
-    world.check(old)
+    gave_up(move(world, NEW), "join", "rank 0: rank 1 must be in this process; use SharedMemory")
+    world.check(OLD)
 
 
 class Fails(LocalCopy):
@@ -323,28 +273,19 @@ class Fails(LocalCopy):
 
 @pytest.mark.parametrize("call", ["export", "connect", "poll"])
 @pytest.mark.parametrize("error", [RuntimeError("no driver"), CancelledError("no driver")])
-def test_whatever_a_transport_raises_every_rank_hears_of_it(call: str, error: BaseException) -> None:
-    old, new = SWAP
-    world = World(old)
+def test_whatever_a_transport_raises_every_rank_hears_of_it(world: World, call: str, error: BaseException) -> None:
     world.transports[1] = Fails(call, error)
-    results = move(world, new)
-    assert [type(result) for result in results] == [MigrationError, MigrationError]
-    assert len({str(result) for result in results}) == 1
-    assert f"{type(error).__name__}: no driver" in str(results[0])
-    world.check(old)
+    gave_up(move(world, NEW), "read" if call == "poll" else "join", f"{type(error).__name__}: no driver")
+    world.check(OLD)
 
 
-def test_members_that_take_themselves_for_the_same_rank_are_refused_on_all() -> None:
-    old, new = SWAP
-    world = World(old)
+def test_members_that_take_themselves_for_the_same_rank_are_refused_on_all(world: World) -> None:
     errors = world.each(
         lambda member: move_experts(
-            world.stores[0], old, new, rank=0, transport=world.transports[member], agreement=world.agreements[member]
+            world.stores[0], OLD, NEW, rank=0, transport=world.transports[member], agreement=world.agreements[member]
         )
     )
-    for error in errors:
-        assert isinstance(error, MigrationError)
-        assert "`rank` (=[0, 0]) must be unique per member and in [0, 2)" in str(error)
+    gave_up(errors, "join", "`rank` (=[0, 0]) must be unique per member and in [0, 2)")
 
 
 class Refuses(LocalCopy):
@@ -356,14 +297,10 @@ class Refuses(LocalCopy):
         raise self.error
 
 
-def test_a_read_that_cannot_begin_ends_the_move_on_all_ranks() -> None:
-    old, new = SWAP
-    world = World(old)
+def test_a_read_that_cannot_begin_ends_the_move_on_all_ranks(world: World) -> None:
     world.transports[1] = Refuses()
-    for error in move(world, new):
-        assert isinstance(error, MigrationError)
-        assert "the queue is full" in str(error)
-    world.check(old)
+    gave_up(move(world, NEW), "read", "the queue is full")
+    world.check(OLD)
 
 
 def test_an_interrupt_ends_the_move_as_an_interrupt() -> None:
@@ -402,22 +339,20 @@ class Leaves(LocalAgreement):
         return super().gather(blob)
 
 
-def test_staging_outlives_a_move_whose_agreement_failed_while_a_read_may_still_write() -> None:
+def test_staging_outlives_a_move_whose_agreement_failed_while_a_read_may_still_write(world: World) -> None:
     """Rule 7: the rank that stopped answering is the one that is read from; its bytes may yet arrive."""
-    old, new = SWAP
-    world = World(old)
     stuck = world.transports[0] = DeferredCopy()
     world.agreements = dict(enumerate(Leaves.group(2)))
     world.agreements[0].left = 100  # type: ignore[attr-defined]
     staging = [torch.zeros(SLOT, dtype=torch.uint8) for _ in world.ranks]
     held = weakref.ref(staging[0])
-    results = move(world, new, staging=staging.__getitem__, deadline=0.2)
+    results = move(world, NEW, staging=staging.__getitem__, deadline=0.2)
     assert [type(error) for error in results] == [MigrationError, MigrationError]
     del results, staging
     gc.collect()
     assert held() is not None
     assert stuck.complete() == 1
-    world.check(old)
+    world.check(OLD)
 
 
 class Asked(DeferredCopy):
@@ -432,19 +367,18 @@ class Asked(DeferredCopy):
 
 def test_staging_is_kept_until_the_last_read_that_was_given_up_on_has_ended() -> None:
     """Whoever lets go of it, and as long as it takes; then the next user of the transport tidies up."""
-    old, new = SWAP
-    world = World(old, Asked)
+    world = World(OLD, Asked)
     before = set(_WRITTEN)
-    assert [error.reason for error in move(world, new, deadline=0.05)] == ["deadline"] * 2
+    assert [error.reason for error in move(world, NEW, deadline=0.05)] == ["deadline"] * 2
     kept = _WRITTEN - before
     assert {id(puller.transport) for puller in kept} == {id(transport) for transport in world.transports.values()}
     asked = [transport.asked for transport in world.transports.values()]  # type: ignore[attr-defined]
-    move(World(old), new)  # other threads may be using those
+    move(World(OLD), NEW)  # other threads may be using those
     assert asked == [transport.asked for transport in world.transports.values()]  # type: ignore[attr-defined]
     assert kept <= _WRITTEN
     for transport in world.transports.values():
         transport.complete()  # type: ignore[attr-defined]
-    move(world, new, deadline=0.05)
+    move(world, NEW, deadline=0.05)
     assert not kept & _WRITTEN
 
 
@@ -460,29 +394,16 @@ def test_allocations_that_follow_each_other_in_memory_are_exported_one_by_one() 
 
 
 def test_bad_arguments_are_named() -> None:
-    old, new = SWAP
-    stores = stores_of(old, 0)
-    options: dict[str, Any] = {"rank": 0, "transport": LocalCopy(), "agreement": World(old).agreements[0]}
-    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: move_experts(stores[:2], old, new, **options), ValueError, r"length 2\) must have .*=3"),
-        (
-            lambda: move_experts(stores, old, new, **{**options, "rank": 2}),
-            ValueError,
-            r"`rank` \(=2\) must be in \[0, 2\)",
-        ),
-        (
-            lambda: move_experts(stores, old, new, **options, deadline=0),
-            ValueError,
-            r"`deadline` \(=0.0\) must be above 0",
-        ),
-        (
-            lambda: move_experts(stores, old, new, **options, staging=66),
-            ValueError,
-            r"`staging` \(=66 bytes\) must hold",
-        ),
-        (lambda: move_experts(stores, old, World, **options), TypeError, r"`new` \(=type\) must be an ExpertLayout"),  # type: ignore[arg-type]
-        (lambda: move_experts(stores, [[0]], new, **options), TypeError, r"`old` \(=list\) must be an ExpertLayout"),  # type: ignore[arg-type]
+    stores = stores_of(OLD, 0)
+    options: dict[str, Any] = {"rank": 0, "transport": LocalCopy(), "agreement": World(OLD).agreements[0]}
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"stores": stores[:2]}, ValueError, r"length 2\) must have .*=3"),
+        ({"rank": 2}, ValueError, r"`rank` \(=2\) must be in \[0, 2\)"),
+        ({"deadline": 0}, ValueError, r"`deadline` \(=0.0\) must be above 0"),
+        ({"staging": 66}, ValueError, r"`staging` \(=66 bytes\) must hold"),
+        ({"new": World}, TypeError, r"`new` \(=type\) must be an ExpertLayout"),
+        ({"old": [[0]]}, TypeError, r"`old` \(=list\) must be an ExpertLayout"),
     ]
-    for call, kind, text in cases:
+    for wrong, kind, text in cases:
         with pytest.raises(kind, match=text):
-            call()
+            move_experts(**{"stores": stores, "old": OLD, "new": NEW, **options, **wrong})

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import ExpertStore, fingerprints
-from eplb_core.loading.verify import fingerprint as module
-from eplb_core.loading.verify.keys import CHUNK_BYTES, KEYS, LANES, LINES
+from eplb_core.loading.verify.keys import CHUNK_BYTES, KEYS, LANES, LINES, chunk_range
 
 WRAP = 2**64
 
@@ -174,10 +173,10 @@ def test_whole_tensors_have_prints_of_their_own(device: torch.device) -> None:
 def test_samples_read_each_chunk_once_in_turn() -> None:
     """Small rows are read whole in every sample: nothing is left out for ever."""
     for chunks in (1, 2, 3, 7, 8, 9):
-        reads = [list(module.chunk_range(chunks * CHUNK_BYTES, 4, offset)) for offset in range(4)]
+        reads = [list(chunk_range(chunks * CHUNK_BYTES, 4, offset)) for offset in range(4)]
         assert all(reads)
         assert sorted({chunk for read in reads for chunk in read}) == list(range(chunks))
-    assert list(module.chunk_range(5 * CHUNK_BYTES, 1, 3)) == [0, 1, 2, 3, 4]
+    assert list(chunk_range(5 * CHUNK_BYTES, 1, 3)) == [0, 1, 2, 3, 4]
 
 
 def test_bad_arguments_say_what_is_wrong() -> None:
