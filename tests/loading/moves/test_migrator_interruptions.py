@@ -198,9 +198,9 @@ def test_a_stopped_migrator_leaves_the_transport_to_the_next_one() -> None:
     )
     ranks.migrators = dict(enumerate(made))  # type: ignore[arg-type]
     ranks.agreements = dict(enumerate(members))
-    for tables in ranks.tables.values():
-        tables.install(OLD)
-    ranks.move(OLD)
+    ranks.start(OLD)
+    ranks.wait(lambda: ranks.first.idle, ranks.poll)
+    ranks.check(OLD)
     assert ranks.stop() == [True, True]
 
 
