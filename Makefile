@@ -38,11 +38,10 @@ test-bounds: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m pytest -m mutation tests/mutation
 
-# Broken files and command lines, bad arguments of every public name, 100,000 messages of Hypothesis to the server of layout records, and 10,000 schedules
-# of engines and crashes.
-fuzz: $(READY)
-	$(BIN)/python -m benchmarks.fuzz_files
-	$(BIN)/python -m benchmarks.fuzz_calls
+# Every bad argument of every public name, thousands of broken files and command lines, 100,000 messages of Hypothesis to the server of layout
+# records, and 10,000 schedules of engines and crashes.
+fuzz: compiled
+	FUZZ=500 $(BIN)/python -m pytest tests/fuzz
 	$(BIN)/python -m benchmarks.fuzz_record
 	$(BIN)/python -m benchmarks.schedules
 

@@ -253,17 +253,6 @@ def _fuzz_record(record: Record) -> Iterator[Claim]:
     yield Claim("hostile messages to a record's server, none changed it", record["messages"])
 
 
-def _fuzz_files(record: Record) -> Iterator[Claim]:
-    yield Claim("broken files and command lines", sum(record["counts"].values()))
-    yield Claim("... kinds of faults found in reading them", len(record["findings"]))
-
-
-def _fuzz_calls(record: Record) -> Iterator[Claim]:
-    tried = record["counts"].get("answered", 0) + record["counts"].get("refused", 0)
-    yield Claim(f"calls of {record['callables']} public functions and methods with one bad argument", tried)
-    yield Claim("... refused without a name, in another error, or with something changed", len(record["findings"]))
-
-
 def _soak_moves(record: Record) -> Iterator[Claim]:
     runs = record["runs"]
     losses = sum(run["scenario"] in {"killed", "stopped"} for run in runs)
@@ -435,8 +424,6 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "soak_engine_shared": _soak_engine,
     "record": _record,
     "schedules": _schedules,
-    "fuzz_files": _fuzz_files,
-    "fuzz_calls": _fuzz_calls,
     "fuzz_record": _fuzz_record,
     "soak_moves": _soak_moves,
     "simulation": _simulation,

@@ -31,8 +31,6 @@ LONG = {
     "engine",
     "forecast",
     "from_layout",
-    "fuzz_calls",
-    "fuzz_files",
     "fuzz_record",
     "growth",
     "loading",
