@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo docs compiled test test-quick test-long test-bounds mutants fuzz soak-moves coverage lint format bench soak peers engines clean
+.PHONY: demo docs compiled test test-quick test-long test-bounds mutants mutants-all fuzz soak-moves coverage lint format bench soak peers engines clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once: a minute or two, 2.2 GB ..."
@@ -34,9 +34,18 @@ test-long: $(READY)
 test-bounds: $(READY)
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$$(mktemp -d) $(BIN)/python -m pytest
 
-# Breaks each rule in a copy of the code and expects its test to fail.
+# Breaks each rule in a copy of the code and expects its test to fail; names the rule.
 mutants: $(READY)
-	$(BIN)/python -m pytest -m mutation tests/mutation
+	$(BIN)/python -m pytest -v -m mutation tests/mutation
+
+# Breaks everything in one module, in a copy, with kernels as plain Python; prints which changes its tests do not notice.
+MODULE ?= eplb_core/topology.py
+TESTS ?= $(dir $(MODULE:eplb_core/%=tests/%))test_$(patsubst _%,%,$(notdir $(MODULE)))
+mutants-all: $(READY)
+	$(BIN)/python -m pip install --quiet "cosmic-ray>=8.4"
+	rm -rf .mutants && mkdir .mutants && cp -r eplb_core tests benchmarks docs pyproject.toml README.md Makefile .mutants
+	sed 's|MODULE|$(MODULE)|; s|TESTS|$(TESTS)|' tests/mutation/cosmic-ray.toml > .mutants/cosmic-ray.toml
+	cd .mutants && export PATH="$(abspath $(BIN)):$$PATH" PYTHONPATH=. NUMBA_DISABLE_JIT=1 && cosmic-ray init cosmic-ray.toml session && cr-filter-operators session cosmic-ray.toml && cosmic-ray baseline cosmic-ray.toml && cosmic-ray exec cosmic-ray.toml session && cr-report --surviving-only --show-diff session
 
 # Every bad argument of every public name, thousands of broken files and command lines, 100,000 messages of Hypothesis to the server of layout
 # records, and 10,000 schedules of engines and crashes.
@@ -103,4 +112,4 @@ engines: $(READY) .engines/sglang/.installed .engines/vllm/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) site .peers benchmark_results .engines .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site .peers .mutants benchmark_results .engines .pytest_cache .mypy_cache .ruff_cache

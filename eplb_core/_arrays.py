@@ -116,6 +116,8 @@ def check_int(value: object, name: str, at_least: int) -> int:
     number = _whole(value, name)
     if number < at_least:
         raise ValueError(f"`{name}` (={quoted(number)}) must be at least {at_least}")
+    if number.bit_length() > 128:  # messages and floats have no room for thousands of digits
+        raise ValueError(f"`{name}` (={quoted(number)}) must have at most 128 bits")
     return number
 
 

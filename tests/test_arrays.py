@@ -107,6 +107,8 @@ def test_integers_are_integers() -> None:
             check_int(bad, "n", 1)
     with pytest.raises(ValueError, match=r"`n` \(=0\) must be at least 1"):
         check_int(0, "n", 1)
+    with pytest.raises(ValueError, match=r"`n` \(=some int\) must have at most 128 bits"):
+        check_int(10**5000, "n", 1)
 
 
 def test_numbers_are_finite_and_in_range() -> None:

@@ -250,6 +250,7 @@ def interrupting(line: Sequence[str]) -> Iterator[None]:
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FITTING)
 def test_a_broken_file_is_read_right_or_refused_by_its_name(name: str, seeds: dict[str, Path], place: Path) -> None:
     seed, case, fitting = seeds[name], place / f"case-{name}", FITTING[name].split()
@@ -274,6 +275,7 @@ def test_a_broken_file_is_read_right_or_refused_by_its_name(name: str, seeds: di
     check()
 
 
+@pytest.mark.slow
 def test_a_trap_is_refused_by_every_reader_and_runs_nothing(seeds: dict[str, Path], place: Path) -> None:
     for trap in write_traps(place / "traps", place / "proof", seeds):
         for reader in READERS:
@@ -290,6 +292,7 @@ _WORDS = """plan simulate inspect convert record serve status host demo --json -
 WORDS = [*_WORDS.split(), "", "9" * 18, "9" * 5000, "9" * 40 + ":", "\ud800", "\u0663", "x" * 5000, "a\nb", "\x1b[2J"]
 
 
+@pytest.mark.slow
 def test_a_broken_command_line_ends_with_a_status_and_words(seeds: dict[str, Path], place: Path) -> None:
     traces = [str(seeds[name]) for name in ("trace.npz", "floats.npz", "plain.npy", "counts.json", "stat.pt", "passes")]
     layouts = [str(path) for name, path in seeds.items() if "load_layout" in FITTING[name] and name != "map.npy"]

@@ -54,7 +54,10 @@ def test_a_mutation_fits_the_code_and_names_a_test(name: str) -> None:
 
 
 def test_every_rule_has_a_mutation() -> None:
-    rules = re.findall(r"^(\d+)\. ", (ROOT / "docs" / "architecture.md").read_text(), re.M)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rules = re.findall(
+        r"^(\d+)\. ", re.split("^## ", page.partition("## Rules that always hold")[2], flags=re.M)[0], re.M
+    )
     assert len(rules) == 11
     assert {f"rule {number}" for number in rules} - {change.rule for change in ALL.values()} == set()
 
