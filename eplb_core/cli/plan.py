@@ -142,14 +142,14 @@ def conclude_plan(facts: dict[str, Any]) -> str:
     """A few sentences from the facts of a plan."""
     before, after = facts["windows_before"]["total"], facts["windows_after"]["total"]
     if math.isnan(before) or math.isnan(after):
-        return "The trace has no load: any layout is as good as another. Record again while the engine serves."
-    was = "the live layout" if facts["before_is"] == "current" else "experts in their order"
+        return "The trace has no load, so every layout is equally good. Record again while the engine serves."
+    was = "the live layout" if facts["before_is"] == "current" else "the trivial layout"
     saved = 1.0 - before / after
-    works = f"the average rank works {after:.0%} of the time that the fullest one takes, with {was} {before:.0%}"
+    works = f"the average rank works {after:.0%} of the fullest rank's time ({before:.0%} with {was})"
     if saved < WORTH:
-        text = f"Hardly worth a move: {works}. The layers would take {max(saved, 0.0):.1%} less time."
+        text = f"Hardly worth a move: layers would take {max(saved, 0.0):.1%} less time; {works}."
     else:
-        text = f"Worth it, if load stays as recorded: layers take {saved:.0%} less time, since {works}."
+        text = f"Worth it, if load stays as recorded: layers take {saved:.0%} less time; {works}."
     return " ".join([text, *_limits(facts, after), *_next_steps(facts, saved)])
 
 
@@ -158,21 +158,24 @@ def _limits(facts: dict[str, Any], after: float) -> list[str]:
     if bound < _LOW_BOUND:
         ranks = facts["num_ranks"]
         return [
-            f"No layout of these slots gets beyond {bound:.2f}: an expert is hotter than its replicas can share; try "
+            f"No layout of these slots exceeds {bound:.2f}: an expert has more load than its replicas can share; try "
             f"--slots {facts['num_slots'] + ranks}."
         ]
     if facts["trace"]["windows"] > 1 and bound - after > _GAP:
-        return ["What is left to the bound is in the differences between windows, which shares solved anew can use."]
+        text = 'The rest of the gap to the bound comes from load that changes between windows; mode "quota" re-solves '
+        return [f"{text}shares per batch and can use it."]
     return []
 
 
 def _next_steps(facts: dict[str, Any], saved: float) -> list[str]:
     steps = []
     if saved >= WORTH and facts["before_is"] == "trivial":
-        steps.append("If another layout is live, give it as --current: most of the transfers are then not needed.")
+        steps.append("If another layout is live, pass it as --current: most of the transfers are then unnecessary.")
     if saved >= WORTH and facts["trace"]["windows"] > 1:
-        steps.append("`eplb simulate` says what stays of it on load that the plan has not seen.")
+        steps.append("`eplb simulate` shows how much of this remains on later windows.")
     if facts["pairs_before"]:
-        pairs = f"holds an expert twice on a rank in {facts['pairs_before']} places"
-        steps.append(f"The layout before {pairs}: slots that help nobody.")
+        pairs = counted(facts["pairs_before"], "time")
+        steps.append(
+            f"The layout before holds an expert twice on one rank ({pairs}): such a slot takes no load off it."
+        )
     return steps

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -561,37 +562,37 @@ def test_simulate_counts_seconds_of_hardware_and_writes_a_page(
     assert facts["memory_bytes"] == 2 * 3 * 7168 * 2048
 
 
-def test_plan_says_in_words_what_it_found() -> None:
-    facts = {
-        "trace": {"windows": 8},
-        "num_ranks": 4,
-        "num_slots": 20,
-        "before_is": "trivial",
-        "windows_before": {"total": 0.6},
-        "windows_after": {"total": 0.8},
-        "bound": {"mean": 0.99},
-        "pairs_before": 0,
-    }
-    assert conclude_plan(facts) == (
-        "Worth it, if load stays as recorded: layers take 25% less time, since the average rank works 80% of the time "
-        "that the fullest one takes, with experts in their order 60%. What is left to the bound is in the differences "
-        "between windows, which shares solved anew can use. If another layout is live, give it as --current: most of "
-        "the transfers are then not needed. `eplb simulate` says what stays of it on load that the plan has not seen."
-    )
-    live = {
-        **facts,
-        "before_is": "current",
-        "windows_after": {"total": 0.605},
-        "bound": {"mean": 0.7},
-        "pairs_before": 3,
-    }
-    text = conclude_plan(live)
-    assert text.startswith("Hardly worth a move: the average rank works 60% of the time that the fullest one takes")
-    assert "with the live layout 60%. The layers would take 0.8% less time. No layout of these slots" in text
-    assert "beyond 0.70: an expert is hotter than its replicas can share; try --slots 24." in text
-    assert text.endswith("twice on a rank in 3 places: slots that help nobody.")
-    assert "--current" not in text
-    assert "no load" in conclude_plan({**facts, "windows_before": {"total": float("nan")}})
+PLANNED: dict[str, Any] = {
+    "trace": {"windows": 8},
+    "num_ranks": 4,
+    "num_slots": 20,
+    "before_is": "trivial",
+    "windows_before": {"total": 0.6},
+    "windows_after": {"total": 0.8},
+    "bound": {"mean": 0.99},
+    "pairs_before": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "unsaid"),
+    [
+        (
+            {},
+            ["Worth it", "25% less", "80%", "60%", 'mode "quota"', "--current", "`eplb simulate`"],
+            ["twice", "--slots"],
+        ),
+        ({"windows_after": {"total": 0.605}}, ["Hardly worth a move", "0.8% less"], ["--current", "simulate"]),
+        ({"before_is": "current", "pairs_before": 3}, ["live layout", "twice", "3 times"], ["--current"]),
+        ({"bound": {"mean": 0.7}}, ["exceeds 0.70", "--slots 24"], ["quota"]),
+        ({"trace": {"windows": 1}}, ["Worth it"], ["quota", "simulate"]),
+        ({"windows_before": {"total": float("nan")}}, ["no load"], ["Worth"]),
+    ],
+)
+def test_plan_says_in_words_what_it_found(change: dict[str, Any], said: list[str], unsaid: list[str]) -> None:
+    text = conclude_plan({**PLANNED, **change})
+    assert [word for word in said if word not in text] == []
+    assert [word for word in unsaid if word in text] == []
 
 
 def test_json_has_no_nan() -> None:
