@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from eplb_core._arrays import ArrayLike, FloatArray, check_int, check_load, check_real, check_word, read_only, to_reals
+from eplb_core.placement.windows import add_windows
 
 Forecaster: TypeAlias = Callable[[FloatArray], "ArrayLike | tuple[ArrayLike, ArrayLike]"]
 """From load `[T, L, E]` to windows `[W, L, E]`, or to windows and weights `[W]`."""
@@ -85,7 +86,7 @@ def last_windows(load: FloatArray, *, count: int = 1) -> FloatArray:
 
 def mean_window(load: FloatArray) -> FloatArray:
     """One window: the mean of all."""
-    mean: FloatArray = _sum(load) / len(load)
+    mean: FloatArray = add_windows(load, np.ones(len(load))) / len(load)
     return mean[None]
 
 
@@ -101,12 +102,7 @@ def recent_windows(load: FloatArray, *, decay: float = 0.9) -> tuple[FloatArray,
 def ewma_window(load: FloatArray, *, decay: float = 0.9) -> FloatArray:
     """One window: the mean with the weights of `recent_windows`."""
     windows, weights = recent_windows(load, decay=decay)
-    total: FloatArray = windows[0] * weights[0]
-    known = float(weights[0])
-    for window in range(1, len(windows)):
-        total = total + windows[window] * weights[window]
-        known += float(weights[window])
-    mean: FloatArray = total / known
+    mean: FloatArray = add_windows(windows, weights) / add_windows(weights, np.ones(len(weights)))
     return mean[None]
 
 
@@ -128,7 +124,7 @@ def trend_windows(load: FloatArray, *, damping: float = 0.5) -> FloatArray:
 def widened_windows(load: FloatArray, *, factor: float = 1.3) -> FloatArray:
     """Every window, `factor` times as far from the mean: those that come differ more than those that were seen."""
     wide = check_real(factor, "factor", at_least=0.0)
-    mean = _sum(load) / len(load)
+    mean = add_windows(load, np.ones(len(load))) / len(load)
     widened: FloatArray = np.maximum(mean + (load - mean) * wide, 0.0)
     return widened
 
@@ -145,11 +141,3 @@ FORECASTERS: Mapping[str, Forecaster] = MappingProxyType(
     }
 )
 """The forecasters that have a name, with their default parameters."""
-
-
-def _sum(load: FloatArray) -> FloatArray:
-    """Sum over windows in order of time, `[L, E]`."""
-    total: FloatArray = load[0].copy()
-    for window in range(1, len(load)):
-        total += load[window]
-    return total

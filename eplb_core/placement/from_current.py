@@ -8,13 +8,14 @@ import numpy as np
 
 from eplb_core._arrays import BoolArray, FloatArray, IntArray, read_only
 from eplb_core.layout import count_replicas
-from eplb_core.placement.problem import Load, Problem, Terms
+from eplb_core.placement.problem import Problem, Terms
 from eplb_core.placement.score import cost_of_transfers, score_rows
 from eplb_core.placement.search.improve import improve_layers
 from eplb_core.placement.search.links import book_layers, follow
 from eplb_core.placement.search.mend import drop_surplus, restore_lost
 from eplb_core.placement.search.relabel import keep_in_place, least_transfers, settle
 from eplb_core.placement.search.widen import widen
+from eplb_core.placement.windows import Load
 
 # Fullest ranks whose steps are compared where several windows are seen: a better use of each transfer, in more time.
 _WIDTH = 3

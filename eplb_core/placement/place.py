@@ -24,7 +24,6 @@ from eplb_core.placement.from_current import choose_rows, find_homes, start_from
 from eplb_core.placement.pack.block import new_scratch
 from eplb_core.placement.pack.layers import solve_layers
 from eplb_core.placement.problem import (
-    Load,
     Locality,
     PlacementDispatch,
     Problem,
@@ -39,6 +38,7 @@ from eplb_core.placement.score import bound_layers, score_rows
 from eplb_core.placement.search.improve import improve_layers
 from eplb_core.placement.search.links import NO_LIMIT, new_links
 from eplb_core.placement.spend import spend_budget
+from eplb_core.placement.windows import Load
 from eplb_core.topology import Topology
 
 # Steps of a layer that is placed from nothing for several windows, at effort 1.
@@ -136,10 +136,11 @@ def place(
             hierarchical placement. "first_copy": one replica of each expert in its group's node, the others anywhere.
         num_groups: Groups of E / num_groups consecutive experts. Needed for "group" and "first_copy".
         active_ranks: Bools `[R]`; slots of the other ranks become -1, and still count for `num_slots`. Default: all.
-        dispatch: How replicas will share their expert's tokens. "even": equally. "weighted": as balances the ranks best
-            in each window, by shares that are solved for it (`DispatchTables` in the mode "quota"); replicas that link
-            full ranks with light ones then count for more than even halves. Where shares are those of earlier windows
-            (mode "weighted"), "even" gives the better layouts. Not with "group" and "first_copy".
+        dispatch: How replicas will share their expert's tokens. "even": equally; for the modes "even", "static" and
+            "random" of `DispatchTables` and "even" of `simulate`. "weighted": by the shares that balance each window
+            best; for mode "quota" and `simulate`'s "weighted". Mode "weighted" and `simulate`'s "previous" take the
+            shares of the last rebalance, which fit the next windows poorly: place for "even". "weighted" needs
+            `locality="none"`.
         effort: More time for a better answer, without `current` never a worse one (with it, a better placement may need
             more transfers than it is worth): multiplies the work that the search may do, and divides the distance from
             the bound at which it stops. 1 stops at 0.001. At most 10,000.
@@ -222,10 +223,7 @@ def place(
 
 
 def _in_range(windows: FloatArray) -> FloatArray:
-    """Layers, then single windows, of a load far from 1, times a power of two: that changes no answer.
-
-    Sums and times of others would overflow, or fractions lose digits.
-    """
+    """Scale each layer, then each window, by a power of two to avoid overflow; exact, so no decision changes."""
     top = windows.max(axis=2, keepdims=True)
     exponent = np.frexp(top.max(axis=0))[1]
     shift = np.where(np.abs(exponent) > _FAR, np.clip(exponent, 0, _FAR) - exponent, 0)

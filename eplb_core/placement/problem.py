@@ -14,7 +14,6 @@ from eplb_core._arrays import (
     check_int,
     check_kind,
     check_word,
-    read_only,
     to_ids,
     to_numpy,
     to_reals,
@@ -30,37 +29,6 @@ Locality: TypeAlias = Literal["none", "group", "first_copy"]
 """Where the replicas of an expert may be: anywhere, all in its group's node, or one of them there."""
 
 _PIN = {"none": 0, "first_copy": 1, "group": 2}
-
-
-class Load(NamedTuple):
-    """The load to place for, of the layers that are placed together."""
-
-    windows: FloatArray
-    """`[T, L, E]`, read-only."""
-    weights: FloatArray
-    """Of each window `[T]`."""
-    total: FloatArray
-    """Weighted sum of the windows `[L, E]`, added in order of time."""
-
-    @classmethod
-    def of(cls, windows: FloatArray, weights: FloatArray) -> Load:
-        """All layers of checked windows."""
-        total = windows[0] * weights[0]
-        for window in range(1, len(windows)):
-            total += windows[window] * weights[window]
-        return cls(windows, weights, total)
-
-    def take(self, layers: BoolArray) -> Load:
-        """The load of some layers."""
-        if layers.all():
-            return self
-        return Load(read_only(np.compress(layers, self.windows, axis=1)), self.weights, self.total[layers])
-
-    @property
-    def known(self) -> BoolArray:
-        """Layers that have load `[L]`."""
-        known: BoolArray = self.total.max(axis=1, initial=0.0) > 0.0
-        return known
 
 
 class Problem(NamedTuple):
@@ -163,8 +131,6 @@ def check_groups(num_groups: int | None, experts: int, capacity: IntArray, topol
 
 def check_slots(num_slots: int | ArrayLike, layers: int, experts: int) -> IntArray:
     """Slots of each layer `[L]`."""
-    if isinstance(num_slots, int | np.integer):
-        return np.full(layers, check_num_slots(int(num_slots), experts), dtype=np.int64)
     slots = to_numpy(num_slots, "num_slots")
     if slots.ndim == 0:
         return np.full(layers, check_num_slots(slots.item(), experts), dtype=np.int64)

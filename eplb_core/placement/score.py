@@ -7,9 +7,10 @@ import numpy as np
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import kernel
 from eplb_core.placement.pack.block import ITEM_SHARE, WEIGHT, Scratch, count_replicas, sort_by_load, sort_by_share
-from eplb_core.placement.problem import Load, Problem
+from eplb_core.placement.problem import Problem
 from eplb_core.placement.search.improve import score_weighted
 from eplb_core.placement.search.links import Links
+from eplb_core.placement.windows import Load
 
 # A limit is lowered by more than rounding can have raised it, so that what is said to be proven is.
 _SURE = 1.0 - 2.0**-40
