@@ -251,6 +251,14 @@ def test_a_perfect_layout_stays() -> None:
     assert (placement.layout, placement.transfers.tolist()) == (current, [0])
 
 
+@pytest.mark.parametrize(("min_gain", "moves"), [(0.05, True), (0.06, False)])
+def test_a_gain_below_min_gain_keeps_the_row(min_gain: float, moves: bool) -> None:
+    """19 tokens against 17 are 0.947; two transfers would make it 1."""
+    current = ExpertLayout([[0, 2, 1, 3]], 4, topology=Topology(2))
+    placement = place([[10, 8, 9, 9]], Topology(2), num_slots=4, current=current, min_gain=min_gain)
+    assert (placement.layout != current, placement.transfers.tolist()) == (moves, [2 * moves])
+
+
 @pytest.mark.parametrize("locality", ["group", "first_copy"])
 def test_groups_bind_the_limit_of_transfers_too(locality: Locality) -> None:
     current = ExpertLayout([[0, 1, 2, -1, 3, -1]], 4, topology=Topology(3, 3))
