@@ -179,10 +179,7 @@ def calls_of(
         )
 
     def choose(t: eplb.LayerTables, x: torch.Tensor, out: torch.Tensor) -> None:
-        ops.map(
-            x, out, t.table, t.settings, t.draws, t.count, t.state, t.errors, t.bounds, t.blocks, None, 0,
-            t.num_experts, t.num_entries, t.mode, False,
-        )  # fmt: skip
+        ops.map_solved(x, out, t.table, t.bounds, t.blocks, None, 0, t.num_experts, t.num_entries, False)
 
     calls[f"{name}: count only"] = [partial(count, rows[a], ids[b]) for a, b in pairs]
     calls[f"{name}: counts to quotas"] = [partial(solve, rows[a], ids[b]) for a, b in pairs]

@@ -80,8 +80,8 @@ def _warm_tables() -> None:
     layout = _layout()
     for mode in ("static", "even", "quota", "weighted"):
         tables = DispatchTables(layout, mode=mode)
-    for dtype in (torch.int32, torch.int64):
-        tables.map(0, torch.zeros((1, 1), dtype=dtype, device="cpu"))
+        for dtype in (torch.int32, torch.int64):
+            tables.map(0, torch.zeros((1, 1), dtype=dtype, device="cpu"))
     DispatchTables(layout, mode="weighted", shares=[[0.5, 1.0, 1.0, 1.0, 0.5, 0.0]] * 2)
 
 

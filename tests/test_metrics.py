@@ -20,6 +20,7 @@ from eplb_core import (
     total_balancedness,
     transfers,
 )
+from eplb_core.metrics import check_shares
 
 
 @st.composite
@@ -67,6 +68,25 @@ def test_shares_say_what_each_slot_takes() -> None:
     assert rank_load(layout, [[8, 4]], shares=[[0.25, 1, 0.75, 9]]).tolist() == [[6.0, 6.0]]  # 9: of an empty slot
     by_window = rank_load(layout, [[[8, 4]], [[8, 0]]], shares=[[[1, 1, 0, 0]], [[0, 1, 1, 0]]])
     assert by_window.tolist() == [[[12.0, 0.0]], [[0.0, 8.0]]]
+
+
+@pytest.mark.parametrize(
+    ("shares", "text"),
+    [
+        ([[0.5, 1.0, 0.4, 0.0]], r"expert 0 \(sum 0.9\) must sum to 1 at layer 0"),
+        ([[[0.5, 1.0, 0.5, 0.0]], [[1.0, 1.0, 0.25, 0.0]]], r"expert 0 \(sum 1.25\) must sum to 1 at layer 0"),
+        ([[0.5, 1.0, 0.5 + 3e-6, 0.0]], r"expert 0 \(sum 1.000003\) must sum"),
+        ([[-0.5, 1.0, 1.5, 0.0]], r"`shares` \(=-0.5\) must be in \[0, 1\] at layer 0, slot 0"),
+        ([[0.0, 1.1, 1.0, 0.0]], r"`shares` \(=1.1\) must be in \[0, 1\] at layer 0, slot 1"),
+    ],
+)
+def test_shares_are_fractions_that_sum_to_one(shares: npt.ArrayLike, text: str) -> None:
+    layout = ExpertLayout([[0, 1, 0, -1]], 2, topology=Topology(2))
+    with pytest.raises(ValueError, match=text):
+        rank_load(layout, np.ones((len(np.asarray(shares)), 1, 2)), shares=shares)
+    rounded = np.array([[0.9999998, 1.0000001, 1.5e-7, np.nan]], np.float32)  # as float32 may leave them
+    assert check_shares(rounded, layout).tolist() == [[*rounded[0, :3].tolist(), 0.0]]
+    assert check_shares([[0.5, 1, 0.0, 0]], layout, sums=False)[0, 0] == 0.5
 
 
 def test_loads_that_do_not_fit_the_layout_raise_with_both_shapes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Literal, get_args
 
 Mode = Literal["static", "even", "random", "row", "weighted", "quota", "fewest", "fake"]
@@ -36,11 +35,22 @@ NUM_BLOCKS = 256
 """Blocks of a batch whose counts are kept apart, so that places within an expert's tokens can be counted through."""
 
 
-@functools.cache
-def has_triton() -> bool:  # pragma: no cover  asked where tensors are on a GPU
-    """Whether Triton can be imported: else CUDA tensors take the torch path."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def mix(x: int) -> int:
+    """A bijection of 32-bit words that spreads every bit.
+
+    Source: the multipliers and shifts of "lowbias32" (C. Wellons, hash-prospector; public domain).
+    """
+    x ^= x >> 16
+    x = (x * 0x7FEB352D) & MASK
+    x ^= x >> 15
+    x = (x * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
+
+
+def row_parts(num_slots: int, num_experts: int) -> tuple[int, int, int, int]:
+    """Where runs `[E]`, thresholds `[P]`, the span `[1]` and the solver's part begin in a layer's packed row.
+
+    Before them are the names of the candidates, `[P, 2]`.
+    """
+    runs = 2 * num_slots
+    return runs, runs + num_experts, runs + num_experts + num_slots, runs + num_experts + num_slots + 1

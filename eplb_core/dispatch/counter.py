@@ -1,7 +1,8 @@
-"""Tokens per expert, counted on the device in windows."""
+"""Count tokens per expert on the device, in windows."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import numpy as np
@@ -9,25 +10,28 @@ import torch
 
 from eplb_core._arrays import ArrayLike, IntArray, check_flag, check_id, check_int, check_kind, check_made
 from eplb_core._text import quoted
-from eplb_core.dispatch.constants import FINISHED, RECORDING, WINDOW, has_triton
+from eplb_core.dispatch.constants import FINISHED, RECORDING, WINDOW
 from eplb_core.errors import EplbError
 from eplb_core.layout import ExpertLayout, layer_rows
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """A device of torch by its name or as it is."""
+    """Make a device of torch from its name; raise where its kernels cannot run."""
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except Exception as error:  # what torch raises depends on the kind
         raise TypeError(f"`device` (={quoted(device, 80)}) must be a device of torch, such as 'cuda:0'") from error
+    if found.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ImportError(f"`device` (={found}) needs Triton; install it (`pip install triton`), or use 'cpu'")
+    return found
 
 
 class LoadCounter:
-    """A ring of windows of counts on the device; the dispatch kernel adds to the current one at a device-side cursor.
+    """Hold a ring of windows of counts on the device; the dispatch kernel adds at a device-side cursor.
 
-    Counts are (token, expert) pairs of the calls that this object was given to: each token once for each of its
-    experts, however many ranks hold those. Where every rank dispatches its own tokens, add the ranks up
-    (`snapshot(all_reduce=)`); where all ranks dispatch the same tokens, each rank's counts are already those of all.
+    A count is a (token, expert) pair of this rank's calls: each token once for each of its experts, however many ranks
+    hold those. Where every rank dispatches its own tokens, sum over ranks (`snapshot(all_reduce=)`); where all ranks
+    dispatch the same tokens, each rank's counts are already the total.
 
     Args:
         num_layers: Layers L.
@@ -40,7 +44,7 @@ class LoadCounter:
 
     Cost:
         4 * L * (T + 1) * E bytes, and 12 * L * T * E for snapshots; all allocated here. A window may hold up to 2^31 -
-        1 tokens an expert; snapshots are int64.
+        1 tokens per expert; snapshots are int64.
 
     Threads:
         All methods from the thread that runs the passes, on its current stream; `Snapshot.numpy` from any.
@@ -80,12 +84,12 @@ class LoadCounter:
         self._free = [_Buffers(self) for _ in range(2)]
 
     def layer(self, layer: int) -> torch.Tensor:
-        """Counts of one layer, int32 `[T + 1, E]`: a view, fixed for life."""
+        """Return the counts of one layer, int32 `[T + 1, E]`: a view, fixed for life."""
         return self.count[check_id(layer, "layer", self.num_layers)]
 
     def roll(self) -> None:
-        """End the current window and begin an empty one in place of the oldest. No host synchronization."""
-        if self.device.type == "cuda" and has_triton():
+        """End the current window and start an empty one over the oldest. The host does not wait."""
+        if self.device.type == "cuda":  # pragma: no cover  needs a GPU
             from eplb_core.dispatch import gpu
 
             gpu.roll(self.count, self.state)
@@ -96,31 +100,30 @@ class LoadCounter:
         self.count.index_fill_(1, state[WINDOW : WINDOW + 1].long(), 0)
 
     def recording(self, on: bool) -> None:
-        """Whether calls from now on count: off for dummy passes, warm-up and capture. One launch, no wait."""
+        """Set whether later calls count: off for dummy passes, warm-up and capture. One launch, no wait."""
         self.state[RECORDING : RECORDING + 1].fill_(int(check_flag(on, "on")))
 
     def add_slots(self, counts: torch.Tensor, layout: ExpertLayout, *, layers: ArrayLike | None = None) -> None:
-        """Add counts by slot, read with the layout under which they were counted.
+        """Add counts by slot, folded by the layout under which they were counted.
 
-        Where a layer is installed within a window, add what was counted until then with the old layout, and begin
-        again.
+        When a layer is installed within a window, first add what was counted until then, with the old layout.
 
         Args:
-            counts: Ints `[L, P]`, or `[n, P]` for `layers`, on this counter's device; what is counted at empty slots is
-                left out.
-            layout: Layout of those counts; another than in the call before costs a copy of its map to the device.
-            layers: Rows that `counts` is for. Default: all.
+            counts: Ints `[L, P]`, or `[n, P]` for `layers`, on this counter's device; counts at empty slots are left
+                out.
+            layout: Layout of those counts; a new one costs a copy of its map to the device.
+            layers: Rows of `counts`. Default: all.
 
         Raises:
             ValueError: Shapes do not fit.
-            TypeError: `counts` are no integers.
+            TypeError: `counts` are not integers.
         """
         check_kind(layout, "layout", ExpertLayout)
         check_kind(counts, "counts", torch.Tensor)
         if (layout.num_layers, layout.num_experts) != (self.num_layers, self.num_experts):
             raise ValueError(
-                f"`layout` has {layout.num_layers} layers and {layout.num_experts} experts, "
-                f"this counter {self.num_layers} and {self.num_experts}"
+                f"`layout` ({layout.num_layers} layers, {layout.num_experts} experts) must have this counter's "
+                f"{self.num_layers} layers and {self.num_experts} experts"
             )
         rows = np.arange(self.num_layers) if layers is None else layer_rows(layers, self.num_layers)
         if tuple(counts.shape) != (len(rows), layout.num_slots):
@@ -137,20 +140,20 @@ class LoadCounter:
         self.count.view(-1).index_add_(0, place.reshape(-1), amount.reshape(-1))
 
     def snapshot(self, *, all_reduce: Callable[[torch.Tensor], object] | None = None) -> Snapshot:
-        """Copy the finished windows out, without waiting for anything.
+        """Enqueue a copy of the finished windows to the host; wait for nothing.
 
         Args:
             all_reduce: Called once with the int64 device tensor `[T, L, E]`, oldest window first, to sum it over ranks
                 in place on the current stream. Ranks must roll in the same passes. Windows not finished yet are 0.
 
         Returns:
-            A snapshot whose `numpy()` waits; two may be unread at a time.
+            Snapshot whose `numpy()` waits; two may be unread at a time.
 
         Raises:
             EplbError: Two snapshots are unread.
         """
         if not self._free:
-            raise EplbError("two snapshots are unread; call numpy() on one, or drop it, before the next")
+            raise EplbError("two snapshots are unread; call `numpy()` on one, or drop it, before the next")
         buffers = self._free.pop()
         snapshot = Snapshot(self, buffers)
         torch.add(self._order, self.state[WINDOW], out=self._index)
@@ -171,7 +174,7 @@ class LoadCounter:
 
 
 class Snapshot:
-    """Counts on their way to the host."""
+    """Counts that are being copied to the host."""
 
     def __init__(self, counter: LoadCounter, buffers: _Buffers) -> None:
         self._counter = counter
@@ -179,12 +182,12 @@ class Snapshot:
         self._array: IntArray = np.empty(0, dtype=np.int64)
 
     def ready(self) -> bool:
-        """Whether `numpy()` would not wait."""
+        """Say whether `numpy()` would return without waiting."""
         buffers = self._buffers
         return buffers is None or buffers.event is None or bool(buffers.event.query())  # type: ignore[no-untyped-call]
 
     def numpy(self) -> IntArray:
-        """Counts of the finished windows, int64 `[T, L, E]`, oldest first, fewer before T have finished. Waits."""
+        """Wait for the copy; return the finished windows, int64 `[0..T, L, E]`, oldest first."""
         buffers = self._buffers
         if buffers is not None:
             if buffers.event is not None:  # pragma: no cover  needs a GPU
@@ -204,7 +207,7 @@ class Snapshot:
 
 
 class _Buffers:
-    """Staging of one snapshot: on the device, and pinned on the host."""
+    """Buffers of one snapshot: on the device, and pinned on the host."""
 
     def __init__(self, counter: LoadCounter) -> None:
         shape = (counter.windows, counter.num_layers, counter.num_experts)

@@ -1,4 +1,4 @@
-"""Dispatch tables that are even: one slot for each source rank, or entries repeated as often as a share asks for."""
+"""Even dispatch tables: one slot for each source rank, or entries repeated in proportion to shares."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ from eplb_core.metrics import check_load_of, check_shares, even_shares
 
 
 def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = None) -> IntArray:
-    """Which slot should each rank send each expert's tokens to, so that replicas get equal amounts, near ones first?
+    """Choose the slot that each rank sends each expert's tokens to: equal amounts for replicas, near ones first.
 
-    Ranks that send equally much of an expert (`expert_load` not given, `[L, E]`, or equal over ranks): replicas get
-    numbers of ranks that differ by one at most, and among all such tables this one sends the most from ranks to their
-    own slots, then within nodes. Where a replica may get one rank more than another and distance does not decide, the
-    one on the rank with the least load so far gets it.
+    Where ranks send equal amounts of an expert (`expert_load` not given, `[L, E]`, or equal over ranks), the numbers of
+    ranks per replica differ by one at most; among all such tables this one keeps the most tokens on their own rank,
+    then within nodes. Where distance does not decide which replica gets one rank more, the one on the rank with the
+    least load so far does.
 
-    Ranks that send unequally much (`[R, L, E]`): a rank's tokens of an expert all go to one slot, so that totals are as
-    even as whole ranks allow: never above longest-processing-time's, usually the optimum. Under that maximum each rank
-    takes its own slot, else its node's, else the emptiest.
+    Where ranks send unequal amounts (`[R, L, E]`), all tokens of a rank and expert go to one slot, and totals are as
+    even as whole ranks allow: never worse than longest processing time first, usually the optimum. Within that maximum
+    each rank takes its own slot, else its node's, else the emptiest.
+
+    Mode "even" of `DispatchTables` is one rank's part of this table, "even_table" of `simulate` replays it, and `place`
+    prepares for it by `dispatch="even"`.
 
     Args:
         layout: Where the experts are.
-        expert_load: Tokens of each expert, `[L, E]`, or what each rank sends of each, `[R, L, E]`. Default: all equal.
+        expert_load: Tokens of each expert, `[L, E]`, or tokens that each rank sends, `[R, L, E]`. Default: all equal.
 
     Returns:
         int64 `[R, L, E]`, global slots. A layer's part depends on that layer's row and load alone.
@@ -45,7 +48,7 @@ def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = No
         ValueError: The load's shape does not fit the layout, or it is NaN, infinite or negative.
 
     Cost:
-        About 2 ms at 58 x 256 -> 288 on 32 ranks, 15 ms where ranks send unequally much. Any thread.
+        About 2 ms at 58 x 256 -> 288 on 32 ranks, 15 ms where ranks send unequal amounts. Any thread.
 
     Example:
         Eight ranks on two nodes; expert 0 has slots on the ranks 0, 2 and 4.
@@ -75,7 +78,7 @@ def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = No
 
 
 def rank_filler(layout: ExpertLayout, rank: int) -> Callable[[int, IntArray], IntArray]:
-    """A function of a layer's number and row that gives the rank's `[E]` part of `even_dispatch_table`."""
+    """Return a function from a layer's number and row to the rank's `[E]` part of `even_dispatch_table`."""
     ranks, experts, slots = layout.topology.num_ranks, layout.num_experts, layout.num_slots
     owner, node = np.arange(slots) // layout.slots_per_rank, layout.topology.rank_to_node
     sent, width = read_only(np.ones((experts, 1))), slots + ranks + experts + 1
@@ -94,10 +97,10 @@ def rank_filler(layout: ExpertLayout, rank: int) -> Callable[[int, IntArray], In
 def hash_dispatch_table(
     layout: ExpertLayout, *, shares: ArrayLike | None = None, rank: int = 0, width: int = 64
 ) -> tuple[IntArray, IntArray]:
-    """A table that weighs replicas for a kernel that only does `table[expert, hash % count[expert]]`.
+    """Build a table that weighs replicas for a kernel that only does `table[expert, hash % count[expert]]`.
 
-    An expert's slots are repeated so often that a uniform index meets each as often as its share says. Repeats are
-    spread over the entries, and ranks start at different ones, so that the first tokens of many ranks spread as well.
+    An expert's slots are repeated in proportion to their shares. Repeats are spread over the entries, and ranks start
+    at different ones, so that the first tokens of many ranks spread as well.
 
     Args:
         layout: Where the experts are.
@@ -106,8 +109,8 @@ def hash_dispatch_table(
         width: Most entries of an expert, at least the most replicas of one.
 
     Returns:
-        `table` int64 `[L, E, width]`, padded with -1, and `count` int64 `[L, E]`: how many entries an expert has, the
-        smallest number up to `width` that comes nearest to its shares. A share is met within 0.5 / count.
+        `table` int64 `[L, E, width]`, padded with -1, and `count` int64 `[L, E]`: the number of entries of an expert,
+        the smallest up to `width` that comes nearest to its shares. A share is met within 0.5 / count.
 
     Raises:
         ValueError: `width` is too small, or `shares` does not fit the layout.

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from eplb_core.dispatch.constants import FIRST_BITS, NUM_BLOCKS, SOLVED_MODES
+from eplb_core.dispatch.constants import FIRST_BITS, NUM_BLOCKS, Mode, row_parts
 from eplb_core.dispatch.quota import SCALE_BITS, SHORTEST_STEP, STEP_BITS, STEPS
 
 _FIRST_BITS: tl.constexpr = tl.constexpr(FIRST_BITS)
@@ -85,22 +85,22 @@ def _add_counts(
 
 
 @triton.jit
-def _pick(table, run, expert, u, E: tl.constexpr, P: tl.constexpr):
+def _pick(table, run, u, THRESHOLDS: tl.constexpr):
     """The slot for u: two loads that do not wait for each other, of an entry's threshold and its two names."""
     product = u.to(tl.uint64) * (run >> _FIRST_BITS).to(tl.uint64)
     entry = (run & _FIRST) + (product >> 32).to(tl.int32)
-    threshold = tl.load(table + (2 * P + E) + entry)
+    threshold = tl.load(table + THRESHOLDS + entry)
     both = tl.load(table.to(tl.pointer_type(tl.int64), bitcast=True) + entry)
     own = (product.to(tl.uint32) >> 2).to(tl.int32) < threshold
     return tl.where(own, both.to(tl.int32), (both >> 32).to(tl.int32))
 
 
 @triton.jit
-def _last_start(table, bounds, expert, place, E: tl.constexpr, P: tl.constexpr):
+def _last_start(table, bounds, expert, place, RUNS: tl.constexpr, SPAN: tl.constexpr):
     """The slot of the expert's last entry that begins at `place` or before."""
-    run = tl.load(table + 2 * P + expert)
+    run = tl.load(table + RUNS + expert)
     entry, end = run & _FIRST, (run & _FIRST) + (run >> _FIRST_BITS)
-    span = tl.load(table + (3 * P + E))
+    span = tl.load(table + SPAN)
     while span > 0:
         further = entry + span
         start = tl.load(bounds + further, mask=further < end, other=2147483647)
@@ -113,9 +113,9 @@ def _last_start(table, bounds, expert, place, E: tl.constexpr, P: tl.constexpr):
 def _map_kernel(
     ids, out, table, settings, draws, count, state, errors, num_tokens,
     rows, ids_row, ids_column, out_row, out_column,
-    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BINS: tl.constexpr,
-    MODE: tl.constexpr, MASKED: tl.constexpr, COUNTS: tl.constexpr, DIRECT: tl.constexpr, DEBUG: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, RUNS: tl.constexpr, THRESHOLDS: tl.constexpr,
+    BINS: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr, COUNTS: tl.constexpr, DIRECT: tl.constexpr,
+    DEBUG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if COUNTS:  # asked for first, needed last
         window, recording = tl.load(state), tl.load(state + 1)
@@ -139,10 +139,10 @@ def _map_kernel(
         expert = ((place % E + phase % E) % E).to(tl.int32)
     else:
         expert = tl.where(valid, value, 0).to(tl.int32)
-    if P == 0:
+    if RUNS == 0:
         slot = tl.load(table + expert)
     else:
-        run = tl.load(table + 2 * P + expert)
+        run = tl.load(table + RUNS + expert)
         if MODE == "random":
             key, call = tl.load(settings + 2).to(tl.uint32, bitcast=True), draw.to(tl.uint32, bitcast=True)
             u = _mix(_mix(key + call * 0x9E3779B9) + place * 0x9E3779B9)
@@ -151,7 +151,7 @@ def _map_kernel(
             u = row.to(tl.uint32) * 0x9E3779B9 + _mix(phase + expert.to(tl.uint32))
             if MODE == "weighted":
                 u = u + tl.load(settings + 1).to(tl.uint32, bitcast=True)
-        slot = _pick(table, run, expert, u, E, P)
+        slot = _pick(table, run, u, THRESHOLDS)
     if DEBUG:
         slot = slot | 1073741824
     result = tl.where(valid, slot, -1).to(out.dtype.element_ty)
@@ -327,10 +327,10 @@ def _solve_kernel(
 
 @triton.jit(do_not_specialize=[*_NO_VALUES, "chunk"], do_not_specialize_on_alignment=_NO_ALIGNMENT)
 def _map_solved_kernel(
-    ids, out, table, bounds, blocks, errors, num_tokens,
+    ids, out, table, bounds, blocks, num_tokens,
     rows, ids_row, ids_column, out_row, out_column, chunk,
-    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BINS: tl.constexpr,
-    MASKED: tl.constexpr, DEBUG: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, RUNS: tl.constexpr, SPAN: tl.constexpr,
+    BINS: tl.constexpr, MASKED: tl.constexpr, DEBUG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -340,17 +340,17 @@ def _map_solved_kernel(
     while first < chunk:
         element = block * chunk + first + index
         row, column, inside, real, value, valid = _load_ids(
-            ids, num_tokens, errors, element, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED, False
+            ids, num_tokens, blocks, element, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED, False
         )
         expert = tl.where(valid, value, 0).to(tl.int32)
         label = tl.where(valid, expert, -1)
         earlier = (label[:, None] == label[None, :]) & (index[None, :] < index[:, None])
         place = tl.gather(before, expert, 0) + tl.sum(earlier.to(tl.int32), 1)
         before += tl.histogram(expert, BINS, mask=valid)
-        if P == 0:
+        if RUNS == 0:
             slot = tl.load(table + expert)
         else:
-            slot = _last_start(table, bounds, expert, place, E, P)
+            slot = _last_start(table, bounds, expert, place, RUNS, SPAN)
         if DEBUG:
             slot = slot | 1073741824
         result = tl.where(valid, slot, -1).to(out.dtype.element_ty)
@@ -413,8 +413,8 @@ def _where_tensors_are(launch: Callable[..., None]) -> Callable[..., None]:
 @_where_tensors_are
 def map(
     ids: torch.Tensor, out: torch.Tensor, table: torch.Tensor, settings: torch.Tensor, draws: torch.Tensor,
-    count: torch.Tensor, state: torch.Tensor, errors: torch.Tensor, bounds: torch.Tensor, blocks: torch.Tensor,
-    num_tokens: torch.Tensor | None, num_shared: int, num_experts: int, num_entries: int, mode: str, debug: bool,
+    count: torch.Tensor, state: torch.Tensor, errors: torch.Tensor, num_tokens: torch.Tensor | None, num_shared: int,
+    num_experts: int, num_entries: int, mode: Mode, debug: bool,
 ) -> None:  # fmt: skip
     """The operator `map` in one launch."""
     rows, columns, ids_row, ids_column = _strides(ids)
@@ -422,23 +422,35 @@ def map(
     elements = rows * columns
     if elements == 0:
         return
-    masked = num_tokens is not None
-    limit = num_tokens if num_tokens is not None else state
-    if mode in SOLVED_MODES:
-        num_blocks, chunk = _blocks_of(elements)
-        _map_solved_kernel[(num_blocks,)](
-            ids, out, table, bounds, blocks, errors, limit, rows, ids_row, ids_column, out_row, out_column, chunk,
-            COLUMNS=columns, SHARED=num_shared, E=num_experts, P=num_entries, BINS=_power(num_experts), MASKED=masked,
-            DEBUG=debug, BLOCK=SUB_BLOCK, num_warps=4,
-        )  # fmt: skip
-        return
+    runs, thresholds, _, _ = row_parts(num_entries, num_experts)
     # About one block for each multiprocessor; few elements are added one by one.
     block, warps = next((block, warps) for most, block, warps in BLOCKS if elements <= most)
     _map_kernel[(-(-elements // block),)](
-        ids, out, table, settings, draws, count, state, errors, limit, rows, ids_row, ids_column, out_row, out_column,
-        COLUMNS=columns, SHARED=num_shared, E=num_experts, P=num_entries, BINS=_power(num_experts), MODE=mode,
-        MASKED=masked, COUNTS=count.shape[0] > 0, DIRECT=elements <= DIRECT_ELEMENTS, DEBUG=debug, BLOCK=block,
-        num_warps=warps,
+        ids, out, table, settings, draws, count, state, errors, state if num_tokens is None else num_tokens,
+        rows, ids_row, ids_column, out_row, out_column,
+        COLUMNS=columns, SHARED=num_shared, E=num_experts, RUNS=runs, THRESHOLDS=thresholds, BINS=_power(num_experts),
+        MODE=mode, MASKED=num_tokens is not None, COUNTS=count.shape[0] > 0, DIRECT=elements <= DIRECT_ELEMENTS,
+        DEBUG=debug, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+
+
+@_where_tensors_are
+def map_solved(
+    ids: torch.Tensor, out: torch.Tensor, table: torch.Tensor, bounds: torch.Tensor, blocks: torch.Tensor,
+    num_tokens: torch.Tensor | None, num_shared: int, num_experts: int, num_entries: int, debug: bool,
+) -> None:  # fmt: skip
+    """The operator `map_solved` in one launch."""
+    rows, columns, ids_row, ids_column = _strides(ids)
+    _, _, out_row, out_column = _strides(out)
+    if rows * columns == 0:
+        return
+    runs, _, span, _ = row_parts(num_entries, num_experts)
+    num_blocks, chunk = _blocks_of(rows * columns)
+    _map_solved_kernel[(num_blocks,)](
+        ids, out, table, bounds, blocks, blocks if num_tokens is None else num_tokens,
+        rows, ids_row, ids_column, out_row, out_column, chunk,
+        COLUMNS=columns, SHARED=num_shared, E=num_experts, RUNS=runs, SPAN=span, BINS=_power(num_experts),
+        MASKED=num_tokens is not None, DEBUG=debug, BLOCK=SUB_BLOCK, num_warps=4,
     )  # fmt: skip
 
 
@@ -465,7 +477,7 @@ def count_batch(
 def solve_batch(
     batch: torch.Tensor, bounds: torch.Tensor, blocks: torch.Tensor, runs: torch.Tensor, span: torch.Tensor,
     shared: torch.Tensor, arm_rank: torch.Tensor, on_rank: torch.Tensor, ids: torch.Tensor, num_shared: int, rank: int,
-    mode: str,
+    mode: Mode,
 ) -> None:  # fmt: skip
     """The operator `solve_batch` in one launch."""
     ranks, experts = batch.shape

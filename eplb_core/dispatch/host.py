@@ -1,11 +1,13 @@
-"""The operator's pass over a batch in host memory: one loop, where tensor by tensor would take twenty."""
+"""The operators for tensors in host memory: one loop over a batch, where tensor by tensor would take twenty."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from eplb_core._arrays import IntArray
 from eplb_core._numba import inline_kernel, kernel
+from eplb_core.dispatch import quota
 from eplb_core.dispatch.constants import (
     BASE_PHASE,
     DRAWS,
@@ -18,13 +20,17 @@ from eplb_core.dispatch.constants import (
     RECORDING,
     TAG,
     WINDOW,
+    Mode,
+    mix,
 )
+from eplb_core.dispatch.rows import parts_of
 
 _STATIC, _ROTATED, _OF_RANK, _RANDOM, _FAKE = range(5)
 _HOW = {"static": _STATIC, "even": _ROTATED, "row": _ROTATED, "weighted": _OF_RANK, "random": _RANDOM, "fake": _FAKE}
+_mix = inline_kernel(mix)
 
 
-def map_rows(
+def map(
     ids: torch.Tensor,
     out: torch.Tensor,
     table: torch.Tensor,
@@ -32,33 +38,126 @@ def map_rows(
     draws: torch.Tensor,
     count: torch.Tensor,
     state: torch.Tensor,
+    errors: torch.Tensor,
     num_tokens: torch.Tensor | None,
     num_shared: int,
     num_experts: int,
     num_entries: int,
-    mode: str,
+    mode: Mode,
     debug: bool,
-) -> bool:
-    """Map and count `ids` `[T, k]`; False, and nothing has changed, if one of them is no expert."""
-    plain = ids.contiguous()
-    into = out if out.dtype == plain.dtype and out.is_contiguous() else torch.empty_like(plain)
-    fits = _map(
-        plain.numpy(), into.numpy(), table.numpy(), settings.numpy(), draws.numpy(), count.numpy(), state.numpy(),
-        len(ids) if num_tokens is None else int(num_tokens), num_shared, num_experts, num_entries, _HOW[mode], debug,
-    )  # fmt: skip
-    if fits and into is not out:
+) -> None:
+    """The operator `map`; an id that is no expert raises before anything is written or counted."""
+    if not ids.numel():
+        return
+    given, into, real = _rows(ids), _room(ids, out), _real(ids, num_tokens)
+    if not _map(
+        given, _rows(into), table.numpy(), settings.numpy(), draws.numpy(), count.numpy(), state.numpy(),
+        real, num_shared, num_experts, num_entries, _HOW[mode], debug,
+    ):  # fmt: skip
+        _refuse(given, real, num_shared, num_experts, debug)
+    if into is not out:
         out.copy_(into)
-    return fits
+
+
+def map_solved(
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    table: torch.Tensor,
+    bounds: torch.Tensor,
+    blocks: torch.Tensor,
+    num_tokens: torch.Tensor | None,
+    num_shared: int,
+    num_experts: int,
+    num_entries: int,
+    debug: bool,
+) -> None:
+    """The operator `map_solved`: each token goes to the run that its place among its expert's tokens is in."""
+    if not ids.numel():
+        return
+    into, places = _room(ids, out), np.zeros((2, num_experts), dtype=np.int64)
+    _map_solved(
+        _rows(ids), _rows(into), table.numpy(), bounds.numpy(), places, _real(ids, num_tokens), num_shared,
+        num_entries, debug,
+    )  # fmt: skip
+    if into is not out:
+        out.copy_(into)
+
+
+def count_batch(
+    ids: torch.Tensor,
+    batch: torch.Tensor,
+    blocks: torch.Tensor,
+    count: torch.Tensor,
+    state: torch.Tensor,
+    errors: torch.Tensor,
+    num_tokens: torch.Tensor | None,
+    num_shared: int,
+    rank: int,
+    debug: bool,
+) -> None:
+    """The operator `count_batch`; an id that is no expert raises before anything is counted."""
+    given, real = _rows(ids), _real(ids, num_tokens)
+    if not _count_batch(given, batch[rank].numpy(), count.numpy(), state.numpy(), real, num_shared):
+        _refuse(given, real, num_shared, batch.shape[1], debug)
+
+
+def solve_batch(
+    batch: torch.Tensor,
+    bounds: torch.Tensor,
+    blocks: torch.Tensor,
+    runs: torch.Tensor,
+    span: torch.Tensor,
+    shared: torch.Tensor,
+    arm_rank: torch.Tensor,
+    on_rank: torch.Tensor,
+    ids: torch.Tensor,
+    num_shared: int,
+    rank: int,
+    mode: Mode,
+) -> None:
+    """The operator `solve_batch`."""
+    quota.solve(batch, bounds, runs, shared, arm_rank, on_rank, rank, fewest=mode == "fewest")
+    batch.zero_()
+
+
+def _rows(ids: torch.Tensor) -> IntArray:
+    """Ids as a contiguous array `[T, K]`; a vector is one column."""
+    rows: IntArray = ids.contiguous().numpy()
+    return rows if rows.ndim == 2 else rows[:, None]
+
+
+def _room(ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`out` where a kernel for `ids` can write to it, else a tensor to be copied to it."""
+    return out if out.dtype == ids.dtype and out.is_contiguous() else torch.empty(ids.shape, dtype=ids.dtype)
+
+
+def _real(ids: torch.Tensor, num_tokens: torch.Tensor | None) -> int:
+    return len(ids) if num_tokens is None else min(max(int(num_tokens), 0), len(ids))
+
+
+def _refuse(ids: IntArray, real: int, num_shared: int, num_experts: int, debug: bool) -> None:
+    routed = ids[:real, : ids.shape[1] - num_shared]
+    bad = (routed < -1) | (routed >= num_experts)
+    row, column = np.argwhere(bad)[0].tolist()
+    value = int(routed[row, column])
+    if debug and value >= TAG:
+        raise IndexError(
+            f"`topk_ids` (={value}) is slot {value - TAG} at row {row}, column {column}: it was mapped before; "
+            "map each id once"
+        )
+    raise IndexError(
+        f"`topk_ids` (={value}) must be -1 or a logical expert in [0, {num_experts}) at row {row}, column "
+        f"{column}; {int(bad.sum()) - 1} more; fused shared experts need `num_shared`, slots are no experts"
+    )
 
 
 @inline_kernel
-def _mix(x: int) -> int:
-    """As `ops._mix`, on one word."""
-    x ^= x >> 16
-    x = (x * 0x7FEB352D) & MASK
-    x ^= x >> 15
-    x = (x * 0x846CA68B) & MASK
-    return x ^ (x >> 16)
+def _are_experts(ids: IntArray, real: int, routed: int, num_experts: int) -> bool:
+    for row in range(real):
+        for column in range(routed):
+            if ids[row, column] < -1 or ids[row, column] >= num_experts:
+                return False
+    return True
 
 
 @kernel
@@ -70,7 +169,7 @@ def _map(
     draws: IntArray,
     count: IntArray,
     state: IntArray,
-    num_tokens: int,
+    real: int,
     num_shared: int,
     num_experts: int,
     num_entries: int,
@@ -79,16 +178,12 @@ def _map(
 ) -> bool:
     rows, columns = ids.shape
     routed = columns - num_shared
-    real = min(max(num_tokens, 0), rows)
-    if how != _FAKE:
-        for row in range(real):
-            for column in range(routed):
-                if ids[row, column] < -1 or ids[row, column] >= num_experts:
-                    return False
+    if how != _FAKE and not _are_experts(ids, real, routed, num_experts):
+        return False
     counts = count.shape[0] > 0 and state[RECORDING] != 0
     # `int`, or plain Python would stay within the 32 bits of what it reads
     base, own, key = int(settings[BASE_PHASE]) & MASK, int(settings[RANK_PHASE]) & MASK, int(settings[KEY]) & MASK
-    runs, thresholds = 2 * num_entries, 2 * num_entries + num_experts
+    runs, thresholds, _, _ = parts_of(num_entries, num_experts)
     first_draw = _mix((key + (int(draws[DRAWS]) & MASK) * GOLDEN) & MASK)
     tag = TAG if debug else 0
     for row in range(rows):
@@ -122,3 +217,54 @@ def _map(
     if how == _RANDOM:
         draws[DRAWS] += 1
     return True
+
+
+@kernel
+def _count_batch(ids: IntArray, batch: IntArray, count: IntArray, state: IntArray, real: int, num_shared: int) -> bool:
+    routed = ids.shape[1] - num_shared
+    if not _are_experts(ids, real, routed, batch.size):
+        return False
+    counts = count.shape[0] > 0 and state[RECORDING] != 0
+    for row in range(real):
+        for column in range(routed):
+            expert = ids[row, column]
+            if expert >= 0:
+                batch[expert] += 1
+                if counts:
+                    count[state[WINDOW], expert] += 1
+    return True
+
+
+@kernel
+def _map_solved(
+    ids: IntArray,
+    out: IntArray,
+    table: IntArray,
+    bounds: IntArray,
+    places: IntArray,
+    real: int,
+    num_shared: int,
+    num_entries: int,
+    debug: bool,
+) -> None:
+    rows, columns = ids.shape
+    routed, num_experts = columns - num_shared, places.shape[1]
+    runs, _, _, _ = parts_of(num_entries, num_experts)
+    place, further = places  # tokens of each expert so far, and how far along its run of entries they have come
+    tag = TAG if debug else 0
+    for row in range(rows):
+        for column in range(routed):
+            expert = int(ids[row, column])
+            if row >= real or expert < 0 or expert >= num_experts:
+                out[row, column] = -1
+            elif num_entries == 0:
+                out[row, column] = table[expert] | tag
+            else:
+                run = int(table[runs + expert])
+                first, last = run & (MOST_SLOTS - 1), (run >> FIRST_BITS) - 1
+                while further[expert] < last and bounds[first + further[expert] + 1] <= place[expert]:
+                    further[expert] += 1
+                out[row, column] = table[2 * (first + further[expert])] | tag
+                place[expert] += 1
+        for column in range(routed, columns):
+            out[row, column] = ids[row, column] if row < real else -1

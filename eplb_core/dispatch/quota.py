@@ -21,17 +21,6 @@ HALF_STEP, SHORTEST_STEP = 1 << (STEP_BITS - 1), 1 << (STEP_BITS - 2)
 """For rounding, and a quarter."""
 
 
-def places(expert: torch.Tensor, valid: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The place of each (token, expert) among the valid ones of its expert, in order of the elements; `[T, k]`."""
-    flat = torch.where(valid, expert, num_experts).reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    ordered = flat[order]
-    first = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=flat.device))
-    place = torch.empty_like(flat)
-    place[order] = torch.arange(len(flat), device=flat.device) - first[ordered]
-    return place.reshape(expert.shape)
-
-
 def solve(
     batch: torch.Tensor,
     bounds: torch.Tensor,

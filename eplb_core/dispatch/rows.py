@@ -9,14 +9,15 @@ import numpy.typing as npt
 
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import inline_kernel, kernel
-from eplb_core.dispatch.constants import FIRST_BITS, UNIT
+from eplb_core.dispatch.constants import FIRST_BITS, UNIT, row_parts
 from eplb_core.metrics import SHARES_ROUNDING
 
 Int32Array = npt.NDArray[np.int32]
+parts_of = inline_kernel(row_parts)
 
 
 class RowShape(NamedTuple):
-    """Sizes and places of the parts of a packed row; the names of candidates are at its beginning."""
+    """Sizes of a packed row, and where its parts begin."""
 
     num_experts: int
     num_slots: int
@@ -28,40 +29,21 @@ class RowShape(NamedTuple):
     slots_per_rank: int
 
     @property
-    def runs(self) -> int:
-        """Where the `[E]` words about experts' runs begin, after `[P, 2]` names (`[E, 1]` where W = 1)."""
-        return 2 * self.num_slots if self.width > 1 else self.num_experts
+    def starts(self) -> tuple[int, ...]:
+        """Where candidates, runs, thresholds, span, shared, arm_rank and on_rank begin, and where the last ends.
 
-    @property
-    def thresholds(self) -> int:
-        """Where `[P]` thresholds begin."""
-        return self.runs + (self.num_experts if self.width > 1 else 0)
-
-    @property
-    def span(self) -> int:
-        """Where the largest power of two below the most candidates of an expert is."""
-        return self.thresholds + (self.num_slots if self.width > 1 else 0)
-
-    @property
-    def shared(self) -> int:
-        """Where the `[N]` ids of experts with several replicas begin."""
-        return self.span + (1 if self.width > 1 else 0)
-
-    @property
-    def arm_rank(self) -> int:
-        """Where the `[N, W]` ranks of those experts' slots begin."""
-        return self.shared + self.num_shared
-
-    @property
-    def on_rank(self) -> int:
-        """Where `[R, S]` begins: each slot's place in `[N, W]`, or -2 - e for an expert without another, or -1."""
-        return self.arm_rank + self.num_shared * self.width
+        `LayerTables` says what each is.
+        """
+        experts, shared_ranks = self.num_experts, self.num_ranks * self.slots_per_rank if self.num_shared else 0
+        runs, thresholds, span, shared = row_parts(self.num_slots, experts) if self.width > 1 else (experts,) * 4
+        arm_rank = shared + self.num_shared
+        on_rank = arm_rank + self.num_shared * self.width
+        return 0, runs, thresholds, span, shared, arm_rank, on_rank, on_rank + shared_ranks
 
     @property
     def size(self) -> int:
         """Length of the row, a multiple of 16 bytes: the device reads pairs of names at once."""
-        end = self.on_rank + (self.num_ranks * self.slots_per_rank if self.num_shared else 0)
-        return -(-end // 4) * 4
+        return -(-self.starts[-1] // 4) * 4
 
 
 @inline_kernel
@@ -139,8 +121,8 @@ def fill_row(
         for expert in range(num_experts):
             packed[expert] = slot_ids[by_expert[starts[expert]]]
         return fault
-    runs = packed[2 * row.size : 2 * row.size + num_experts]
-    thresholds = packed[2 * row.size + num_experts : 3 * row.size + num_experts]
+    runs_at, thresholds_at, span_at, solver_at = parts_of(row.size, num_experts)
+    runs, thresholds = packed[runs_at:thresholds_at], packed[thresholds_at:span_at]
     most = 1
     for expert in range(num_experts):
         first, count = starts[expert], starts[expert + 1] - starts[expert]
@@ -156,10 +138,9 @@ def fill_row(
     span = 0
     while most > max(1, 2 * span):
         span = max(1, 2 * span)
-    packed[3 * row.size + num_experts] = span
+    packed[span_at] = span
     if num_shared:
-        part = packed[3 * row.size + num_experts + 1 :]
-        _fill_solver(width, slots_per_rank, num_shared, starts, by_expert, part)
+        _fill_solver(width, slots_per_rank, num_shared, starts, by_expert, packed[solver_at:])
     return fault
 
 

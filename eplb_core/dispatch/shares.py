@@ -1,4 +1,4 @@
-"""Which fraction of an expert's tokens each replica should take."""
+"""Solve for the fraction of an expert's tokens that each replica should take."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MAX_SWEEPS = 20_000
 
 
 def replica_shares(layout: ExpertLayout, expert_load: ArrayLike) -> FloatArray:
-    """Which fraction of its expert's tokens should each slot take, so that the busiest rank has the least to do?
+    """Solve for the fraction of its expert's tokens that each slot should take, to minimize the busiest rank's load.
 
-    With one load `[L, E]` the answer is the optimum for that load: no other shares give a lower maximum of rank load
-    over rank speed, and below the maximum the ranks are as even as they can be.
+    With one load `[L, E]` the answer is optimal for that load: no other shares give a lower maximum of rank load over
+    rank speed, and below the maximum the ranks are as even as possible.
 
     Shares that fit one window exactly fit the windows that follow badly. So with T windows `[T, L, E]`, two or more,
     the answer has the least sum of squared rank loads over all windows, then goes T / (T + 16) of the way there from
@@ -39,7 +39,7 @@ def replica_shares(layout: ExpertLayout, expert_load: ArrayLike) -> FloatArray:
         ValueError: The load's shape does not fit the layout, or it is NaN, infinite or negative.
 
     Cost:
-        O(sweeps * T * replicated slots) a layer: some tens of ms at 58 x 256 -> 288 with one window. Any thread.
+        O(sweeps * T * replicated slots) per layer: some tens of ms at 58 x 256 -> 288 with one window. Any thread.
 
     Example:
         >>> from eplb_core import Topology

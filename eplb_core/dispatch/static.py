@@ -22,7 +22,7 @@ def static_dispatch_table(
     prefer_same_node: bool = True,
     candidates: Literal["all", "narrowed"] = "all",
 ) -> IntArray:
-    """Which slot does each rank send each expert's tokens to, by SGLang's rules, bit for bit?
+    """Choose the slot that each rank sends each expert's tokens to by SGLang's rules, bit for bit.
 
     The only slot, else the first on the source's own rank, else the first on its node where the node holds some but
     not all of the expert's slots; ranks that are left share the expert's slots fairly in a random order. The draws are
@@ -66,7 +66,7 @@ def static_dispatch_table(
 
 
 def rank_filler(layout: ExpertLayout, seed: int, rank: int) -> Callable[[int, IntArray], IntArray]:
-    """A function of a layer's number and row that gives a rank's `[E]` slots by the rule, that layer by itself.
+    """Return a function from a layer's number and row to a rank's `[E]` slots by the rule, for that layer alone.
 
     All it needs is allocated here; every layer draws from one sequence of words, from another place on.
     """

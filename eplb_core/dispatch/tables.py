@@ -1,7 +1,8 @@
-"""The dispatch tables of all layers: buffers that stay where they are, filled from a layout, layer by layer."""
+"""Dispatch tables of all layers: buffers with fixed addresses, filled from a layout one layer at a time."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -35,6 +36,7 @@ from eplb_core.dispatch.constants import (
     STATIC_MODES,
     TAG,
     Mode,
+    mix,
 )
 from eplb_core.dispatch.counter import LoadCounter, check_device
 from eplb_core.dispatch.ops import LayerTables, topk_to_slots
@@ -47,47 +49,51 @@ SOLVER_ARMS = 8192
 
 
 class DispatchTables:
-    """Which slot each token goes to, on every layer, from one source rank; installed in place while serving.
+    """Hold, for one source rank, which slot each token goes to on every layer; installed in place while serving.
 
     Modes (docs/dispatch.md says which to choose):
         static: one slot for each expert, by SGLang's rule on each layer by itself.
         even: one slot for each expert, this rank's part of `even_dispatch_table`.
         random: drawn anew for every token and call, also when a CUDA graph is replayed; seeded, reproducible.
         row: by token row, layer and expert alone: the same on every rank, for engines whose ranks share all tokens.
-        weighted: as row, with another start on every rank, for engines that send tokens to experts.
-        quota: solved on the batch: ranks sum their counts by `all_reduce`, then get as even loads as the layout allows.
-        fewest: solved on the batch: one slot for each expert used, so that few slots are used on every rank.
+        weighted: as row, starting elsewhere on every rank, for engines that send tokens to experts.
+        quota: solved per batch: ranks sum their counts by `all_reduce`, then get as even loads as the layout allows.
+        fewest: solved per batch: one slot for each expert used, so that few slots are used on every rank.
         fake: ids are replaced by every expert in turn, for benchmarks.
-    All but the static modes split an expert's tokens by `shares` (equal ones by default), quota and fewest by the
-    batch.
+    All but the static modes split an expert's tokens by `shares` (equal by default), quota and fewest by the batch.
+
+    The same choice elsewhere: mode "quota" is `dispatch="weighted"` of `place` and `simulate`; mode "weighted" with the
+    shares of the last rebalance is "previous" of `simulate`, and modes "even" and "static" are its "even_table" and
+    "static_table"; for these three `place` takes "even".
 
     Args:
-        layout: What the slots hold now.
+        layout: Layout that the weights are in.
         rank: This rank, the source of the tokens.
         mode: As above.
-        device: Where the buffers live.
+        device: Device of the buffers; a CUDA device needs Triton.
         max_replicas: Most replicas that an expert can ever have, up to 2047. Default: P - E + 1; with `quota` and
             `fewest` at most 8192 over the number of redundant experts.
-        slot_ids: What the all-to-all calls each slot, ints `[P]`, not negative. Default: 0 .. P - 1.
+        slot_ids: Number of each slot in the all-to-all, ints `[P]`, 0 or more. Default: 0 .. P - 1.
         shares: Fraction of its expert's tokens for each slot, `[L, P]`, as `replica_shares` gives.
-        seed: Seed of `static`, `random` and of the phases of the others; equal on all ranks.
-        load: Counter to which every call adds.
-        all_reduce: Sums an int32 `[R, E]` device tensor over ranks in place, on the current stream, capturable (`quota`
-            and `fewest`). Default: this rank's tokens are all there are.
-        debug: Check ids on the device too, and tag slots, so that ids mapped twice are found: see `check` and `untag`.
+        seed: Seed of `static`, of `random` and of the phases of the others; equal on all ranks.
+        load: Counter that every call adds to.
+        all_reduce: For `quota` and `fewest`: sums an int32 `[R, E]` device tensor over ranks, in place, on the current
+            stream, capturable. Default: no other rank sends tokens.
+        debug: Check ids on the device too, and tag slots to find ids that are mapped twice: see `check` and `untag`.
 
     Raises:
-        ValueError: A mode, shape or number does not fit; the text says which.
+        ValueError: A mode, shape or number does not fit.
+        ImportError: A CUDA device without Triton.
         LayoutError: An expert has more replicas than `max_replicas`.
         IndexError: `rank` is out of range.
 
     Cost:
         4 * L * (3 * P + E) bytes on the device and as much on the host; static modes 4 * L * E. `quota` and `fewest`
-        add 4 * (E * (R + 256) + 2 * P + N * (max_replicas + 1)) a layer for N redundant experts. All of it is allocated
-        here.
+        add 4 * (E * (R + 256) + 2 * P + N * (max_replicas + 1)) per layer for N redundant experts. Allocated
+        here, all of it.
 
     Threads:
-        One at a time. Calls for one layer must follow each other on the device.
+        One at a time. Calls for one layer must run one after another on the device.
 
     Example:
         >>> from eplb_core import Topology
@@ -131,10 +137,10 @@ class DispatchTables:
         if most > room:
             raise ValueError(
                 f"`max_replicas` (={most}) must be at most {room} for mode {mode!r} with {slots - experts} redundant "
-                "experts: there is no room for more"
+                f"experts; use {room} or less"
             )
         if slots > MOST_SLOTS:
-            raise ValueError(f"`layout` has {slots} slots a layer; tables hold at most {MOST_SLOTS}")
+            raise ValueError(f"`layout` (num_slots={slots}) must have at most {MOST_SLOTS} slots")
         self._layout: ExpertLayout | None = layout
         self._p2l = layout.physical_to_logical_map.copy()
         self._num_experts, self._topology = experts, layout.topology
@@ -152,6 +158,7 @@ class DispatchTables:
         self._slot_ids = _check_slot_ids(slot_ids, slots)
         self._seed = check_int(seed, "seed", 0)
         self._all_reduce = all_reduce
+        self._layers: dict[tuple[int, Mode], LayerTables] = {}
         self._allocate(load)
         self.install(layout, shares=shares)
 
@@ -185,7 +192,7 @@ class DispatchTables:
 
     @property
     def layout(self) -> ExpertLayout:
-        """What the buffers hold; follows `install`."""
+        """Layout that the buffers hold, as of the last `install`."""
         if self._layout is None:
             self._layout = ExpertLayout._of_valid(self._p2l.copy(), self._num_experts, self._topology)
         return self._layout
@@ -193,7 +200,7 @@ class DispatchTables:
     # ---- use -------------------------------------------------------------------------------------------------------
 
     def layer(self, layer: int, *, mode: Mode | None = None) -> LayerTables:
-        """The tensors of one layer, fixed for life; `mode` chooses otherwise on the same memory (decode and prefill).
+        """Return the tensors of one layer, fixed for life; `mode` is another one on the same memory (decode, prefill).
 
         Raises:
             IndexError: `layer` is out of range.
@@ -201,20 +208,28 @@ class DispatchTables:
                 need tables made for one of them.
         """
         check_id(layer, "layer", len(self._p2l))
-        mode = self.mode if mode is None else mode
-        check_word(mode, "mode", MODES)
+        if mode is None:
+            mode = self.mode
+        else:
+            check_word(mode, "mode", MODES)
+        if (layer, mode) not in self._layers:
+            self._layers[layer, mode] = self._views(layer, mode)
+        return self._layers[layer, mode]
+
+    def _views(self, layer: int, mode: Mode) -> LayerTables:
         static_only = self.mode in STATIC_MODES or mode in STATIC_MODES
         if mode != self.mode and (static_only or (mode in SOLVED_MODES and not self._shape.num_shared)):
-            raise ValueError(f"`mode` (={mode!r}) does not fit tables made for {self.mode!r}; make tables for it")
+            raise ValueError(f"`mode` (={mode!r}) does not fit tables of mode {self.mode!r}; make other tables for it")
         shape, row = self._shape, self._packed[layer]
         width, shared = shape.width, shape.num_shared
-        ranks, per_rank = shape.num_ranks, shape.slots_per_rank if shared else 0
+        ends = itertools.pairwise(shape.starts)
+        names, runs, thresholds, span, experts, arm_rank, on_rank = (row[start:end] for start, end in ends)
         return LayerTables(
             table=row,
-            candidates=row[: shape.runs].view(-1, 2 if width > 1 else 1),
-            runs=row[shape.runs : shape.thresholds],
-            thresholds=row[shape.thresholds : shape.span],
-            span=row[shape.span : shape.shared],
+            candidates=names.view(-1, 2 if width > 1 else 1),
+            runs=runs,
+            thresholds=thresholds,
+            span=span,
             settings=self._settings[layer],
             draws=self._draws[layer],
             count=self._count[layer],
@@ -223,9 +238,9 @@ class DispatchTables:
             batch=self._batch[layer],
             bounds=self._bounds[layer],
             blocks=self._blocks[layer],
-            shared=row[shape.shared : shape.arm_rank],
-            arm_rank=row[shape.arm_rank : shape.on_rank].view(shared, width if shared else 0),
-            on_rank=row[shape.on_rank : shape.on_rank + ranks * per_rank].view(ranks, per_rank),
+            shared=experts,
+            arm_rank=arm_rank.view(shared, width if shared else 0),
+            on_rank=on_rank.view(shape.num_ranks, shape.slots_per_rank if shared else 0),
             num_experts=shape.num_experts,
             num_entries=shape.num_slots if width > 1 else 0,
             mode=mode,
@@ -243,7 +258,7 @@ class DispatchTables:
         num_shared: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`topk_to_slots` on `layer(layer)`; regions that are compiled once for all layers take the tensors instead."""
+        """Call `topk_to_slots` on `layer(layer)`; a region compiled once for all layers takes those tensors instead."""
         return topk_to_slots(topk_ids, self.layer(layer), num_tokens=num_tokens, num_shared=num_shared, out=out)
 
     def warm_up(
@@ -254,13 +269,13 @@ class DispatchTables:
         dtype: torch.dtype = torch.int32,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        """Compile what calls with `num_columns` columns run, for any number of rows; counts and draws stay as they are.
+        """Compile the kernels of calls with `num_columns` columns, any number of rows; counts and draws do not change.
 
         Args:
-            num_columns: Columns of `topk_ids`, shared ones among them.
+            num_columns: Columns of `topk_ids`, shared ones included.
             num_shared: As in `topk_to_slots`.
-            dtype: Of `topk_ids`.
-            out_dtype: Of `out`. Default: as `dtype`.
+            dtype: Type of `topk_ids`.
+            out_dtype: Type of `out`. Default: `dtype`.
         """
         check_int(num_columns, "num_columns", 1)
         check_made(num_columns=num_columns)
@@ -278,7 +293,7 @@ class DispatchTables:
         self._draws.copy_(draws)
 
     def check(self) -> None:
-        """Raise IndexError if debugging tables have seen ids out of range or mapped twice; waits for the device."""
+        """Raise IndexError if debugging tables saw ids out of range or mapped twice; waits for the device."""
         errors = self._errors.tolist()
         self._errors.zero_()
         if errors[MAPPED_TWICE]:
@@ -290,7 +305,7 @@ class DispatchTables:
 
     @staticmethod
     def untag(slots: torch.Tensor) -> torch.Tensor:
-        """Slots as debugging tables give them, without the tag; refuses ids that no debugging table mapped.
+        """Take the tag off slots that debugging tables gave; refuse ids that were not mapped.
 
         Raises:
             ValueError: An entry that is neither -1 nor tagged: it was not mapped. Waits for the device.
@@ -308,8 +323,8 @@ class DispatchTables:
     ) -> None:
         """Fill the rows of `layers` from `layout`, in place, on the current stream.
 
-        Addresses, shapes and types stay, so captured graphs go on with the new rows. What a layer dispatches to depends
-        on its own row, this rank, the seed and its shares alone: installing one layer equals making all tables anew.
+        Addresses, shapes and types stay, so captured graphs use the new rows. A layer depends on its own row, this
+        rank, the seed and its shares alone: installing one layer equals making all tables anew.
 
         Args:
             layout: Layout of the same L, P, E and topology.
@@ -318,12 +333,13 @@ class DispatchTables:
 
         Raises:
             ValueError: The layouts' frames or the shares do not fit, or a static mode gets shares.
-            LayoutError: An expert has more than `max_replicas` replicas. Nothing has been written then.
+            LayoutError: An expert has more than `max_replicas` replicas.
+            (Nothing has been written when one of these is raised.)
             IndexError: A layer out of range.
 
         Cost:
-            O(rows) of host time, tens of microseconds a row; one copy to the device a row. No allocation on the device
-            and no synchronization, unless a row is installed again before its last copy has run.
+            Tens of microseconds of host time and one copy to the device per row. No allocation on the device; waits
+            only where a row is installed again before its last copy has run.
         """
         p2l = check_kind(layout, "layout", ExpertLayout).physical_to_logical_map
         frame = (layout.topology, layout.num_experts, p2l.shape)
@@ -341,15 +357,15 @@ class DispatchTables:
     def _check_shares(self, p2l: IntArray, shares: ArrayLike) -> FloatArray:
         """The shares as float64 `[L, P]`. Their values are looked at row by row."""
         if self.mode in STATIC_MODES:
-            raise ValueError(f"`shares` cannot be kept by mode {self.mode!r}; use 'weighted', or `hash_dispatch_table`")
+            raise ValueError(f"`shares` must be None for mode {self.mode!r}; use 'weighted', or `hash_dispatch_table`")
         # Read-only like the equal ones, whoever owns them: kernels are compiled for one kind of array.
         fractions: FloatArray = read_only(np.require(to_reals(shares, "shares"), np.float64, ["C", "A"]).view())
         if fractions.shape != p2l.shape:
-            raise ValueError(f"`shares` (shape {list(fractions.shape)}) must be {list(p2l.shape)}, a fraction a slot")
+            raise ValueError(f"`shares` (shape {list(fractions.shape)}) must be {list(p2l.shape)}, one per slot")
         return fractions
 
     def _check(self, p2l: IntArray, rows: Sequence[int], fractions: FloatArray) -> None:
-        """Raise if any of the rows does not fit, before the first is written."""
+        """Raise unless every row fits, before the first is written."""
         for layer in rows:
             self._check_row(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
 
@@ -361,8 +377,8 @@ class DispatchTables:
     def _raise(self, layer: int, fault: int, where: int, value: float) -> None:
         if fault == 1:
             raise LayoutError(
-                f"expert {where} has {value:.0f} replicas, more than `max_replicas` (={self.max_replicas}) at layer "
-                f"{layer}; make tables for more",
+                f"`layout` must have at most `max_replicas` (={self.max_replicas}) slots for each expert; expert "
+                f"{where} has {value:.0f} at layer {layer}; make tables for more",
                 layer=layer,
                 expert=int(where),
             )
@@ -393,7 +409,7 @@ class DispatchTables:
 
 
 def _rows_of(layers: ArrayLike, num_layers: int) -> list[int]:
-    """As `layer_rows`; one number in a list, what a migration gives, costs nothing."""
+    """Convert rows as `layer_rows`; fast for a list of one number, which a migration passes."""
     if isinstance(layers, list) and len(layers) == 1 and type(layers[0]) is int and 0 <= layers[0] < num_layers:
         return layers
     rows: list[int] = layer_rows(layers, num_layers).tolist()
@@ -407,28 +423,21 @@ def _event(layer: int) -> torch.cuda.Event:  # pragma: no cover  needs a GPU
 def _check_slot_ids(slot_ids: ArrayLike | None, num_slots: int) -> Int32Array:
     ids = np.arange(num_slots) if slot_ids is None else to_ids(slot_ids, "slot_ids")
     if ids.shape != (num_slots,):
-        raise ValueError(f"`slot_ids` (shape {list(ids.shape)}) must be [{num_slots}], a name a slot")
+        raise ValueError(f"`slot_ids` (shape {list(ids.shape)}) must be [{num_slots}], a number for each slot")
     if ids.size and not (ids.min() >= 0 and ids.max() < TAG):
         slot = int(np.argmax((ids < 0) | (ids >= TAG)))
         raise ValueError(f"`slot_ids` (={ids[slot]}) must be in [0, {TAG}) at slot {slot}; -1 is for masked tokens")
     return ids.astype(np.int32)
 
 
-def _mix(x: int) -> int:
-    """As the operator's hash, on one word."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
-    return x ^ (x >> 16)
-
-
 def _settings(seed: int, layer: int, rank: int) -> list[int]:
     """Phases and key of a layer, as int32 (BASE_PHASE, RANK_PHASE, KEY)."""
-    base = _mix((_mix((seed ^ (seed >> 32)) & MASK) + layer * GOLDEN) & MASK)
-    words = [base, (rank * GOLDEN) & MASK, _mix((base ^ _mix(rank + 1)) & MASK)]
+    base = mix((mix((seed ^ (seed >> 32)) & MASK) + layer * GOLDEN) & MASK)
+    words = [base, (rank * GOLDEN) & MASK, mix((base ^ mix(rank + 1)) & MASK)]
     return [word - (1 << 32) if word >= 1 << 31 else word for word in words]
 
 
-def _static_filler(mode: str, layout: ExpertLayout, seed: int, rank: int) -> Callable[[int, IntArray], IntArray]:
+def _static_filler(mode: Mode, layout: ExpertLayout, seed: int, rank: int) -> Callable[[int, IntArray], IntArray]:
     """A function of layer and row that gives a rank's `[E]` slots; what it needs is allocated once."""
     if mode == "even":
         return even.rank_filler(layout, rank)

@@ -157,5 +157,5 @@ def test_bad_arguments_of_counters_are_named() -> None:
         load.add_slots(torch.zeros(1, 5), PAIR)
     with pytest.raises(TypeError, match=r"`counts` \(dtype torch.float32\) must be integers"):
         load.add_slots(torch.full((1, 6), 0.9), PAIR)
-    with pytest.raises(ValueError, match=r"`layout` has 1 layers and 4 experts, this counter 2 and 4"):
+    with pytest.raises(ValueError, match=r"must have this counter's 2 layers and 4 experts"):
         LoadCounter(2, 4).add_slots(torch.zeros(1, 6), PAIR)

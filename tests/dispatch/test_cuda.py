@@ -122,9 +122,9 @@ def test_mapping_allocates_nothing_with_out(mode: str) -> None:
 
 
 def test_new_numbers_of_tokens_compile_nothing() -> None:
-    from eplb_core.dispatch import _triton
+    from eplb_core.dispatch import gpu
 
-    kernels = (_triton._map_kernel, _triton._count_kernel, _triton._solve_kernel, _triton._map_solved_kernel)
+    kernels = (gpu._map_kernel, gpu._count_kernel, gpu._solve_kernel, gpu._map_solved_kernel)
 
     def compiled() -> int:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

@@ -1,4 +1,4 @@
-"""The Triton kernels against the torch path, bit for bit: on a CUDA device where there is one, else interpreted."""
+"""The Triton kernels against the host's, bit for bit: on a CUDA device where there is one, else interpreted."""
 
 from __future__ import annotations
 
@@ -49,18 +49,16 @@ def map_by_kernels(
         return topk_to_slots(ids, t, num_tokens=num_tokens, num_shared=num_shared, out=out)
     from eplb_core.dispatch import gpu
 
+    rest = (num_tokens, num_shared, t.num_experts, t.num_entries)
     if t.mode in SOLVED_MODES:
         gpu.count_batch(ids, t.batch, t.blocks, t.count, t.state, t.errors, num_tokens, num_shared, t.rank, t.debug)
         if t.all_reduce is not None:
             t.all_reduce(t.batch)
-        gpu.solve_batch(
-            t.batch, t.bounds, t.blocks, t.runs, t.span, t.shared, t.arm_rank, t.on_rank, ids, num_shared, t.rank,
-            t.mode,
-        )  # fmt: skip
-    gpu.map(
-        ids, out, t.table, t.settings, t.draws, t.count, t.state, t.errors, t.bounds, t.blocks, num_tokens, num_shared,
-        t.num_experts, t.num_entries, t.mode, t.debug,
-    )  # fmt: skip
+        solver = (t.runs, t.span, t.shared, t.arm_rank, t.on_rank)
+        gpu.solve_batch(t.batch, t.bounds, t.blocks, *solver, ids, num_shared, t.rank, t.mode)
+        gpu.map_solved(ids, out, t.table, t.bounds, t.blocks, *rest, t.debug)
+    else:
+        gpu.map(ids, out, t.table, t.settings, t.draws, t.count, t.state, t.errors, *rest, t.mode, t.debug)
     return out
 
 
@@ -86,7 +84,7 @@ def compare(
     ids: torch.Tensor | None = None,
     shares: FloatArray | None = None,
 ) -> None:
-    """Same slots, counts, bounds and draws from both paths, call after call."""
+    """Same slots, counts, bounds and draws from both, call after call."""
     experts, layer = layout.num_experts, layout.num_layers - 1
     ids = (some_ids(rows, columns, experts, rows) if ids is None else ids).to(dtype)
     others = torch.tensor(np.random.default_rng(1).integers(0, 50, (layout.topology.num_ranks, experts)))
@@ -127,7 +125,7 @@ def compare(
 @needs_kernels
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rows", [1, 37, 400])
-def test_kernels_agree_with_the_torch_path(mode: str, rows: int) -> None:
+def test_kernels_agree_with_the_host(mode: str, rows: int) -> None:
     compare(random_layout(layers=2), mode, rows)
 
 

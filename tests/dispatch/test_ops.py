@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import DispatchTables, ExpertLayout, LoadCounter, Topology, replica_shares, topk_to_slots
-from eplb_core.dispatch import ops
-from eplb_core.dispatch.constants import MAPPED_TWICE, MODES, OUT_OF_RANGE, SOLVED_MODES, TAG
+from eplb_core.dispatch.constants import MAPPED_TWICE, MODES, OUT_OF_RANGE, TAG, Mode
+from tests.dispatch import oracle
 from tests.dispatch.cases import PAIR, layouts, random_layout
 
 HOLDING_MODES = [mode for mode in MODES if mode != "fake"]
@@ -150,32 +150,34 @@ def test_ids_that_are_no_experts_are_refused() -> None:
         DispatchTables(PAIR, mode="quota").map(0, torch.tensor([[9]]))
 
 
-@given(layouts(), st.sampled_from([mode for mode in MODES if mode not in SOLVED_MODES]), st.integers(0, 20), st.data())
-@settings(max_examples=150, deadline=None)
-def test_one_loop_on_the_host_does_what_the_torch_path_does(
-    layout: ExpertLayout, mode: str, rows: int, data: st.DataObject
+@given(layouts(), st.sampled_from(MODES), st.integers(0, 20), st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_loop_on_the_host_does_what_the_oracle_does(
+    layout: ExpertLayout, mode: Mode, rows: int, data: st.DataObject
 ) -> None:
-    shared = data.draw(st.integers(0, 1))
     rank = data.draw(st.integers(0, layout.topology.num_ranks - 1))
-    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
-    out_dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    dtype, out_dtype = data.draw(st.tuples(*[st.sampled_from([torch.int32, torch.int64])] * 2))
     ids = random_ids(rows, min(3, layout.num_experts), layout.num_experts, seed=rows).to(dtype)
     if data.draw(st.booleans()):
         ids = ids.t().contiguous().t()
+    shared = data.draw(st.integers(0, ids.shape[1]))
     limit = data.draw(st.none() | st.integers(-1, rows + 1).map(lambda n: torch.tensor([n], dtype=torch.int32)))
+    others = torch.arange(layout.topology.num_ranks * layout.num_experts).view(-1, layout.num_experts) % 7
+    recording, debug = data.draw(st.booleans()), data.draw(st.booleans())
     results = []
-    for path in (ops._map_torch, ops._map_on_host):
+    for by_oracle in (True, False):
         load = LoadCounter(layout.num_layers, layout.num_experts)
-        load.recording(data.draw(st.shared(st.booleans(), key="recording")))
-        debug = data.draw(st.shared(st.booleans(), key="debug"))
-        tables = DispatchTables(layout, rank=rank, mode=mode, seed=3, load=load, debug=debug)  # type: ignore[arg-type]
+        load.recording(recording)
+        tables = DispatchTables(
+            layout, rank=rank, mode=mode, seed=3, load=load, debug=debug, all_reduce=lambda batch: batch.add_(others)
+        )
         t, out = tables.layer(layout.num_layers - 1), torch.empty(ids.shape, dtype=out_dtype)
         for _ in range(2):
-            path(
-                ids, out, t.table, t.settings, t.draws, t.count, t.state, t.errors, t.bounds, t.blocks, limit,
-                min(shared, ids.shape[1]), t.num_experts, t.num_entries, t.mode, t.debug,
-            )  # fmt: skip
-        results.append((out.tolist(), t.count.tolist(), t.draws.tolist()))
+            if by_oracle:
+                out = oracle.map_ids(ids, t, num_tokens=limit, num_shared=shared)
+            else:
+                topk_to_slots(ids, t, num_tokens=limit, num_shared=shared, out=out)
+        results.append([x.tolist() for x in (out, t.count, t.draws, t.batch, t.bounds)])
     assert results[0] == results[1]
 
 
@@ -358,12 +360,14 @@ def test_the_operators_schemas_hold() -> None:
     layout = random_layout()
     t = DispatchTables(layout, mode="random", load=LoadCounter(4, 32)).layer(0)
     ids = random_ids(5, 4, 32)
-    args = (
-        ids, torch.empty_like(ids), t.table.clone(), t.settings.clone(), t.draws.clone(), t.count.clone(),
-        t.state.clone(), t.errors.clone(), t.bounds.clone(), t.blocks.clone(), torch.tensor([4], dtype=torch.int32), 0,
-        t.num_experts, t.num_entries, "random", False,
-    )  # fmt: skip
-    torch.library.opcheck(torch.ops.eplb_core.map.default, args, test_utils=("test_schema", "test_faketensor"))
+    tensors = [x.clone() for x in (t.table, t.settings, t.draws, t.count, t.state, t.errors)]
+    rest = (torch.tensor([4], dtype=torch.int32), 0, t.num_experts, t.num_entries)
+    operators = torch.ops.eplb_core
+    for op, args in (
+        (operators.map, (ids, torch.empty_like(ids), *tensors, *rest, "random", False)),
+        (operators.map_solved, (ids, torch.empty_like(ids), t.table.clone(), t.table, t.blocks, *rest, True)),
+    ):
+        torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_ids_and_slots_of_another_type_are_refused() -> None:

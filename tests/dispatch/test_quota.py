@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import DispatchTables, ExpertLayout, LoadCounter, Topology, rank_load, replica_shares, topk_to_slots
-from eplb_core.dispatch import quota
 from tests.dispatch.cases import layouts, random_layout
 
 
@@ -89,12 +88,6 @@ def test_slots_and_sources_are_matched_in_order() -> None:
     layout = ExpertLayout([[0, 0, 0, 0]], num_experts=1, topology=Topology(num_ranks=4))
     answers = dispatch_all(layout, [torch.zeros(6, 1).long()] * 4, "quota")
     assert [set(a.flatten().tolist()) for a in answers] == [{0}, {1}, {2}, {3}]
-
-
-def test_places_count_an_experts_tokens_through() -> None:
-    expert = torch.tensor([[2, 0], [2, 2], [0, 1]])
-    valid = torch.tensor([[True, True], [False, True], [True, True]])
-    assert torch.where(valid, quota.places(expert, valid, 3), -1).tolist() == [[0, 0], [-1, 1], [1, 0]]
 
 
 @given(layouts(max_layers=1), st.data())

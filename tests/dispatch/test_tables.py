@@ -151,7 +151,7 @@ def test_more_replicas_than_there_is_room_for_are_refused_before_anything_is_wri
         rows = layout.physical_to_logical_map.copy()
         rows[0] = rows[0][::-1]
         rows[3] = np.r_[np.arange(32), np.full(16, 7)]
-        text = rf"expert 7 has 17 replicas.*`max_replicas` \(={most}\) at layer 3"
+        text = rf"`max_replicas` \(={most}\).* expert 7 has 17 at layer 3"
         for layers in (None, [3], [0, 3]):
             with pytest.raises(LayoutError, match=text) as error:
                 tables.install(ExpertLayout(rows, 32, topology=layout.topology), layers=layers)
@@ -223,9 +223,9 @@ def test_two_modes_share_one_memory() -> None:
     assert decode.candidates.data_ptr() == tables.layer(0).candidates.data_ptr()
     ids = torch.arange(32)[None].repeat(3, 1)
     assert torch.equal(topk_to_slots(ids, decode), DispatchTables(layout, mode="fewest").map(0, ids))
-    with pytest.raises(ValueError, match=r"`mode` \(='quota'\) does not fit tables made for 'row'"):
+    with pytest.raises(ValueError, match=r"`mode` \(='quota'\) does not fit tables of mode 'row'"):
         DispatchTables(layout, mode="row").layer(0, mode="quota")
-    with pytest.raises(ValueError, match=r"`mode` \(='row'\) does not fit tables made for 'even'"):
+    with pytest.raises(ValueError, match=r"`mode` \(='row'\) does not fit tables of mode 'even'"):
         DispatchTables(layout, mode="even").layer(0, mode="row")
     with pytest.raises(ValueError, match=r"`mode` \(='best'\) must be one of static, even"):
         tables.layer(0, mode="best")  # type: ignore[arg-type]
@@ -259,7 +259,7 @@ def test_bad_arguments_of_tables_are_named() -> None:
         DispatchTables(PAIR, slot_ids=range(5))
     with pytest.raises(ValueError, match=r"`slot_ids` \(=-1\) must be in \[0, 1073741824\) at slot 2"):
         DispatchTables(PAIR, slot_ids=[0, 1, -1, 3, 4, 5])
-    with pytest.raises(ValueError, match=r"`shares` cannot be kept by mode 'even'"):
+    with pytest.raises(ValueError, match=r"`shares` must be None for mode 'even'"):
         DispatchTables(PAIR, mode="even", shares=np.ones((1, 6)))
     with pytest.raises(ValueError, match=r"`shares` \(shape \[1, 5\]\) must be \[1, 6\]"):
         DispatchTables(PAIR, mode="row", shares=np.ones((1, 5)))
@@ -288,7 +288,7 @@ def test_an_empty_model_has_empty_tables() -> None:
 def test_a_layout_of_more_slots_than_a_word_can_name_is_refused() -> None:
     slots = (1 << 20) + 1
     layout = ExpertLayout(np.arange(slots)[None], slots, topology=Topology(1))
-    with pytest.raises(ValueError, match=r"`layout` has 1048577 slots a layer; tables hold at most 1048576"):
+    with pytest.raises(ValueError, match=r"`layout` \(num_slots=1048577\) must have at most 1048576 slots"):
         DispatchTables(layout)
 
 
