@@ -164,8 +164,8 @@ def unknown_ranks_are_refused(kit: TransportKit) -> None:
         _refused("a read from a disconnected rank", w.transport.read, 1, batch([(0, 0, 0, 0, 1)]))
 
 
-def blobs_that_are_none_are_refused(kit: TransportKit) -> None:
-    """Empty, cut, foreign; the connection that there was stays."""
+def malformed_blobs_are_refused(kit: TransportKit) -> None:
+    """Empty, cut off or foreign blobs; the former connection stays."""
     with world(kit) as w:
         blob = _join(w, 1, [100], 1)
         for bad in (b"", b"\x00\xff" * 50, b"{}", b"[1]", blob[: len(blob) // 2], b"eplb" + blob):
@@ -528,7 +528,7 @@ TRANSPORT_CHECKS: tuple[Check, ...] = (
     many_regions_are_told_apart,
     spans_outside_of_a_region_are_refused,
     unknown_ranks_are_refused,
-    blobs_that_are_none_are_refused,
+    malformed_blobs_are_refused,
     batches_above_the_limit_are_refused,
     arrays_of_different_lengths_are_refused,
     empty_reads_are_done,

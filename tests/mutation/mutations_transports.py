@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 HERE = "eplb_core/loading/transports"
+EXCHANGE = f"{HERE}/two_sided/exchange.py"
 CHECKS = "eplb_core/testing/transports.py"
 TESTS = "tests/loading/transports"
 LATE = f"{TESTS}/test_faulty.py::test_a_late_read_writes_between_abandoned_and_drained"
@@ -15,7 +16,7 @@ PARCEL = "tests/benchmarks/test_engine.py::test_a_parcel_carries_each_row_to_its
 MUTATIONS: list[tuple[str, ...]] = [
     (f"{HERE}/faulty.py", 'if ticket.fault == "late" and not ticket.given_up:', "if False:", LATE, "rule 7"),
     (f"{HERE}/base.py", "status = DRAINED", "pass", DRAINS, "rule 7"),
-    (f"{HERE}/two_sided/exchange.py", "is_end and not self.unwanted:", "is_end:", STOPPED, "rule 7"),
+    (EXCHANGE, "not self.status.state.is_end and not self.unwanted", "True", STOPPED, "rule 7"),
     (f"{HERE}/batches.py", " and nbytes <= size[region] - offset", "", OUTSIDE),
     (CHECKS, '_equal(contents(tensor), mark, "late bytes', '(tensor, mark, "late bytes', LIES),
     ("benchmarks/engine/exchange.py", "to * self.room + before", "to * self.room", PARCEL),

@@ -60,7 +60,7 @@ def test_every_transport_is_one() -> None:
     ],
     ids=str,
 )
-def test_blobs_that_are_none_are_refused_with_the_rank(changes: dict[str, Any], message: str) -> None:
+def test_malformed_blobs_are_refused_with_the_rank(changes: dict[str, Any], message: str) -> None:
     transport, _ = started()
     blob = transport.export([Region(1000, 100, "cpu")])
     with pytest.raises(TransportError, match=f"`blob` of rank 5 {message}") as caught:
