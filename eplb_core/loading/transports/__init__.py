@@ -8,6 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from eplb_core._lazy import lazy
+from eplb_core.loading.transport import Caps as Caps
+from eplb_core.loading.transport import ReadBatch as ReadBatch
+from eplb_core.loading.transport import ReadState as ReadState
+from eplb_core.loading.transport import Region as Region
+from eplb_core.loading.transport import Status as Status
+from eplb_core.loading.transport import Transport as Transport
 
 if TYPE_CHECKING:
     from eplb_core.loading.transports.cuda_ipc import CudaIpc as CudaIpc
@@ -32,6 +38,6 @@ _HOME_OF = {
     "TorchDistributed": "two_sided.torch_distributed",
 }
 
-__all__ = sorted(_HOME_OF)
+__all__ = sorted([*_HOME_OF, "Caps", "ReadBatch", "ReadState", "Region", "Status", "Transport"])
 if not TYPE_CHECKING:  # else any name would be right
     __getattr__, __dir__ = lazy(__name__, _HOME_OF)
