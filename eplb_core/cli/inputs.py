@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def read_trace(path: str, arguments: argparse.Namespace) -> Trace:
         raise ValueError(
             f"--windows {cut.start}:{cut.stop or ''} takes none of the trace's {trace.num_windows} windows"
         )
-    return Trace(load, trace.windows[cut], trace.layer_ids, trace.top_k, trace.source, trace.path, trace.format)
+    return replace(trace, load=load, windows=trace.windows[cut], notes=())
 
 
 def note_faults(trace: Trace) -> None:

@@ -1,7 +1,7 @@
 """The command line: `eplb` or `python -m eplb_core`.
 
-Results go to stdout, progress and notes to stderr. Exit status: 0 well, 1 faults found, 2 wrong usage, a
-bad file or no such placement, 130 interrupted.
+Results go to stdout, progress and notes to stderr. Exit status: 0 success, 1 faults found, 2 wrong usage,
+a bad file or a placement that does not exist, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from eplb_core._text import plain
 from eplb_core._version import __version__
@@ -20,6 +20,8 @@ from eplb_core.cli import inspect, plan, record, simulate
 from eplb_core.errors import MAX_TEXT, EplbError
 from eplb_core.files.formats import LAYOUT_FORMATS
 from eplb_core.simulation import BASIC, DISPATCHES, HARDWARE, POLICIES
+
+T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,8 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
         prog="eplb",
         description="Expert-parallel load balancing for mixture-of-experts serving.",
-        epilog="`eplb COMMAND --help` lists a command's options. Exit status: 0 well, 1 faults found or no such "
-        "placement, 2 wrong usage or a bad file, 130 interrupted.",
+        epilog="`eplb COMMAND --help` lists a command's options. Exit status: 0 success, 1 faults found, "
+        "2 wrong usage, a bad file or a placement that does not exist, 130 interrupted.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"eplb_core {__version__}")
@@ -107,17 +109,18 @@ def _parser() -> argparse.ArgumentParser:
 
     look = _command(commands, "inspect", inspect.inspect, "say what a layout or trace file holds, and its faults")
     look.add_argument("file", metavar="FILE", help="layout or trace file, of this library or of an engine")
-    _trace_options(look)
-    _topology_options(look)
-    look.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
 
     turn = _command(commands, "convert", inspect.convert, "turn a layout or trace file into another format")
     turn.add_argument("source", metavar="IN", help="layout or trace file, or SGLang's inline JSON")
     turn.add_argument("target", metavar="OUT", help="file to write; - with --to sglang: inline JSON on standard output")
     turn.add_argument("--to", choices=LAYOUT_FORMATS, required=True, help="format of OUT; for a trace eplb or sglang")
-    _trace_options(turn)
-    _topology_options(turn)
-    turn.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
+
+    for command in (look, turn):
+        _trace_options(command)
+        _topology_options(command)
+        command.add_argument(
+            "--experts", metavar="E", type=_positive, help="logical experts, where the file does not say"
+        )
 
     _command(commands, "demo", simulate.demo, "plan and replay the trace that comes with the package")
     record.add_to(commands, _command, _topology_options)
@@ -144,9 +147,17 @@ def _trace_options(command: argparse.ArgumentParser) -> None:
 def _topology_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ranks", metavar="R", type=_positive, help="EP ranks, where no layout file says them")
     command.add_argument("--nodes", metavar="N", type=_positive, help="nodes, of equal size (default: 1)")
-    command.add_argument("--rank-to-node", metavar="0,0,1,..", type=_ints, help="node of each rank, for other shapes")
     command.add_argument(
-        "--rank-speed", metavar="1,1,.5,..", type=_floats, help="relative speed of each rank (default: equal)"
+        "--rank-to-node",
+        metavar="0,0,1,..",
+        type=_ints,
+        help="node of each rank, for other shapes",
+    )
+    command.add_argument(
+        "--rank-speed",
+        metavar="1,1,.5,..",
+        type=_floats,
+        help="relative speed of each rank (default: equal)",
     )
 
 
@@ -190,23 +201,20 @@ def _span(text: str) -> slice:
     return slice(int(first or 0), int(last) if last else None)
 
 
-def _ints(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between") from None
+def _listed(kind: Callable[[str], T], what: str) -> Callable[[str], list[T]]:
+    def parse(text: str) -> list[T]:
+        try:
+            return [kind(part) for part in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} must be {what} with commas between") from None
+
+    return parse
 
 
-def _floats(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas between") from None
+def _policy(text: str) -> str:
+    if text not in POLICIES:
+        raise argparse.ArgumentTypeError(f"{text!r} must be of {', '.join(POLICIES)}")
+    return text
 
 
-def _policies(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in POLICIES:
-            raise argparse.ArgumentTypeError(f"{name!r} must be of {', '.join(POLICIES)}")
-    return names
+_ints, _floats, _policies = _listed(int, "whole numbers"), _listed(float, "numbers"), _listed(_policy, "policies")

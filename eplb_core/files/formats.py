@@ -46,16 +46,17 @@ def write_layout(layout: ExpertLayout, path: PathLike, to: str, layer_ids: Seque
         ValueError: There is no file, the format cannot express the layout, or there is no such format for layouts.
     """
     _check_target(path, to)
-    if to == "eplb":
-        save_layout(layout, path, layer_ids=layer_ids)
-    elif to == "sglang" and path == INLINE:
+    writers = {
+        "eplb": save_layout,
+        "vllm-ascend": vllm_ascend.write_expert_map,
+        "tensorrt-llm": tensorrt_llm.write_config,
+    }
+    if path == INLINE:
         print(sglang_files.inline_expert_location(layout))
     elif to == "sglang":
         sglang_files.write_expert_location(layout, path)
-    elif to == "vllm-ascend":
-        vllm_ascend.write_expert_map(layout, path, layer_ids=layer_ids)
-    elif to == "tensorrt-llm":
-        tensorrt_llm.write_config(layout, path, layer_ids=layer_ids)
+    elif to in writers:
+        writers[to](layout, path, layer_ids=layer_ids)
     else:
         raise ValueError(f"format (={to!r}) must be one of {', '.join(LAYOUT_FORMATS)} for a layout")
 

@@ -9,12 +9,13 @@ import io
 import json
 import os
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eplb_core._arrays import BoolArray, IntArray
+from eplb_core._arrays import BoolArray, FloatArray, IntArray
 from eplb_core._extras import needed
 from eplb_core.files.layout_file import LayoutFile, layout_of_map
 from eplb_core.files.reading import (
@@ -54,7 +55,7 @@ def read_recorder_file(path: PathLike) -> Trace:
         if isinstance(found, dict) and "records" in found:
             trace = _from_passes(path, [found])
             alone = "one rank's file: passes may lack the tokens that other ranks counted; give the folder for all"
-            return _with_notes(trace, alone)
+            return replace(trace, notes=(*trace.notes, alone))
     raise bad_file(path, _RECORDS, _keys(found), "a layout (physical_to_logical_map) is no recorded load")
 
 
@@ -147,19 +148,6 @@ def _map_of(path: PathLike, pack: dict[str, Any]) -> IntArray:
     return p2l
 
 
-def _with_notes(trace: Trace, *more: str) -> Trace:
-    return Trace(
-        trace.load,
-        trace.windows,
-        trace.layer_ids,
-        trace.top_k,
-        trace.source,
-        trace.path,
-        trace.format,
-        trace.notes + more,
-    )
-
-
 def _keys(found: object) -> str:
     if isinstance(found, dict):
         return f"a dict with {', '.join(map(repr, found)) or 'nothing'}"
@@ -207,14 +195,17 @@ def write_expert_location(layout: ExpertLayout, path: PathLike, *, binary: bool 
     Raises:
         ValueError: The layout has an empty slot, which SGLang would take for the last expert.
     """
-    p2l = full_map(layout, _EMPTY)
+    _write(path, _MAP, full_map(layout, _EMPTY), binary)
+
+
+def _write(path: PathLike, name: str, values: IntArray | FloatArray, binary: bool | None = None) -> None:
     if binary if binary is not None else os.fspath(path).endswith(".pt"):
         torch = needed("torch", "torch", "writing a .pt file")
         stream = io.BytesIO()
-        torch.save({_MAP: torch.from_numpy(p2l.copy())}, stream)
+        torch.save({name: torch.from_numpy(values.copy())}, stream)
         write_atomic(path, stream.getvalue())
     else:
-        write_atomic(path, (inline_expert_location(layout) + "\n").encode())
+        write_atomic(path, (json.dumps({name: values.tolist()}) + "\n").encode())
 
 
 def inline_expert_location(layout: ExpertLayout) -> str:
@@ -224,13 +215,7 @@ def inline_expert_location(layout: ExpertLayout) -> str:
 
 def write_logical_count(trace: Trace, path: PathLike) -> None:
     """Write a load for `--init-expert-location`, from which SGLang plans at start: .pt by the ending, else JSON."""
-    if os.fspath(path).endswith(".pt"):
-        torch = needed("torch", "torch", "writing a .pt file")
-        stream = io.BytesIO()
-        torch.save({"logical_count": torch.from_numpy(trace.load.copy())}, stream)
-        write_atomic(path, stream.getvalue())
-    else:
-        write_atomic(path, (inline_logical_count(trace) + "\n").encode())
+    _write(path, "logical_count", trace.load)
 
 
 def inline_logical_count(trace: Trace) -> str:

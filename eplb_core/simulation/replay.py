@@ -5,7 +5,7 @@ A layout is made from windows that are over and scored on those that follow, nev
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
@@ -145,7 +145,7 @@ def simulate(
                 progress(number, 0 if total is None else -(-total // every) - 1)
         run.live_through(block)
         past.append(block.load)
-    _check_scored(every, scored, sum(map(len, run.tops)))
+    _check_scored(every, scored, sum(map(len, run.columns["max_load"])))
     ids = trace.layer_ids if isinstance(trace, Trace) else ()
     word = dispatch if isinstance(dispatch, str) else getattr(dispatch, "__name__", type(dispatch).__name__)
     return run.result(name, word, (every, seen, scored), ids, step)
@@ -170,12 +170,7 @@ class _Run:
         self.topology, self.num_slots, self.dispatcher = topology, num_slots, dispatcher
         self.cost, self.passes = cost, passes
         self.exchange_s = cost.exchange_s(topology)
-        self.means: list[FloatArray] = []
-        self.tops: list[FloatArray] = []
-        self.steps: list[FloatArray] = []
-        self.bounds: list[FloatArray] = []
-        self.ranks: list[FloatArray] = []
-        self.layer_ranks: list[FloatArray] = []
+        self.columns: dict[str, list[FloatArray]] = defaultdict(list)  # arrays of the result, block by block
         self.starts: list[int] = []
         self.links: list[IntArray] = []
         self.pauses: list[float] = []
@@ -225,13 +220,17 @@ class _Run:
         step = (work / speed).max(axis=2)
         if self.cost.token_bytes:
             step += (ranks * self.exchange_s).max(axis=2)
-        self.steps.append(step / self.passes + model.layer_s)
-        self.means.append(ranks.sum(axis=2) / speed.sum())
-        self.tops.append((ranks / speed).max(axis=2))
-        self.ranks.append(ranks.sum(axis=1))
+        found = {
+            "mean_load": ranks.sum(axis=2) / speed.sum(),
+            "max_load": (ranks / speed).max(axis=2),
+            "step_s": step / self.passes + model.layer_s,
+            "rank_load": ranks.sum(axis=1),
+            "bound": np.full(len(ranks), self._bound(block) if self.bound else np.nan),
+        }
         if self.keep_ranks:
-            self.layer_ranks.append(ranks)
-        self.bounds.append(np.full(len(ranks), self._bound(block) if self.bound else np.nan))
+            found["layer_rank_load"] = ranks
+        for name, values in found.items():
+            self.columns[name].append(values)
 
     def _bound(self, block: Block) -> float:
         from eplb_core.placement.place import place
@@ -242,7 +241,8 @@ class _Run:
         self, policy: str, dispatch: str, spans: tuple[int, int, int], layer_ids: tuple[int, ...], cost: StepCost | None
     ) -> Simulation:
         every, seen, scored = spans
-        mean, top = np.concatenate(self.means), np.concatenate(self.tops)
+        columns = {name: read_only(np.concatenate(parts)) for name, parts in self.columns.items()}
+        mean, top = columns["mean_load"], columns["max_load"]
         each = mean_over_top(mean, top)
         links = np.array(self.links, dtype=np.int64).reshape(len(self.links), mean.shape[1], len(LINKS))
         layers, experts = mean.shape[1], self.live.num_experts
@@ -258,14 +258,14 @@ class _Run:
             cost=cost,
             window_passes=self.passes,
             layer_ids=layer_ids,
-            mean_load=read_only(mean),
-            max_load=read_only(top),
+            mean_load=mean,
+            max_load=top,
             balancedness=read_only(each),
             window_balancedness=read_only(np.array([mean_of_known(window) for window in each])),
-            bound=read_only(np.concatenate(self.bounds)),
-            step_s=read_only(np.concatenate(self.steps)),
-            rank_load=read_only(np.concatenate(self.ranks)),
-            layer_rank_load=read_only(np.concatenate(self.layer_ranks)) if self.keep_ranks else None,
+            bound=columns["bound"],
+            step_s=columns["step_s"],
+            rank_load=columns["rank_load"],
+            layer_rank_load=columns.get("layer_rank_load"),
             rebalance_windows=read_only(np.array(self.starts, dtype=np.int64)),
             transfers=read_only(links[:, :, 1:].sum(axis=2)),
             link_transfers=read_only(links),
