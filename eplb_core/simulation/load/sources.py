@@ -6,8 +6,9 @@ import itertools
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import IO, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.lib import format as npy
@@ -151,61 +152,58 @@ def stream_trace(path: PathLike, *, key: str | None = None, windows: int = 16) -
     count = check_int(windows, "windows", 1)
     if key is not None:
         check_kind(key, "key", str)
-    shape = next(_read(path, key, 0)).shape
+    with _member(path, key or "expert_load") as (file, wanted):
+        shape, _ = _header(file, path, wanted, 1)
 
-    def open_file() -> Iterator[ArrayLike]:
-        reader = _read(path, key, count)
-        next(reader)
-        return reader
+    def read() -> Iterator[IntArray | FloatArray]:
+        with _member(path, key or "expert_load") as (file, wanted):
+            shape, dtype = _header(file, path, wanted, count)
+            for first in range(0, shape[0], count):
+                with reading(path, wanted, _MEND):
+                    block = (min(count, shape[0] - first), *shape[1:])
+                    size = dtype.itemsize * shape[1] * shape[2]
+                    raw = file.read(size * block[0])
+                    if len(raw) < size * block[0]:
+                        raise ValueError(f"the file ends in window {first + len(raw) // max(size, 1)}")
+                    load = np.frombuffer(raw, dtype) if raw else np.empty(0, dtype)
+                    load = check_trace_load(load.reshape(block))
+                yield load
 
-    return TraceStream(open_file, int(shape[0]))
+    return TraceStream(read, int(shape[0]))
 
 
-class _Head(NamedTuple):
-    shape: tuple[int, ...]
+_MEND = "save the trace again"
 
 
-def _read(path: PathLike, key: str | None, count: int) -> Iterator[Any]:
-    """First what the header says, then blocks of `count` windows."""
-    name = key or "expert_load"
-    want = f"an array `{name}` [T, L, E] of numbers in C order"
-    mend = "save the trace again"
+@contextmanager
+def _member(path: PathLike, name: str) -> Iterator[tuple[IO[bytes], str]]:
+    """The bytes of a .npy, or of one array of an .npz, and what they should be."""
+    wanted = f"an array `{name}` [T, L, E] of numbers in C order"
     with open_regular(path, sys.maxsize) as file:
         if file.peek(2)[:2] != b"PK":
-            yield from _read_npy(file, path, want, count)
+            yield file, wanted
             return
-        with reading(path, want, mend):
+        with reading(path, wanted, _MEND):
             archive = zipfile.ZipFile(file)
             members = archive.namelist()
         if f"{name}.npy" not in members:
-            raise bad_file(path, want, ", ".join(members) or "nothing", "name the array by `key`")
-        with reading(path, want, mend):
+            raise bad_file(path, wanted, ", ".join(members) or "nothing", "name the array by `key`")
+        with reading(path, wanted, _MEND):
             member = archive.open(f"{name}.npy")
         with member:
-            yield from _read_npy(member, path, want, count)
+            yield member, wanted
 
 
-def _read_npy(file: Any, path: PathLike, want: str, count: int) -> Iterator[Any]:
-    mend = "save the trace again"
-    with reading(path, want, mend):
-        version = npy.read_magic(file)
-        read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+def _header(file: IO[bytes], path: PathLike, wanted: str, count: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype; refuses what is no load, or too large to read `count` windows of it at a time."""
+    with reading(path, wanted, _MEND):
+        read_header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
         shape, fortran, dtype = read_header(file)
         if fortran or dtype.kind not in "iuf" or len(shape) != 3 or min(shape) < 0:
             raise ValueError(f"shape {list(shape)}, {dtype}")
-        size = dtype.itemsize * shape[1] * shape[2]
-        if size * max(min(count, shape[0]), 1) > MAX_BYTES:
-            raise ValueError(f"shape {list(shape)}: {max(count, 1)} windows take more than {MAX_BYTES:,} bytes")
-    yield _Head(shape)
-    for first in range(0, shape[0], max(count, 1)):
-        take = min(count, shape[0] - first)
-        with reading(path, want, mend):
-            raw = file.read(size * take)
-            if len(raw) < size * take:
-                raise ValueError(f"the file ends in window {first + len(raw) // max(size, 1)}")
-            load = np.frombuffer(raw, dtype) if raw else np.empty(0, dtype)
-            block = check_trace_load(load.reshape(take, *shape[1:]))
-        yield block
+        if dtype.itemsize * shape[1] * shape[2] * max(min(count, shape[0]), 1) > MAX_BYTES:
+            raise ValueError(f"shape {list(shape)}: {count} windows take more than {MAX_BYTES:,} bytes")
+        return shape, dtype
 
 
 Source: TypeAlias = "Trace | TokenTrace | TraceStream | ArrayLike"
