@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from eplb_core.layout import ExpertLayout
 Rows = tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False, init=False)
 class SlotResolver:
     """Find, for one rank, the rows that hold an expert: `local_slots` of its own tensors, `global_slots` of whole ones.
 
@@ -58,19 +60,6 @@ class SlotResolver:
         >>> resolver.global_slots(0, 3)
         (3, 4)
     """
-
-    __slots__ = (
-        "_global",
-        "_local",
-        "_no_rows",
-        "_options",
-        "_row_of_layer",
-        "_single",
-        "layout",
-        "num_shared",
-        "rank",
-        "shared",
-    )
 
     layout: ExpertLayout
     """What each slot holds."""
@@ -129,9 +118,6 @@ class SlotResolver:
             "_no_rows": dict.fromkeys(range(layout.num_experts), ()),
         }.items():
             object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a SlotResolver does not change; make another with the new `{name}`")
 
     def __reduce__(self) -> tuple[Callable[..., SlotResolver], tuple[ExpertLayout, int]]:
         return partial(SlotResolver, **self._options), (self.layout, self.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.loading.modules import walk
 
 
+@dataclass(slots=True, eq=False, repr=False, init=False)
 class ExpertStore:
     """Hold all tensors that one layer keeps by slot on this rank: weights, scales, zero points, biases.
 
@@ -49,17 +51,6 @@ class ExpertStore:
         [0, 0, 128, 63, 0, 0, 128, 63]
     """
 
-    __slots__ = (
-        "_rows",
-        "_typed",
-        "_whole_rows",
-        "addresses",
-        "device",
-        "row_bytes",
-        "whole_addresses",
-        "whole_row_bytes",
-    )
-
     device: torch.device
     """Where all of the tensors are."""
     addresses: IntArray
@@ -70,6 +61,9 @@ class ExpertStore:
     """First byte of each row of the whole tensors, int64 `[P, whole tensors]`, read-only; P = 0 without any."""
     whole_row_bytes: IntArray
     """Bytes of one row of each whole tensor, int64 `[whole tensors]`, read-only."""
+    _typed: dict[str, tuple[torch.Tensor, ...]]
+    _rows: dict[str, tuple[torch.Tensor, ...]]
+    _whole_rows: dict[str, tuple[torch.Tensor, ...]]
 
     def __init__(
         self,
