@@ -158,7 +158,9 @@ class Names(NamedTuple):
         if any(fnmatchcase(name, pattern) for pattern in self.ignore):
             return None
         parsed = self.template.parse(name)
-        return parsed and parsed._replace(part=parsed.part._replace(tensor=self.stored(parsed.part)))
+        if parsed is None or parsed.part.tensor not in self.rename:
+            return parsed
+        return parsed._replace(part=parsed.part._replace(tensor=self.stored(parsed.part)))
 
     def stored(self, part: Part) -> str:
         """The stores' name of a tensor."""
