@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from enum import Enum
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from eplb_core.loading.transports import LocalCopy
 
 LEFT_OUT = {
     "protocols, of which each engine has its own": "Agreement Transport",
-    "plain data that the library makes": "Caps GainReport LayerTables MigratorStatus Placement PullPlan ReadState "
+    "plain data that the library makes": "Caps GainReport LayerTables MigratorStatus Placement PullPlan "
     "SlotPlan Verdict LayoutRecord.of_state LayoutRecord.restarted LayoutRecord.revert",
     "checked where it is used": "Region ReadBatch",
     "a device or a package that this machine need not have": "CudaIpc Mooncake Nixl",
@@ -227,7 +228,8 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "rank_load by shares": {"shares": SHARES},
     "rebalance_experts": {"num_replicas": 6, "num_groups": 1, "num_nodes": 1, "num_gpus": 2},
-    "plan_removal": {"current": PAIR, "expert_load": [[3, 4]], "num_slots": None},
+    **dict.fromkeys(("plan_removal", "retire_ranks"), {"current": PAIR, "expert_load": [[3, 4]], "num_slots": None}),
+    "drop_ranks": {"layout": PAIR},
     "save_layout": {"path": lambda folder, closing: folder / "layout.npz"},
     "save_trace": {"trace": TRACE, "path": lambda folder, closing: folder / "trace.npz"},
     "should_rebalance": {"expert_load": WINDOWS, "passes_since": 100.0, "window_passes": 1.0, "dispatch": "even"},
@@ -282,7 +284,7 @@ def names() -> Iterator[str]:
     left_out = {word for words in LEFT_OUT.values() for word in words.split()}
     for name in eplb.__all__:
         public = getattr(eplb, name)
-        if name in left_out or not callable(public) or (inspect.isclass(public) and issubclass(public, BaseException)):
+        if name in left_out or (inspect.isclass(public) and issubclass(public, (BaseException, Enum))):
             continue
         found = [name]
         if inspect.isclass(public):
