@@ -179,13 +179,6 @@ def test_experts_that_died_are_named_and_get_a_slot() -> None:
     assert sorted(rows[0] + rows[2]) == [0, 1, 2, 3]
 
 
-def test_too_few_live_slots_are_no_assertion() -> None:
-    """H2: 6 experts, 4 ranks of 2 slots, 2 alive."""
-    live = ExpertLayout.trivial(1, 6, num_slots=8, topology=Topology(4))
-    with pytest.raises(InfeasiblePlacementError, match="2 active ranks have 4 slots, fewer than the 6 experts"):
-        place(np.ones((1, 6)), Topology(4), num_slots=8, current=live, active_ranks=[True, False, True, False])
-
-
 @pytest.mark.slow
 @given(departures())
 @settings(max_examples=60)

@@ -268,16 +268,6 @@ def test_groups_bind_the_limit_of_transfers_too(locality: Locality) -> None:
     assert (placement.layout, placement.transfers.tolist()) == (current, [0])
 
 
-def test_experts_of_a_dead_rank_are_placed_on_the_others() -> None:
-    """H1: experts 2 and 3 take one of the two slots of 0 and of 1."""
-    current = ExpertLayout([[0, 1, 2, 3, 0, 1]], 4, topology=Topology(3))
-    placement = place([[4, 3, 2, 1]], Topology(3), num_slots=6, current=current, active_ranks=[True, False, True])
-    row = placement.layout.physical_to_logical_map[0].tolist()
-    assert row[2:4] == [-1, -1]
-    assert sorted(row[:2] + row[4:]) == [0, 1, 2, 3]
-    assert placement.transfers.tolist() == [2]
-
-
 def test_too_few_live_slots_raise_with_the_numbers() -> None:
     """H2: a bare assertion elsewhere."""
     with pytest.raises(
@@ -413,6 +403,7 @@ def test_weights_of_any_size_only_count_relative_to_each_other(unit: float) -> N
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
+TWO_LAYERS = {"expert_load": np.ones((2, 8))}
 LAYOUT = ExpertLayout.trivial(1, 8, num_slots=12, topology=Topology(4))
 
 
@@ -432,42 +423,25 @@ LAYOUT = ExpertLayout.trivial(1, 8, num_slots=12, topology=Topology(4))
         ({"min_gain": -0.5}, ValueError, r"`min_gain` \(=-0.5\) must be at least 0"),
         ({"max_transfers": -1}, ValueError, r"`max_transfers` \(=-1\) must be at least 0"),
         ({"window_weights": [1, 1]}, ValueError, r"`window_weights` \(shape \[2\]\) must be \[1\], one a window"),
-        (
-            {"window_weights": [-1.0]},
-            ValueError,
-            r"`window_weights` \(=-1.0\) must be finite and not negative at window 0",
-        ),
-        (
-            {"active_ranks": [1, 1, 1, 0]},
-            ValueError,
-            r"`active_ranks` \(dtype int64, shape \[4\]\) must be bools \[4\]",
-        ),
+        ({"window_weights": [-1.0]}, ValueError, r"`window_weights` \(=-1.0\) must be .* at window 0"),
+        ({"active_ranks": [1, 1, 1, 0]}, ValueError, r"\(dtype int64, shape \[4\]\) must be bools \[4\]"),
         ({"active_ranks": [True]}, ValueError, r"shape \[1\]\) must be bools \[4\]"),
         ({"locality": "node"}, ValueError, r"`locality` \(='node'\) must be one of none, first_copy, group"),
         ({"locality": "group"}, ValueError, r'`locality` \(="group"\) needs `num_groups`'),
         ({"locality": "group", "num_groups": 3}, ValueError, r"`num_groups` \(=3\) must divide the 8 experts"),
         ({"locality": "group", "num_groups": 0}, ValueError, r"`num_groups` \(=0\) must be at least 1"),
-        (
-            {"locality": "first_copy", "num_groups": 1},
-            ValueError,
-            r"`num_groups` \(=1\) groups of 8 experts do not fit: the nodes' slots \[6, 6\] take \[0, 0\] whole groups",
-        ),
+        ({"locality": "first_copy", "num_groups": 1}, ValueError, r"slots \[6, 6\] take \[0, 0\] whole groups"),
+        ({"locality": "group", "num_groups": 2, "dispatch": "weighted"}, ValueError, r"needs `locality=\"none\"`"),
         ({"current": [[0]]}, TypeError, r"`current` \(=list\) must be an ExpertLayout"),
-        (
-            {"current": LAYOUT, "num_slots": 16},
-            ValueError,
-            r"`current` has 12 slots, the placement 16; pad each rank with -1, or leave",
-        ),
-        (
-            {"current": LAYOUT, "expert_load": np.ones((2, 8))},
-            ValueError,
-            r"`current` has 1 layers, the placement 2; it is of another model: leave it out",
-        ),
-        (
-            {"current": LAYOUT, "topology": Topology(6)},
-            ValueError,
-            r"`current` has 4 ranks, the placement 6; bring it to the new ranks by `resized`, or leave",
-        ),
+        ({"current": LAYOUT, "num_slots": 16}, ValueError, "12 slots, the placement 16; pad each rank with -1"),
+        ({"current": LAYOUT, **TWO_LAYERS}, ValueError, "1 layers, the placement 2; it is of another model"),
+        ({"current": LAYOUT, "topology": Topology(6)}, ValueError, "4 ranks, the placement 6; .* by `resized`"),
+        ({**TWO_LAYERS, "num_slots": [8, 7]}, ValueError, r"\(=7\) must be at least the 8 experts at layer 1"),
+        ({**TWO_LAYERS, "num_slots": [8]}, ValueError, r"\(dtype int64, shape \[1\]\) must be an int or ints \[2\]"),
+        ({**TWO_LAYERS, "num_slots": [8.0, 9.0]}, ValueError, r"\(dtype float64, shape \[2\]\) must be .* ints \[2\]"),
+        ({**TWO_LAYERS, "num_slots": [8, 1 << 25]}, ValueError, r"\(=33554432\) must be at most 16777216 at layer 1"),
+        ({"transfer_cost": [1.0, 2.0]}, ValueError, r"`transfer_cost` \(shape \[2\]\) must be \[4, 4\]"),
+        ({"transfer_cost": -np.eye(4, k=1)}, ValueError, r"\(=-1.0\) must be in \[0, 1e9\] from rank 0 to rank 1"),
     ],
 )
 def test_bad_arguments_raise_with_their_values(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -533,36 +507,3 @@ def test_layers_may_have_unequally_many_slots() -> None:
     later = place(load, topology, num_slots=plan.slots_per_rank * 4, current=plan.layout)
     filled = (later.layout.physical_to_logical_map >= 0).sum(axis=1)
     assert filled.tolist() == (plan.slots_per_rank * 4).tolist()
-
-
-@pytest.mark.parametrize(
-    ("slots", "message"),
-    [
-        ([8, 7], r"`num_slots` \(=7\) must be at least the 8 experts at layer 1"),
-        ([8], r"`num_slots` \(dtype int64, shape \[1\]\) must be an int or ints \[2\]"),
-        ([8.0, 9.0], r"`num_slots` \(dtype float64, shape \[2\]\) must be an int or ints \[2\]"),
-    ],
-)
-def test_bad_numbers_of_slots_name_the_layer(slots: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        place(np.ones((2, 8)), Topology(4), num_slots=slots)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"locality": "group", "num_groups": 2, "dispatch": "weighted"}, r"needs `locality=\"none\"`, not 'group'"),
-        ({"num_slots": [4, (1 << 24) + 4]}, r"`num_slots` \(=16777220\) must be at most 16777216 at layer 1"),
-        ({"transfer_cost": [1.0, 2.0]}, r"`transfer_cost` \(shape \[2\]\) must be \[2, 2\], from rank to rank"),
-        (
-            {"transfer_cost": [[1, -1], [1, 1]]},
-            r"`transfer_cost` \(=-1.0\) must be in \[0, 1e9\] from rank 0 to rank 1",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
-    current = (
-        eplb.ExpertLayout([[0, 1, 2, 3]] * 2, 4, topology=eplb.Topology(2)) if "transfer_cost" in options else None
-    )
-    with pytest.raises(ValueError, match=message):
-        eplb.place(np.ones((2, 4)), eplb.Topology(2), **{"num_slots": 4, "current": current, **options})
