@@ -7,10 +7,8 @@ Wanted: 100 times faster where DeepSeek's needs 5 ms or more, at most 25 us a ca
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,9 +44,7 @@ LONG_S, SHORT_S = 5e-3, 25e-6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.deepseek", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small shapes, few calls")
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser("deepseek", __doc__, quick="small shapes, few calls")
     peers.add_options(parser)
     options = parser.parse_args(argv)
     measure.one_thread()

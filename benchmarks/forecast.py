@@ -13,7 +13,6 @@ moe128's first 256 windows ship. FOLDER may hold recorded loads of other models 
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -72,9 +71,7 @@ def forecasters(interval: int) -> dict[str, forecast.Forecaster]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.forecast", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one short trace, three forecasters")
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser("forecast", __doc__, quick="one short trace, three forecasters")
     parser.add_argument("--traces", type=Path, help="folder of .npz files with `load [T, L, E]`")
     options = parser.parse_args(argv)
     measure.one_thread()

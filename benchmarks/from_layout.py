@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,36 +28,33 @@ Load = npt.NDArray[Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.from_layout", description=__doc__.splitlines()[0])
-    parser.add_argument("--loads", type=Path, help="recorded loads [L, E] by name")
-    parser.add_argument("--calls", type=int, default=30)
-    parser.add_argument("--budget", type=float, default=2.0, help="seconds for the calls of each, at most")
-    parser.add_argument("--quick", action="store_true", help="small loads, few calls")
-    parser.add_argument("--json", type=Path)
-    peers.add_options(parser)
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.calls, options.budget = 2, 0.1
-    measure.one_thread()
-    theirs, absent = peers.load_peers(options.peers_dir, options.peer)
-    for line in absent:
-        print(f"absent: {line}")
+    options = placement.begin("from_layout", __doc__, argv)
+    theirs = peers.load_all(options)
     loads = dict(placement.loads(options.loads, options.quick))
     shape = next(iter(loads.values())).shape  # the last load is of another model
     loads = {name: load for name, load in loads.items() if load.shape == shape}
     record: dict[str, Any] = {}
-    record["budgets"] = list(budgets(loads, options.quick))
-    print("\nfrom a layout for decode to one for prefill, replicas share evenly\n")
-    print_rows(record["budgets"], ("from", "to", "ranks", "max_transfers", "transfers", "before", "after"))
-    record["windows"] = list(windows(loads, options.quick))
-    print("\none layout for all loads as windows: balance on each\n")
-    print_rows(record["windows"], ("ranks", "effort", "dispatch", "lowest", "mean"))
-    record["times"] = list(times(loads, theirs, options))
-    print("\ntime of a call that starts from a layout\n")
-    print_rows(record["times"], ("case", "policy", "windows", "transfers", "median_ms", "least_ms"))
-    record["scale"] = list(scale(options))
-    print("\nscale\n")
-    print_rows(record["scale"], ("layers", "experts", "ranks", "slots", "max_transfers", "median_ms", "least_ms"))
+    for name, rows, title, fields in (
+        (
+            *("budgets", budgets(loads, options.quick)),
+            "from a layout for decode to one for prefill, replicas share evenly",
+            "from to ranks max_transfers transfers before after",
+        ),
+        (
+            *("windows", windows(loads, options.quick)),
+            "one layout for all loads as windows: balance on each",
+            "ranks effort dispatch lowest mean",
+        ),
+        (
+            *("times", times(loads, theirs, options)),
+            "time of a call that starts from a layout",
+            "case policy windows transfers median_ms least_ms",
+        ),
+        ("scale", scale(options), "scale", "layers experts ranks slots max_transfers median_ms least_ms"),
+    ):
+        record[name] = list(rows)
+        print(f"\n{title}\n")
+        print_rows(record[name], fields.split())
     measure.write_json(options.json, {"summary": summary(record), **record})
     return 0
 
@@ -132,7 +128,7 @@ def times(
             given = trace if count > 1 else trace[0]
             for dispatch in ("even", "weighted"):
 
-                def call(given: Load = given, dispatch: str = dispatch) -> eplb.Placement:
+                def call(given: Load = given, dispatch: eplb.PlacementDispatch = dispatch) -> eplb.Placement:
                     return eplb.place(given, topology, num_slots=SLOTS, current=live, dispatch=dispatch)
 
                 yield timed(call, options) | {

@@ -8,7 +8,6 @@ above what it held before.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -34,9 +33,7 @@ QUICK_CASES = ((2, 64, 8, 128),)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one small case")
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser("growth", __doc__, quick="one small case")
     parser.add_argument("--plot", type=Path, help="a picture of time against P, R and L; needs matplotlib")
     parser.add_argument("--case", nargs=5, metavar=("FUNCTION", "L", "E", "R", "P"), help="one case, as JSON")
     options = parser.parse_args(argv)
@@ -47,32 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in QUICK_CASES if options.quick else CASES:
         for function in functions():
             result = in_own_process(function, case)
-            peak = result["peak_bytes"]
-            per_slot = "" if peak is None else f"{peak / (case[0] * case[3]):.0f}"
-            rows.append(
-                [
-                    function,
-                    *map(str, case),
-                    measure.milliseconds(result["second_s"]),
-                    f"{result['second_s'] / (case[0] * case[3]) * 1e9:.0f}",
-                    "" if peak is None else f"{peak / 2**20:.1f}",
-                    per_slot,
-                    f"{result['total_balancedness']:.4f}",
-                ]
-            )
+            seconds, peak, cells = result["second_s"], result["peak_bytes"], case[0] * case[3]
+            memory = ["", ""] if peak is None else [f"{peak / 2**20:.1f}", f"{peak / cells:.0f}"]
+            time_cells = [measure.milliseconds(seconds), f"{seconds / cells * 1e9:.0f}"]
+            rows.append([function, *map(str, case), *time_cells, *memory, f"{result['total_balancedness']:.4f}"])
             record.append({"function": function, "case": case, **result})
-    head = (
-        "function",
-        "layers",
-        "experts",
-        "ranks",
-        "slots",
-        "ms",
-        "ns / (L P)",
-        "peak MiB",
-        "bytes / (L P)",
-        "total bal.",
-    )
+    units = ("ms", "ns / (L P)", "peak MiB", "bytes / (L P)", "total bal.")
+    head = ("function", "layers", "experts", "ranks", "slots", *units)
     print(measure.table(head, rows))
     lines = [
         f"growth: {row[0]} of {row[1]} x {row[2]} experts on {row[3]} ranks, {row[4]} slots: {row[5]} ms, {row[7]} MiB"
@@ -124,12 +102,10 @@ def functions() -> dict[str, Callable[[Any, int, int], Any]]:
     def identical(load: Any, ranks: int, slots: int) -> Any:
         return eplb.rebalance_experts(load, slots, 1, 1, ranks)[0].numpy()
 
-    place: Any = getattr(eplb, "place", None)
-
     def placed(load: Any, ranks: int, slots: int) -> Any:
-        return place(load, topology=eplb.Topology(num_ranks=ranks), num_slots=slots).layout.physical_to_logical_map
+        return eplb.place(load, eplb.Topology(ranks), num_slots=slots).layout.physical_to_logical_map
 
-    return {"rebalance_experts": identical} if place is None else {"place": placed, "rebalance_experts": identical}
+    return {"place": placed, "rebalance_experts": identical}
 
 
 def in_own_process(function: str, case: tuple[int, int, int, int]) -> dict[str, Any]:

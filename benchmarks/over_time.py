@@ -13,7 +13,6 @@ one, as its engine does, and remembers as many: once with its own thresholds for
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,9 +34,7 @@ Chooser: TypeAlias = Callable[[npt.NDArray[np.int64], eplb.ExpertLayout], eplb.E
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.over_time", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three rebalances, four layers")
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser("over_time", __doc__, quick="three rebalances, four layers")
     parser.add_argument("--plot", type=Path, help="a picture of balance against transfers; needs matplotlib")
     peers.add_options(parser)
     options = parser.parse_args(argv)
@@ -45,9 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = traces.drift_load()
     if options.quick:
         load = load[: 4 * EVERY, :4]
-    theirs, absent = peers.load_peers(options.peers_dir, options.peer)
-    for line in absent:
-        print(f"absent: {line}")
+    theirs = peers.load_all(options)
     # What is seen of the load: from so many windows before the rebalance on, to so many after it.
     past, longer, future = (EVERY, 0), (4 * EVERY, 0), (0, EVERY)
     choosers: list[tuple[str, Chooser, tuple[int, int]]] = [("trivial layout kept", lambda _, live: live, past)]
@@ -61,25 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             ("FlashLB, no thresholds", flashlb(flash, EVERY, thresholds=False), past),
             ("FlashLB, no thresholds, 128 windows", flashlb(flash, 4 * EVERY, thresholds=False), longer),
         ]
-    choosers += [(f"eplb_core place, transfer_price={price:g}", ours(price, "even"), past) for price in PRICES]
-    choosers += [(f"eplb_core weighted, transfer_price={price:g}", ours(price, "weighted"), past) for price in PRICES]
-    choosers += [(f"128 windows place, transfer_price={price:g}", ours(price, "even"), longer) for price in PRICES]
-    choosers += [
-        (f"128 windows weighted, transfer_price={price:g}", ours(price, "weighted"), longer) for price in PRICES
-    ]
-    choosers += [(f"clairvoyant place, transfer_price={price:g}", ours(price, "even"), future) for price in PRICES]
+    lines: tuple[tuple[str, eplb.PlacementDispatch, tuple[int, int]], ...] = (
+        ("eplb_core place", "even", past),
+        ("eplb_core weighted", "weighted", past),
+        ("128 windows place", "even", longer),
+        ("128 windows weighted", "weighted", longer),
+        ("clairvoyant place", "even", future),
+    )
+    for name, dispatch, seen in lines:
+        choosers += [(f"{name}, transfer_price={price:g}", ours(price, dispatch), seen) for price in PRICES]
     rows, record = [], []
     for name, choose, seen in choosers:
         row = {"policy": name, **replay(load, choose, seen, QUICK_STRIDE if options.quick else 1)}
-        rows.append(
-            [
-                name,
-                f"{row['balancedness']:.4f}",
-                f"{row['solved']:.4f}",
-                f"{row['transfers']:,}",
-                measure.milliseconds(row["median_s"]),
-            ]
-        )
+        balance = [f"{row[field]:.4f}" for field in ("balancedness", "solved")]
+        rows.append([name, *balance, f"{row['transfers']:,}", measure.milliseconds(row["median_s"])])
         record.append(row)
     head = ["policy", "realized balance", "with shares solved", "transfers", "median CPU ms a call"]
     print(measure.table(head, rows))
@@ -134,7 +124,7 @@ def plot(record: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def ours(price: float, dispatch: str) -> Chooser:
+def ours(price: float, dispatch: eplb.PlacementDispatch) -> Chooser:
     def choose(windows: npt.NDArray[np.int64], live: eplb.ExpertLayout) -> eplb.ExpertLayout:
         return eplb.place(
             windows, live.topology, num_slots=SLOTS, current=live, transfer_price=price, dispatch=dispatch

@@ -54,10 +54,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer", type=Path, help="DeepSeek's eplb.py")
 
 
+def load_all(options: argparse.Namespace) -> list[Policy]:
+    """The policies that are there; prints a line for each that is not."""
+    policies, absent = load_peers(options.peers_dir, options.peer)
+    for line in absent:
+        print(f"absent: {line}")
+    return policies
+
+
 def load_peers(folder: Path, deepseek_file: Path | None) -> tuple[list[Policy], list[str]]:
     """The policies that are there, and a line for each that is not."""
     policies: list[Policy] = []
-    absent: list[str] = []
+    absent = []
     for peer, load in (("vllm", _vllm), ("sglang", _sglang)):
         if (folder / FOLDERS[peer]).is_dir():
             policies += load(folder)
@@ -66,9 +74,7 @@ def load_peers(folder: Path, deepseek_file: Path | None) -> tuple[list[Policy], 
     if deepseek_file is not None and deepseek_file.is_file():
         policies.append(_deepseek(deepseek_file))
     else:
-        absent.append(
-            f"DeepSeek EPLB: {'no file ' + str(deepseek_file) if deepseek_file else 'give --peer PATH/eplb.py'}"
-        )
+        absent.append(f"DeepSeek EPLB: {f'no file {deepseek_file}' if deepseek_file else 'give --peer PATH/eplb.py'}")
     return policies, absent
 
 

@@ -50,39 +50,36 @@ class Row(NamedTuple):
     """Ours: the proven upper limit of balancedness less what is reached, on the worst layer."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__.splitlines()[0])
+def begin(name: str, about: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a benchmark on recorded loads, beside the policies of others; one thread from here on."""
+    parser = measure.parser(name, about, quick="small loads, few calls")
     parser.add_argument("--loads", type=Path, help=".npz of expert loads [L, E] or [T, L, E] (windows are summed)")
     parser.add_argument("--calls", type=int, default=50, help="timed calls of each, at most")
     parser.add_argument("--budget", type=float, default=2.0, help="seconds for the timed calls of each, at most")
-    parser.add_argument("--quick", action="store_true", help="small loads, few calls")
-    parser.add_argument("--json", type=Path)
     peers.add_options(parser)
     options = parser.parse_args(argv)
     if options.quick:
         options.calls, options.budget = 2, 0.1
     measure.one_thread()
-    policies, absent = peers.load_peers(options.peers_dir, options.peer)
-    for line in absent:
-        print(f"absent: {line}")
-    all_policies: list[OurPolicy | peers.Policy] = [*ours(), *policies]
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = begin("placement", __doc__, argv)
+    policies: list[OurPolicy | peers.Policy] = [*ours(), *peers.load_all(options)]
     rows: list[Row] = []
     for name, load in loads(options.loads, options.quick):
         for per_rank in SLOTS_PER_RANK:
             slots = round(load.shape[1] * SLOTS_PER_EXPERT)
             ranks = slots // per_rank
             print(f"\n## {name}, {load.shape[0]} layers x {load.shape[1]} experts -> {slots} slots, {ranks} ranks\n")
-            new = [measured(policy, name, load, slots, ranks, options) for policy in all_policies]
+            new = [measured(policy, name, load, slots, ranks, options) for policy in policies]
             print(measure.table(HEAD, [cells(row, new) for row in new]), flush=True)
             rows += new
     lines = summary(rows)
     print("\n" + "\n".join(lines))
-    record = {
-        "summary": lines,
-        "absent": absent,
-        "rows": [{**row._asdict(), "times": row.times._asdict()} for row in rows],
-    }
-    measure.write_json(options.json, record)
+    record = [{**row._asdict(), "times": row.times._asdict()} for row in rows]
+    measure.write_json(options.json, {"summary": lines, "rows": record})
     return 0
 
 
@@ -114,13 +111,9 @@ class OurPolicy(NamedTuple):
 def ours() -> list[OurPolicy]:
     """`place` at each effort, the default first, and `rebalance_experts`."""
     policies = []
-    place: Any = getattr(eplb, "place", None)
-    if place is not None:
-        for effort in sorted(EFFORTS, key=lambda effort: effort != 1.0):
-            name = OURS if effort == 1.0 else f"{OURS}, effort {effort:g}"
-            policies.append(
-                OurPolicy(name, _preparer(place, effort), lambda answer: answer.layout.physical_to_logical_map)
-            )
+    for effort in sorted(EFFORTS, key=lambda effort: effort != 1.0):
+        name = OURS if effort == 1.0 else f"{OURS}, effort {effort:g}"
+        policies.append(OurPolicy(name, _preparer(effort), lambda answer: answer.layout.physical_to_logical_map))
 
     def identical(load: Load, slots: int, ranks: int) -> Callable[[], Any]:
         return lambda: eplb.rebalance_experts(load, slots, 1, 1, ranks)
@@ -129,16 +122,10 @@ def ours() -> list[OurPolicy]:
     return policies
 
 
-def _preparer(place: Any, effort: float) -> Callable[[Load, int, int], Callable[[], Any]]:
+def _preparer(effort: float) -> Callable[[Load, int, int], Callable[[], Any]]:
     def prepare(load: Load, slots: int, ranks: int) -> Callable[[], Any]:
         topology = eplb.Topology(num_ranks=ranks)
-
-        def call() -> Any:
-            placement = place(load, topology=topology, num_slots=slots, effort=effort)
-            placement.balancedness, placement.bound, placement.transfers  # noqa: B018  counted in, computed late or not
-            return placement
-
-        return call
+        return lambda: eplb.place(load, topology, num_slots=slots, effort=effort)
 
     return prepare
 
