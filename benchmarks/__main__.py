@@ -25,7 +25,18 @@ import benchmarks
 from benchmarks import claims
 
 HANDED_ON = ("--loads", "--peers-dir", "--peer")
-HELPERS = {"__main__", "claims", "full_grid", "measure", "moving_gpu_ranks", "on_gpu", "peers", "ranks", "traces"}
+HELPERS = {
+    "__main__",
+    "claims",
+    "engine_ranks",
+    "full_grid",
+    "measure",
+    "moving_gpu_ranks",
+    "on_gpu",
+    "peers",
+    "ranks",
+    "traces",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

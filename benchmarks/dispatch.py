@@ -8,7 +8,6 @@ recording that ships; and, for each .npz with `topk_ids [tokens, layers, k]`, th
 
 from __future__ import annotations
 
-import argparse
 import ast
 import random
 import types
@@ -42,11 +41,9 @@ TOKEN_MODES: tuple[Mode, ...] = ("static", "even", "random", "row", "weighted", 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__.splitlines()[0])
+    parser = measure.parser("dispatch", __doc__, quick="small inputs, few calls")
     parser.add_argument("--peers-dir", type=Path, default=Path(peers.DEFAULT_FOLDER), help="an unpacked SGLang wheel")
     parser.add_argument("--loads", type=Path, nargs="*", default=[], help=".npz with topk_ids [tokens, layers, k]")
-    parser.add_argument("--quick", action="store_true", help="small inputs, few calls")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     measure.one_thread()
     times, head_lines = host_tables(options.peers_dir / SGLANG_FILE, options.quick)

@@ -12,16 +12,9 @@ bytes. What a rebalance costs inside the adapter is measured beside the library'
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import importlib.util
-import multiprocessing
 import os
-import statistics
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,13 +25,11 @@ import numpy as np
 import torch
 
 import eplb_core as eplb
-from benchmarks import measure, traces
+from benchmarks import engine_ranks, measure, traces
+from benchmarks.engine_ranks import EVERY, EXPERTS, LAYERS, SLOTS
 
-LAYERS, EXPERTS, SLOTS, EVERY = 16, 128, 144, 10
 DENSE = 1
 """Layers before those that have experts; SGLang's maps have rows for them."""
-HIDDEN = 4
-REBALANCES = 50
 PLUG_INS: dict[str, dict[str, str]] = {
     "SGLang": {},
     "eplb_core, SGLang's updater": {"EPLB_CORE": "sglang", "EPLB_CORE_OFF": "moves"},
@@ -48,15 +39,12 @@ PLUG_INS: dict[str, dict[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines_sglang", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three rebalances")
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser("engines_sglang", __doc__, quick="three rebalances")
     parser.add_argument("--ranks", type=int, default=4, help="processes")
-    parser.add_argument("--rebalances", type=int, default=REBALANCES)
+    parser.add_argument("--rebalances", type=int, default=engine_ranks.REBALANCES)
     parser.add_argument("--only", help="one of the runs, by name")
     options = parser.parse_args(argv)
-    if importlib.util.find_spec("sglang") is None:
-        print("absent: SGLang; run this in its environment (make engines)")
+    if engine_ranks.is_absent("SGLang"):
         measure.write_json(options.json, {"summary": []})
         return 0
     times = 3 if options.quick else options.rebalances
@@ -74,15 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = [[row["run"], *(f"{row[name]:,}" for name in numbers), f"{row['balance']:.4f}"] for row in rows]
     print(measure.table(head, cells))
     plans = _plans(5 if options.quick else 200)
-    print(
-        measure.table(
-            ["a plan", "library, ms", "adapter, ms", "ratio of minima"],
-            [
-                [r["input"], *(measure.milliseconds(r[n]) for n in ("library_s", "adapter_s")), f"{r['ratio']:.3f}"]
-                for r in plans
-            ],
-        )
-    )
+    engine_ranks.print_plans(plans)
     summary = ["SGLang's own rebalance:"]
     for start in range(0, len(rows), len(PLUG_INS)):
         for row in rows[start + 1 : start + len(PLUG_INS)]:
@@ -108,38 +88,14 @@ def import_engine() -> None:
 
 def _run(ranks: int, plugin: dict[str, str], dispatch: str, times: int) -> dict[str, Any]:
     """All ranks of one run; rank 0's answer with the transfers of all."""
-    start = multiprocessing.get_context("fork")
-    answers: dict[int, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        said = start.SimpleQueue()
-        processes = [
-            start.Process(target=_rank, args=(rank, ranks, folder, plugin, dispatch, times, said))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            while len(answers) < ranks:
-                rank, answer = said.get()
-                if isinstance(answer, str):
-                    raise RuntimeError(f"rank {rank}: {answer}")
-                answers[rank] = answer
-        finally:
-            for process in processes:
-                process.kill()
-    if len({answer["digests"] for answer in answers.values()}) != 1:
-        raise RuntimeError("the ranks' maps differ")
-    total = {name: sum(answer[name] for answer in answers.values()) for name in ("wrong", "misled", "transfers")}
+    answers = engine_ranks.run(ranks, plugin, _serve, dispatch, times)
+    total = {name: sum(answer[name] for answer in answers) for name in ("wrong", "misled", "transfers")}
     kept = {name: answers[0][name] for name in ("rebalances", "balance", "parts", "passes_in_moves")}
     return {**kept, **total}
 
 
-def _rank(rank: int, ranks: int, folder: str, plugin: dict[str, str], dispatch: str, times: int, said: Any) -> None:
-    os.environ.update(plugin)
-    try:
-        said.put((rank, Rank(rank, ranks, folder, dispatch).serve(times)))
-    except BaseException:
-        said.put((rank, traceback.format_exc()))
+def _serve(rank: int, ranks: int, folder: str, dispatch: str, times: int) -> dict[str, Any]:
+    return Rank(rank, ranks, folder, dispatch).serve(times)
 
 
 class Rank:
@@ -225,11 +181,7 @@ class Rank:
 
     def _model(self) -> Any:
         mine = self.mine()
-        # Shared memory, so that peers may map it.
-        self.weights = {
-            layer: [_shared(_weights(layer, mine[layer])), _shared(-_weights(layer, mine[layer]))]
-            for layer in range(DENSE, DENSE + LAYERS)
-        }
+        self.weights = {layer: engine_ranks.weights(layer, mine[layer]) for layer in range(DENSE, DENSE + LAYERS)}
         return SimpleNamespace(routed_experts_weights_of_layer=self.weights)
 
     def mine(self) -> torch.Tensor:
@@ -251,7 +203,7 @@ class Rank:
 
     def count(self, window: Any) -> None:
         """What this rank's router would have counted: its part of each expert's tokens, by SGLang's own dispatch."""
-        mine = window // self.ranks + (np.arange(EXPERTS) % self.ranks == self.rank) * (window % self.ranks)
+        mine = engine_ranks.part_of_rank(window, self.rank, self.ranks)
         lists = self.metadata.logical_to_all_physical_map.numpy()
         valid = self.metadata.logical_to_all_physical_map_num_valid.numpy()
         counts = np.zeros((DENSE + LAYERS, SLOTS), dtype=np.int64)
@@ -270,10 +222,7 @@ class Rank:
     def wrong(self) -> int:
         """Slots of this rank whose tensors are not those of the expert that the map says."""
         mine = self.mine()
-        return sum(
-            int(((first != _weights(layer, mine[layer])) | (second != -_weights(layer, mine[layer]))).any(dim=1).sum())
-            for layer, (first, second) in self.weights.items()
-        )
+        return sum(engine_ranks.wrong_rows(found, layer, mine[layer]) for layer, found in self.weights.items())
 
     def misled(self) -> int:
         """Experts whose tokens this rank sends to a slot that does not hold them, over all layers."""
@@ -297,8 +246,7 @@ class Rank:
         """Feed the trace's windows, one a pass; rebalance by SGLang's own generator; look at everything."""
         load = traces.drift_load()
         wrong = misled = rebalances = passes_in_moves = 0
-        balance, digests = [], []
-        topology = eplb.Topology(self.ranks)
+        future = engine_ranks.Future(load, self.ranks)
         manager = self.manager
         for window in range(min(len(load) - EVERY, times * EVERY)):
             self.count(load[window])
@@ -315,17 +263,14 @@ class Rank:
             manager.reset_generator()
             wrong += self.wrong()
             misled += self.misled()
-            layout = eplb.ExpertLayout(self.metadata.physical_to_logical_map_cpu[DENSE:], EXPERTS, topology=topology)
-            digests.append(layout.digest)
-            future = load[window + 1 : window + 1 + EVERY]
-            balance.append(eplb.mean_balancedness(eplb.rank_load(layout, future)))
+            future.add(self.metadata.physical_to_logical_map_cpu[DENSE:], window)
         return {
             "rebalances": rebalances,
             "wrong": wrong,
             "misled": misled,
             "transfers": self.transfers(),
-            "balance": float(np.mean(balance)),
-            "digests": "".join(digests),
+            "balance": float(np.mean(future.balances)),
+            "digests": future.digests,
             "passes_in_moves": passes_in_moves,
             "parts": self._parts(),
         }
@@ -357,15 +302,6 @@ class Rank:
         return list(sglang.active_parts())
 
 
-def _shared(tensor: torch.Tensor) -> torch.Tensor:
-    shared: torch.Tensor = tensor.clone().share_memory_()  # type: ignore[no-untyped-call]
-    return shared
-
-
-def _weights(layer: int, expert: torch.Tensor) -> torch.Tensor:
-    return (expert[:, None] * 1000.0 + layer) * 8 + torch.arange(HIDDEN)
-
-
 # ---- what a plan costs -----------------------------------------------------------------------------------------------
 
 
@@ -383,26 +319,17 @@ def _plans(times: int) -> list[dict[str, Any]]:
         live = eplb.place(windows, topology, num_slots=slots).layout
         drifted = np.roll(windows, 1, axis=-1)
         counts, p2l = torch.from_numpy(drifted), torch.from_numpy(live.physical_to_logical_map.copy())
-        library: list[float] = []
-        adapter: list[float] = []
-        for _ in range(times):
-            start = time.perf_counter()
+
+        def library(drifted: Any = drifted, slots: int = slots, live: Any = live) -> Any:
             # From the array, as the adapter: a live layout that was used before has its maps already.
-            fresh = eplb.ExpertLayout(live.physical_to_logical_map, live.num_experts, topology=topology)
-            eplb.place(drifted, topology, num_slots=slots, current=fresh)
-            middle = time.perf_counter()
-            rebalance(counts, slots, slots // ranks, num_nodes=1, live=p2l)
-            library.append(middle - start)
-            adapter.append(time.perf_counter() - middle)
-        rows.append(
-            {
-                "input": name,
-                "library_s": min(library),
-                "adapter_s": min(adapter),
-                "ratio": min(adapter) / min(library),
-                "ratio_of_medians": statistics.median(adapter) / statistics.median(library),
-            }
-        )
+            fresh = eplb.ExpertLayout(live.physical_to_logical_map, live.num_experts, topology=live.topology)
+            placed = eplb.place(drifted, live.topology, num_slots=slots, current=fresh)
+            return placed.layout.physical_to_logical_map
+
+        def adapter(counts: Any = counts, slots: int = slots, ranks: int = ranks, p2l: Any = p2l) -> Any:
+            return rebalance(counts, slots, slots // ranks, num_nodes=1, live=p2l)[0]
+
+        rows.append(engine_ranks.plan_row(name, library, adapter, times))
     return rows
 
 

@@ -12,20 +12,13 @@ own call on the same input.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import importlib.util
-import multiprocessing
 import os
-import statistics
 import sys
-import tempfile
 import threading
-import time
-import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,12 +27,10 @@ import numpy.typing as npt
 import torch
 
 import eplb_core as eplb
-from benchmarks import measure, traces
+from benchmarks import engine_ranks, measure, traces
+from benchmarks.engine_ranks import EVERY, EXPERTS, LAYERS, SLOTS
 from eplb_core.adapters.vllm.policy import rebalance
 
-LAYERS, EXPERTS, SLOTS, EVERY = 16, 128, 144, 10
-HIDDEN = 4
-REBALANCES = 50
 # What the environment says in addition.
 POLICIES = {
     "vLLM's default": {},
@@ -49,16 +40,13 @@ POLICIES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines_vllm", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three rebalances")
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser("engines_vllm", __doc__, quick="three rebalances")
     parser.add_argument("--ranks", type=int, default=4, help="processes")
     options = parser.parse_args(argv)
-    if importlib.util.find_spec("vllm") is None:
-        print("absent: vLLM; run this in its environment (make engines)")
+    if engine_ranks.is_absent("vLLM"):
         measure.write_json(options.json, {"summary": []})
         return 0
-    times = 3 if options.quick else REBALANCES
+    times = 3 if options.quick else engine_ranks.REBALANCES
     measure.one_thread()
     os.environ.update(VLLM_TARGET_DEVICE="cpu", GLOO_SOCKET_IFNAME="lo")
     os.environ.pop("EPLB_CORE", None)
@@ -85,15 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     )
     plans = _plans(5 if options.quick else 400)
-    print(
-        measure.table(
-            ["a plan", "library, ms", "adapter, ms", "ratio of minima"],
-            [
-                [r["input"], *(measure.milliseconds(r[n]) for n in ("library_s", "adapter_s")), f"{r['ratio']:.3f}"]
-                for r in plans
-            ],
-        )
-    )
+    engine_ranks.print_plans(plans)
     summary = ["vLLM's own rebalance:"]
     for before, after in ((rows[0], rows[1]), (rows[0], rows[2]), (rows[3], rows[4]), (rows[3], rows[5])):
         share = before["transfers"] / max(after["transfers"], 1)
@@ -110,42 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(ranks: int, plugin: dict[str, str], beside: bool, times: int) -> dict[str, Any]:
     """All ranks of one run; rank 0's answer with the transfers of all."""
-    fork = multiprocessing.get_context("fork")
-    answers: dict[int, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        said = fork.SimpleQueue()
-        processes = [
-            fork.Process(target=_rank, args=(rank, ranks, Path(folder), plugin, beside, times, said))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            while len(answers) < ranks:
-                rank, answer = said.get()
-                if isinstance(answer, str):
-                    raise RuntimeError(f"rank {rank}: {answer}")
-                answers[rank] = answer
-        finally:
-            for process in processes:
-                process.kill()
-    if len({answer["digests"] for answer in answers.values()}) != 1:
-        raise RuntimeError("the ranks' maps differ")
+    answers = engine_ranks.run(ranks, plugin, _serve, beside, times)
     return {
-        "rebalances": answers[0]["rebalances"],
-        "wrong": sum(answer["wrong"] for answer in answers.values()),
-        "transfers": sum(answer["received"] for answer in answers.values()),
-        "balance": answers[0]["balance"],
-        "parts": answers[0]["parts"],
+        **{name: answers[0][name] for name in ("rebalances", "balance", "parts")},
+        "wrong": sum(answer["wrong"] for answer in answers),
+        "transfers": sum(answer["received"] for answer in answers),
     }
-
-
-def _rank(rank: int, ranks: int, folder: Path, plugin: dict[str, str], beside: bool, times: int, said: Any) -> None:
-    os.environ.update(plugin)
-    try:
-        said.put((rank, _serve(rank, ranks, folder, beside, times)))
-    except BaseException:
-        said.put((rank, traceback.format_exc()))
 
 
 class _Event:
@@ -175,16 +125,7 @@ class _Layer:
     def set_eplb_state(self, **_: Any) -> None: ...
 
 
-def _shared(tensor: Any) -> torch.Tensor:
-    shared: torch.Tensor = tensor.clone().share_memory_()
-    return shared
-
-
-def _weights(layer: int, expert: npt.NDArray[np.int64] | int) -> torch.Tensor:
-    return (torch.as_tensor(expert)[..., None] * 1000.0 + layer) * 8 + torch.arange(HIDDEN)
-
-
-def _serve(rank: int, ranks: int, folder: Path, beside: bool, times: int) -> dict[str, Any]:
+def _serve(rank: int, ranks: int, folder: str, beside: bool, times: int) -> dict[str, Any]:
     """One rank: feed the trace's windows to vLLM's state, step it, look at the weights after each rebalance."""
     torch.set_num_threads(1)
     import vllm.plugins
@@ -241,8 +182,7 @@ def _model(rank: int, ranks: int, local: int) -> Any:
 
     first = np.arange(SLOTS) % EXPERTS
     mine = first[rank * local : (rank + 1) * local]
-    # Shared memory, so that peers may map it.
-    layers = [_Layer([_shared(_weights(layer, mine)), _shared(-_weights(layer, mine))]) for layer in range(LAYERS)]
+    layers = [_Layer(engine_ranks.weights(layer, mine)) for layer in range(LAYERS)]
     model = SimpleNamespace(
         moe_layers=layers,
         num_moe_layers=LAYERS,
@@ -278,8 +218,8 @@ def _drive(state: Any, model_state: Any, rank: int, ranks: int, times: int) -> d
 
     communicator.add_recv = counted
     state.expert_rearrangement_step = 0
-    topology = eplb.Topology(ranks)
-    wrong, done, balance, digests = 0, 0, [], []
+    future = engine_ranks.Future(load, ranks)
+    wrong = done = 0
     for window in range(min(len(load) - EVERY, times * EVERY)):
         model_state.expert_load_pass.copy_(_counts(load[window], model_state, rank, ranks))
         state.step()
@@ -291,25 +231,22 @@ def _drive(state: Any, model_state: Any, rank: int, ranks: int, times: int) -> d
         state.expert_rearrangement_step = 0
         done += 1
         wrong += _wrong(model_state, rank)
-        layout = eplb.ExpertLayout(model_state.physical_to_logical_map, EXPERTS, topology=topology)
-        digests.append(layout.digest)
-        future = load[window + 1 : window + 1 + EVERY]
-        balance.append(eplb.mean_balancedness(eplb.rank_load(layout, future)))
+        future.add(model_state.physical_to_logical_map, window)
     from eplb_core.adapters.vllm import plugin as adapter
 
     return {
         "rebalances": done,
         "wrong": wrong,
         "received": received[0],
-        "balance": float(np.mean(balance)),
-        "digests": "".join(digests),
+        "balance": float(np.mean(future.balances)),
+        "digests": future.digests,
         "parts": list(adapter.active_parts()),
     }
 
 
 def _counts(window: npt.NDArray[np.int64], model_state: Any, rank: int, ranks: int) -> torch.Tensor:
     """What this rank's router would have counted: its part of each expert's tokens, over the entries of its tables."""
-    mine = window // ranks + (np.arange(EXPERTS) % ranks == rank) * (window % ranks)
+    mine = engine_ranks.part_of_rank(window, rank, ranks)
     maps, entries = model_state.logical_to_physical_map.numpy(), model_state.logical_replica_count.numpy()
     counts = np.zeros((LAYERS, SLOTS + 1), dtype=np.int64)
     for entry in range(int(entries.max())):
@@ -322,10 +259,9 @@ def _counts(window: npt.NDArray[np.int64], model_state: Any, rank: int, ranks: i
 def _wrong(model_state: Any, rank: int) -> int:
     """Slots of this rank whose tensors are not those of the expert that the map says."""
     found = 0
-    for layer, (first, second) in enumerate(model_state.model.expert_weights):
-        mine = model_state.physical_to_logical_map[layer].reshape(-1, len(first))[rank]
-        expected = _weights(layer, mine.numpy())
-        found += int(((first != expected) | (second != -expected)).any(dim=1).sum())
+    for layer, tensors in enumerate(model_state.model.expert_weights):
+        mine = model_state.physical_to_logical_map[layer].reshape(-1, len(tensors[0]))[rank]
+        found += engine_ranks.wrong_rows(tensors, layer, mine)
     return found
 
 
@@ -363,26 +299,13 @@ def _plans(calls: int) -> list[dict[str, Any]]:
         load = torch.from_numpy((rng.lognormal(0, 1, (layers, experts)) * 1000).astype(np.int64))
         live = torch.from_numpy(eplb.place(load, topology, num_slots=slots).layout.physical_to_logical_map.copy())
         load = (load * torch.from_numpy(rng.lognormal(0, 0.1, load.shape))).long()
-        library, adapter = [], []
-        for _ in range(calls):
-            begun = time.perf_counter()
-            current = eplb.ExpertLayout(live, experts, topology=topology)
-            expected = eplb.place(load, topology, num_slots=slots, current=current).layout.physical_to_logical_map
-            library.append(time.perf_counter() - begun)
-            begun = time.perf_counter()
-            answer = rebalance(load, slots, 1, 1, ranks, live)
-            adapter.append(time.perf_counter() - begun)
-            if not np.array_equal(answer.numpy(), expected):
-                raise RuntimeError("the adapter answers otherwise than the library")
-        rows.append(
-            {
-                "input": name,
-                "library_s": statistics.median(library),
-                "adapter_s": statistics.median(adapter),
-                "ratio": min(adapter) / min(library),
-                "ratio_of_medians": statistics.median(adapter) / statistics.median(library),
-            }
-        )
+
+        def library(load: Any = load, live: Any = live, slots: int = slots, topology: Any = topology) -> Any:
+            current = eplb.ExpertLayout(live, load.shape[1], topology=topology)
+            return eplb.place(load, topology, num_slots=slots, current=current).layout.physical_to_logical_map
+
+        adapter = partial(rebalance, load, slots, 1, 1, ranks, live)
+        rows.append(engine_ranks.plan_row(name, library, adapter, calls))
     return rows
 
 

@@ -8,7 +8,6 @@ tenth connection sends bytes without the length that begins a message.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import socket
@@ -144,10 +143,8 @@ def resident_kb(pid: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz_record", description=__doc__.splitlines()[0])
+    parser = measure.parser("fuzz_record", __doc__, quick="1,000 messages")
     parser.add_argument("--messages", type=int, default=100_000)
-    parser.add_argument("--quick", action="store_true", help="1,000 messages")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     count = 1_000 if options.quick else options.messages
     with tempfile.TemporaryDirectory() as folder, serving(SERVE, f"{folder}/socket") as server:

@@ -31,9 +31,7 @@ SEED = 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loading", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few layers, a small checkpoint")
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser("loading", __doc__, quick="few layers, a small checkpoint")
     parser.add_argument("--worker", nargs=3, metavar=("MODE", "FILE", "SHAPE"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:

@@ -7,7 +7,6 @@ The server is a process of its own, as in service. Ours is compared with targets
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -66,9 +65,7 @@ print(json.dumps({"shared_kb": sum(int(rollup[key]) for key in ("Pss_Shmem:",))}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.record", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds, small weights")
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser("record", __doc__, quick="few rounds, small weights")
     options = parser.parse_args(argv)
     rounds, nbytes = (20, 64 << 20) if options.quick else (500, 2 << 30)
     record: dict[str, Any] = {"shape": [LAYERS, EXPERTS, SLOTS, RANKS]}

@@ -10,12 +10,10 @@ python -m benchmarks.schedules --json schedules.json
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -296,9 +294,7 @@ def world_bits(random_numbers: random.Random) -> list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.schedules", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="200 schedules instead of 10,000")
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser("schedules", __doc__, quick="200 schedules instead of 10,000")
     options = parser.parse_args(argv)
     count = 200 if options.quick else 10_000
     start = time.perf_counter()

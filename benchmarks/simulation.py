@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +35,7 @@ SCALE_SIZE, SCALE_QUICK = (1440, 4, 512, 1024, 1024, 128, 60), (8, 1, 32, 64, 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small traces")
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser("simulation", __doc__, quick="small traces")
     parser.add_argument("--question", choices=("policies", "scale"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.question:
