@@ -228,7 +228,9 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "rank_load by shares": {"shares": SHARES},
     "rebalance_experts": {"num_replicas": 6, "num_groups": 1, "num_nodes": 1, "num_gpus": 2},
-    **dict.fromkeys(("plan_removal", "retire_ranks"), {"current": PAIR, "expert_load": [[3, 4]], "num_slots": None}),
+    **{
+        name: {"current": PAIR, "expert_load": [[3, 4]], "num_slots": None} for name in ("plan_removal", "retire_ranks")
+    },
     "drop_ranks": {"layout": PAIR},
     "save_layout": {"path": lambda folder, closing: folder / "layout.npz"},
     "save_trace": {"trace": TRACE, "path": lambda folder, closing: folder / "trace.npz"},
