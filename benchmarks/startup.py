@@ -25,13 +25,15 @@ took = time.perf_counter() - start
 print(json.dumps({"import_s": took, "torch_imported": "torch" in sys.modules}))
 """
 FIRST_CALL = """
-import json, sys, time
+import json, resource, sys, time
 start = time.perf_counter(); import numpy as np, eplb_core as eplb; CALL; modules = time.perf_counter() - start
 load = np.random.default_rng(0).integers(1, 1000, (58, 256))
 times = []
 for _ in range(2):
     start = time.perf_counter(); CALL(load); times.append(time.perf_counter() - start)
-print(json.dumps({"modules_s": modules, "first_s": times[0], "second_s": times[1]}))
+used = resource.getrusage(resource.RUSAGE_SELF)
+cpu = used.ru_utime + used.ru_stime
+print(json.dumps({"modules_s": modules, "first_s": times[0], "second_s": times[1], "process_cpu_s": cpu}))
 """
 CALLS = {
     "place": "(lambda load: eplb.place(load, topology=eplb.Topology(num_ranks=32), num_slots=288))",
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for state, times in record[name].items():
             lines.append(
                 f"{name}, kernels {state}: modules {times['modules_s']:.2f} s, first call {times['first_s']:.3f} s, "
-                f"second {times['second_s'] * 1e3:.2f} ms"
+                f"second {times['second_s'] * 1e3:.2f} ms, process {times['process_cpu_s']:.1f} s of CPU"
             )
     print("\n".join(lines))
     measure.write_json(options.json, {"summary": lines, **record})
