@@ -6,7 +6,7 @@ import numpy as np
 
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import kernel
-from eplb_core.placement.pack.block import ITEM_SHARE, WEIGHT, Scratch, count_replicas, sort_by_load, sort_by_share
+from eplb_core.placement.pack.block import EXPERT_LOAD, ITEM_SHARE, Scratch, count_replicas, sort_by_load, sort_by_share
 from eplb_core.placement.problem import Problem
 from eplb_core.placement.search.improve import score_weighted
 from eplb_core.placement.search.links import Links
@@ -177,7 +177,7 @@ def _bound_windows(
     load: FloatArray, weights: FloatArray, capacity: IntArray, rank_speed: FloatArray, scratch: Scratch, out: FloatArray
 ) -> None:
     windows, layers, experts = load.shape
-    weight = scratch.reals[WEIGHT]
+    tokens = scratch.reals[EXPERT_LOAD]
     live = slots = 0
     speed = fastest = 0.0
     for r in range(capacity.size):
@@ -198,8 +198,8 @@ def _bound_windows(
             mean = whole / speed
             known += weights[t]
             for e in range(experts):
-                weight[e] = load[t, layer, e]
-            if _shares_fit(mean * fastest, experts, live, slots, weight):
+                tokens[e] = load[t, layer, e]
+            if _shares_fit(mean * fastest, experts, live, slots, tokens):
                 total += weights[t]
             else:
                 sort_by_load(experts, scratch)
@@ -209,11 +209,11 @@ def _bound_windows(
 
 
 @kernel
-def _shares_fit(top: float, experts: int, most: int, slots: int, weight: FloatArray) -> bool:
+def _shares_fit(top: float, experts: int, most: int, slots: int, tokens: FloatArray) -> bool:
     """Can counts be found with no share above `top`? Cheaper than finding them, and the usual case."""
     need = 0
     for e in range(experts):
-        replicas = max(int(np.ceil(weight[e] / top)), 1)
+        replicas = max(int(np.ceil(tokens[e] / top)), 1)
         if replicas > most:
             return False
         need += replicas

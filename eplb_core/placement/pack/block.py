@@ -23,10 +23,10 @@ _TINY = 2.0**-900  # less than any load that counts; its inverse is still finite
 
 
 # Rows of `Scratch.reals`, as long as there are experts, ranks or places.
-WEIGHT = 0  # load of each expert
+EXPERT_LOAD = 0  # load of each expert
 ITEM_SHARE = 1  # shares in descending order, one entry an expert
 HEAP_SHARE = 2
-LOAD = 3  # load of each rank
+RANK_LOAD = 3  # load of each rank
 SPEED = 4  # relative speed of each rank
 PACE = 5  # 1 / speed: time for one token
 SHARE = 6  # share of the replica in each place
@@ -96,7 +96,7 @@ def sort_by_load(n: int, scratch: Scratch) -> None:
     buckets are merge-sorted instead.
     """
     order, bucket, start = scratch.ints[ORDER], scratch.ints[BUCKET], scratch.ints[START]
-    load, bits = scratch.reals[WEIGHT], scratch.bits[WEIGHT]
+    load, bits = scratch.reals[EXPERT_LOAD], scratch.bits[EXPERT_LOAD]
     high = np.int64(0)
     low = _FULL
     for e in range(n):
@@ -166,7 +166,7 @@ def count_replicas(n: int, num_slots: int, most: int, scratch: Scratch) -> int:
 
     Needs `sort_by_load`; fills REPLICAS. `num_slots` must not exceed n * most.
     """
-    load, order, count = scratch.reals[WEIGHT], scratch.ints[ORDER], scratch.ints[REPLICAS]
+    load, order, count = scratch.reals[EXPERT_LOAD], scratch.ints[ORDER], scratch.ints[REPLICAS]
     heap, heap_expert = scratch.reals[HEAP_SHARE], scratch.ints[HEAP_EXPERT]
     for e in range(n):
         count[e] = 1
@@ -215,7 +215,7 @@ def sort_by_share(n: int, num_replicated: int, scratch: Scratch) -> None:
 
     Only the first `num_replicated` of the order by load have changed places: sort those, then merge with the rest.
     """
-    load, order, count = scratch.reals[WEIGHT], scratch.ints[ORDER], scratch.ints[REPLICAS]
+    load, order, count = scratch.reals[EXPERT_LOAD], scratch.ints[ORDER], scratch.ints[REPLICAS]
     share, expert = scratch.reals[ITEM_SHARE], scratch.ints[ITEM_EXPERT]
     head_share, head = scratch.reals[HEAP_SHARE], scratch.ints[HEAP_EXPERT]
     for i in range(num_replicated):
@@ -358,7 +358,7 @@ def _make_room(e: int, cap: IntArray, stride: int, scratch: Scratch) -> int:
 @kernel
 def add_up(cap: IntArray, stride: int, scratch: Scratch) -> None:
     """Loads of the ranks from the shares, in their order."""
-    share, load = scratch.reals[SHARE], scratch.reals[LOAD]
+    share, load = scratch.reals[SHARE], scratch.reals[RANK_LOAD]
     for r in range(cap.size):
         total = 0.0
         for i in range(r * stride, r * stride + cap[r]):
@@ -374,14 +374,10 @@ def pack_anywhere(num_experts: int, cap: IntArray, stride: int, scratch: Scratch
     first ones that are still to come. A replica that fits nowhere gives its slot up; slots left at the end go to the
     largest share that the rank does not hold. Counts are final only then, so shares and loads are written last.
     """
-    count, load, fill, pace = scratch.ints[REPLICAS], scratch.reals[LOAD], scratch.ints[FILL], scratch.reals[PACE]
-    expert, node, home, home_count = (
-        scratch.ints[EXPERT],
-        scratch.ints[NODE],
-        scratch.ints[HOME],
-        scratch.ints[HOME_COUNT],
-    )
-    item_expert, item_share, weight = scratch.ints[ITEM_EXPERT], scratch.reals[ITEM_SHARE], scratch.reals[WEIGHT]
+    count, load, fill, pace = scratch.ints[REPLICAS], scratch.reals[RANK_LOAD], scratch.ints[FILL], scratch.reals[PACE]
+    expert, node = scratch.ints[EXPERT], scratch.ints[NODE]
+    home, home_count = scratch.ints[HOME], scratch.ints[HOME_COUNT]
+    item_expert, item_share, tokens = scratch.ints[ITEM_EXPERT], scratch.reals[ITEM_SHARE], scratch.reals[EXPERT_LOAD]
     # Room that each node must keep; nodes are counted in `chosen`, which has a place a rank.
     room = scratch.ints[CHOSEN]
     room[: cap.size] = 0
@@ -418,7 +414,7 @@ def pack_anywhere(num_experts: int, cap: IntArray, stride: int, scratch: Scratch
             best = -1.0
             e = -1
             for f in range(num_experts):
-                value = weight[f] / count[f]
+                value = tokens[f] / count[f]
                 if value > best and not holds(expert, r, stride, f):
                     best = value
                     e = f
@@ -432,7 +428,7 @@ def _fill(r: int, e: int, value: float, stride: int, scratch: Scratch) -> None:
     ints = scratch.ints
     ints[EXPERT, r * stride + ints[FILL, r]] = e
     ints[FILL, r] += 1
-    scratch.reals[LOAD, r] += value
+    scratch.reals[RANK_LOAD, r] += value
     ints[REPLICAS, e] += 1
     if ints[HOME, e] == ints[NODE, r]:
         ints[HOME_COUNT, e] += 1
@@ -442,12 +438,12 @@ def _fill(r: int, e: int, value: float, stride: int, scratch: Scratch) -> None:
 def write_shares(cap: IntArray, stride: int, scratch: Scratch) -> None:
     """Derive shares, their order and the loads from `expert` and `count`."""
     share, expert = scratch.reals[SHARE], scratch.ints[EXPERT]
-    weight, count = scratch.reals[WEIGHT], scratch.ints[REPLICAS]
+    tokens, count = scratch.reals[EXPERT_LOAD], scratch.ints[REPLICAS]
     for r in range(cap.size):
         first = r * stride
         for i in range(first, first + cap[r]):
             e = expert[i]
-            value = weight[e] / count[e]
+            value = tokens[e] / count[e]
             j = i
             while j > first and share[j - 1] < value:
                 share[j] = share[j - 1]

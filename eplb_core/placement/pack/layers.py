@@ -8,13 +8,13 @@ from eplb_core._arrays import BoolArray, FloatArray, IntArray
 from eplb_core._numba import kernel
 from eplb_core.placement.pack.block import (
     EXPERT,
+    EXPERT_LOAD,
     HOME,
     ITEM_SHARE,
     NODE,
     ORDER,
     PACE,
     SPEED,
-    WEIGHT,
     WORK,
     Scratch,
     count_replicas,
@@ -94,7 +94,7 @@ def _solve_plain(
         if skip[layer]:
             continue
         for e in range(experts):
-            scratch.reals[WEIGHT, e] = expert_load[layer, e]
+            scratch.reals[EXPERT_LOAD, e] = expert_load[layer, e]
         filled, limit[layer] = _count_block(experts, cap, stride, scratch)
         if not filled:
             pack(experts, cap, stride, scratch)
@@ -182,7 +182,7 @@ def _take_ranks(
     scratch: Scratch,
 ) -> int:
     """Make a block of the live ranks of one node, or of all for -1; returns how many there are."""
-    speed, pace, home = scratch.reals[SPEED], scratch.reals[PACE], scratch.ints[NODE]
+    speed, pace, its_node = scratch.reals[SPEED], scratch.reals[PACE], scratch.ints[NODE]
     size = 0
     for r in range(capacity.size):
         if capacity[r] > 0 and (node < 0 or node == rank_to_node[r]):
@@ -190,7 +190,7 @@ def _take_ranks(
             cap[size] = capacity[r]
             speed[size] = rank_speed[r]
             pace[size] = 1.0 / rank_speed[r]
-            home[size] = rank_to_node[r]
+            its_node[size] = rank_to_node[r]
             size += 1
     return size
 
@@ -200,12 +200,12 @@ def _take_experts(
     node: int, pinned: bool, load: FloatArray, group_home: IntArray, group_size: int, ids: IntArray, scratch: Scratch
 ) -> int:
     """Make a block of the experts whose group is in one node, or of all for -1; returns how many there are."""
-    weight, home = scratch.reals[WEIGHT], scratch.ints[HOME]
+    tokens, home = scratch.reals[EXPERT_LOAD], scratch.ints[HOME]
     n = 0
     for e in range(load.size):
         if node < 0 or node == group_home[e // group_size]:
             ids[n] = e
-            weight[n] = load[e]
+            tokens[n] = load[e]
             home[n] = group_home[e // group_size] if pinned else -1
             n += 1
     return n
@@ -269,26 +269,26 @@ def _lower_limit(n: int, slots: int, cap: IntArray, scratch: Scratch) -> float:
     Some rank is no faster than the mean: total load / total speed. And some rank holds the largest share, which is at
     least what the divisor method leaves, the smallest possible; it is no faster than the fastest rank.
     """
-    weight, speed = scratch.reals[WEIGHT], scratch.reals[SPEED]
+    tokens, speed = scratch.reals[EXPERT_LOAD], scratch.reals[SPEED]
     total = whole = fastest = top = 0.0
     for e in range(n):
-        total += weight[e]
+        total += tokens[e]
     for r in range(cap.size):
         whole += speed[r]
         fastest = max(fastest, speed[r])
-    top = scratch.reals[ITEM_SHARE, 0] if slots < n * cap.size else weight[scratch.ints[ORDER, 0]] / cap.size
+    top = scratch.reals[ITEM_SHARE, 0] if slots < n * cap.size else tokens[scratch.ints[ORDER, 0]] / cap.size
     return float(max(total / whole, top / fastest))
 
 
 @kernel
 def _whole_limit(load: FloatArray, capacity: IntArray, rank_speed: FloatArray, scratch: Scratch) -> float:
     """The limit of the layer without groups: it holds with them too."""
-    speed, weight = scratch.reals[SPEED], scratch.reals[WEIGHT]
+    speed, tokens = scratch.reals[SPEED], scratch.reals[EXPERT_LOAD]
     live = np.flatnonzero(capacity)
     for i in range(live.size):
         speed[i] = rank_speed[live[i]]
     for e in range(load.size):
-        weight[e] = load[e]
+        tokens[e] = load[e]
     slots = min(capacity.sum(), load.size * live.size)
     sort_by_load(load.size, scratch)
     sort_by_share(load.size, count_replicas(load.size, slots, live.size, scratch), scratch)

@@ -17,18 +17,18 @@ from eplb_core.placement.pack.block import (
     BEST_REPLICAS,
     BEST_SHARE,
     EXPERT,
+    EXPERT_LOAD,
     HOME,
     HOME_COUNT,
-    LOAD,
     NODE,
     ORDER,
     PACE,
     QUEUE,
     QUEUE_TIME,
+    RANK_LOAD,
     REPLICAS,
     SHARE,
     SPEED,
-    WEIGHT,
     WORK,
     Scratch,
     holds,
@@ -78,7 +78,7 @@ def _descend(num_experts: int, cap: IntArray, stride: int, target: float, most: 
         if time <= target or scratch.ints[WORK, 0] >= scratch.ints[WORK, 1]:
             return time
         if not (
-            _give_slot(num_experts, full, time, cap, stride, most, scratch)
+            _give_slot(full, time, cap, stride, most, scratch)
             or _take_slot(num_experts, full, time, cap, stride, most, scratch)
         ):
             return time
@@ -92,7 +92,8 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
     first, since they have the most room. Where none does, the best one is made. Returns the fullest rank and its time.
     """
     # Taken out of the tuple before the loop: each access to one of its arrays counts a reference in and out.
-    share, expert, load, count = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.ints[REPLICAS]
+    share, expert = scratch.reals[SHARE], scratch.ints[EXPERT]
+    load, count = scratch.reals[RANK_LOAD], scratch.ints[REPLICAS]
     node, home, home_count, work = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT], scratch.ints[WORK]
     speed, pace, queue = scratch.reals[SPEED], scratch.reals[PACE], scratch.ints[QUEUE]
     queue_time = scratch.reals[QUEUE_TIME]
@@ -274,12 +275,11 @@ def _exchange(
 
 
 @kernel
-def _give_slot(
-    num_experts: int, full: int, time: float, cap: IntArray, stride: int, most: int, scratch: Scratch
-) -> bool:
+def _give_slot(full: int, time: float, cap: IntArray, stride: int, most: int, scratch: Scratch) -> bool:
     """Give a slot of an expert with spare replicas to one of the fullest rank, if that lowers the largest time."""
-    share, expert, load, pace = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.reals[PACE]
-    weight, count, work = scratch.reals[WEIGHT], scratch.ints[REPLICAS], scratch.ints[WORK]
+    share, expert = scratch.reals[SHARE], scratch.ints[EXPERT]
+    load, pace = scratch.reals[RANK_LOAD], scratch.reals[PACE]
+    tokens, count, work = scratch.reals[EXPERT_LOAD], scratch.ints[REPLICAS], scratch.ints[WORK]
     node, home, home_count = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT]
     best = time * _LESS
     gainer = best_rank = best_place = -1
@@ -287,7 +287,7 @@ def _give_slot(
         g = expert[i]
         if count[g] >= most:
             continue
-        less = weight[g] / (count[g] + 1)
+        less = tokens[g] / (count[g] + 1)
         if (load[full] - (share[i] - less)) * pace[full] >= best:
             continue
         for r in range(cap.size):
@@ -298,7 +298,7 @@ def _give_slot(
                 f = expert[j]
                 if count[f] < 2 or (home[f] == node[r] and home_count[f] < 2):
                     continue
-                more = weight[f] / (count[f] - 1)
+                more = tokens[f] / (count[f] - 1)
                 if (load[r] - share[j] + less) * pace[r] >= best:
                     continue
                 reached = _time_after(
@@ -333,8 +333,9 @@ def _take_slot(
 
     The expert that had it keeps its other replicas, whose shares grow.
     """
-    share, expert, load, pace = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.reals[PACE]
-    weight, count, work = scratch.reals[WEIGHT], scratch.ints[REPLICAS], scratch.ints[WORK]
+    share, expert = scratch.reals[SHARE], scratch.ints[EXPERT]
+    load, pace = scratch.reals[RANK_LOAD], scratch.reals[PACE]
+    tokens, count, work = scratch.reals[EXPERT_LOAD], scratch.ints[REPLICAS], scratch.ints[WORK]
     node, home, home_count = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT]
     order = scratch.ints[ORDER]
     best = time * _LESS
@@ -344,7 +345,7 @@ def _take_slot(
         if count[f] < 2 or (home[f] == node[full] and home_count[f] < 2):
             continue
         work[0] += 1
-        extra = weight[f] / (count[f] - 1) - share[i]
+        extra = tokens[f] / (count[f] - 1) - share[i]
         others: float = 0.0
         for r in range(cap.size):
             if r != full and (load[r] + extra) * pace[r] > others and holds(expert, r, stride, f):
@@ -355,7 +356,7 @@ def _take_slot(
             g = order[k]
             if count[g] >= most or holds(expert, full, stride, g):
                 continue
-            reached = max(others, (load[full] - share[i] + weight[g] / (count[g] + 1)) * pace[full])
+            reached = max(others, (load[full] - share[i] + tokens[g] / (count[g] + 1)) * pace[full])
             if reached < best:
                 best = reached
                 gainer, best_place = g, i
@@ -368,13 +369,10 @@ def _take_slot(
 @kernel
 def _hand_over(rank: int, place: int, gainer: int, cap: IntArray, stride: int, scratch: Scratch) -> None:
     """Put `gainer` into the place of another expert and write the new shares of both on every rank."""
-    share, expert, load, weight = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.reals[WEIGHT]
-    count, node, home, home_count = (
-        scratch.ints[REPLICAS],
-        scratch.ints[NODE],
-        scratch.ints[HOME],
-        scratch.ints[HOME_COUNT],
-    )
+    share, expert = scratch.reals[SHARE], scratch.ints[EXPERT]
+    load, tokens = scratch.reals[RANK_LOAD], scratch.reals[EXPERT_LOAD]
+    count, node = scratch.ints[REPLICAS], scratch.ints[NODE]
+    home, home_count = scratch.ints[HOME], scratch.ints[HOME_COUNT]
     loser = expert[place]
     if home[loser] == node[rank]:
         home_count[loser] -= 1
@@ -382,12 +380,12 @@ def _hand_over(rank: int, place: int, gainer: int, cap: IntArray, stride: int, s
         home_count[gainer] += 1
     count[gainer] += 1
     count[loser] -= 1
-    put(rank, place, weight[gainer] / count[gainer], gainer, cap, stride, share, expert, load)
+    put(rank, place, tokens[gainer] / count[gainer], gainer, cap, stride, share, expert, load)
     for r in range(cap.size):
         for e in (gainer, loser):
             for i in range(r * stride, r * stride + cap[r]):
-                if expert[i] == e and share[i] != weight[e] / count[e]:
-                    put(r, i, weight[e] / count[e], e, cap, stride, share, expert, load)
+                if expert[i] == e and share[i] != tokens[e] / count[e]:
+                    put(r, i, tokens[e] / count[e], e, cap, stride, share, expert, load)
                     break
 
 
@@ -430,7 +428,8 @@ def _time_after(
 @kernel
 def _kick(num_experts: int, cap: IntArray, stride: int, most: int, scratch: Scratch) -> None:
     """Give one random slot to another expert, and make three random exchanges, one of them with the fullest rank."""
-    share, expert, load, count = scratch.reals[SHARE], scratch.ints[EXPERT], scratch.reals[LOAD], scratch.ints[REPLICAS]
+    share, expert = scratch.reals[SHARE], scratch.ints[EXPERT]
+    load, count = scratch.reals[RANK_LOAD], scratch.ints[REPLICAS]
     node, home, home_count, work = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT], scratch.ints[WORK]
     pace = scratch.reals[PACE]
     pinned = work[3] != 0
@@ -487,7 +486,7 @@ def _copy(reals: bool, source: int, to: int, size: int, scratch: Scratch) -> Non
 def _keep(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> None:
     _copy(True, SHARE, BEST_SHARE, cap.size * stride, scratch)
     _copy(False, EXPERT, BEST_EXPERT, cap.size * stride, scratch)
-    _copy(True, LOAD, BEST_LOAD, cap.size, scratch)
+    _copy(True, RANK_LOAD, BEST_LOAD, cap.size, scratch)
     _copy(False, REPLICAS, BEST_REPLICAS, num_experts, scratch)
 
 
@@ -495,14 +494,10 @@ def _keep(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> Non
 def _restore(num_experts: int, cap: IntArray, stride: int, scratch: Scratch) -> None:
     _copy(True, BEST_SHARE, SHARE, cap.size * stride, scratch)
     _copy(False, BEST_EXPERT, EXPERT, cap.size * stride, scratch)
-    _copy(True, BEST_LOAD, LOAD, cap.size, scratch)
+    _copy(True, BEST_LOAD, RANK_LOAD, cap.size, scratch)
     _copy(False, BEST_REPLICAS, REPLICAS, num_experts, scratch)
-    home, home_count, node, expert = (
-        scratch.ints[HOME],
-        scratch.ints[HOME_COUNT],
-        scratch.ints[NODE],
-        scratch.ints[EXPERT],
-    )
+    home, home_count = scratch.ints[HOME], scratch.ints[HOME_COUNT]
+    node, expert = scratch.ints[NODE], scratch.ints[EXPERT]
     for e in range(num_experts):
         home_count[e] = 0
     for r in range(cap.size):

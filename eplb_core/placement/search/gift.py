@@ -37,8 +37,8 @@ def list_gifts(
             if f >= 0:
                 debt[f] = 0.0
                 if weighted:
-                    for i in range(work.num_homes[f]):
-                        q = work.homes[f, i]
+                    for i in range(work.num_holders[f]):
+                        q = work.holders[f, i]
                         if q != r and (other[n] < 0 or power[q] < power[other[n]]):
                             other[n] = q
             n += 1
@@ -96,7 +96,7 @@ def best_gift(
     best, kind, place, other, cost, number = found
     for a in range(full * stride, full * stride + stride):
         e = row[a]
-        if e < 0 or work.num_homes[e] >= ranks:
+        if e < 0 or work.num_holders[e] >= ranks:
             continue
         relief = power[full] if weighted else _relief(e, weight, pace, work)
         if relief * unit <= 0.5 * best - refund:
@@ -141,8 +141,8 @@ def _relief(e: int, weight: FloatArray, pace: FloatArray, work: Work) -> float:
     """Power that goes from the holders of `e` if it gets one more replica somewhere."""
     load, time, holds, count = work.load, work.time, work.holds, work.replicas
     gain = 0.0
-    for i in range(work.num_homes[e]):
-        r = work.homes[e, i]
+    for i in range(work.num_holders[e]):
+        r = work.holders[e, i]
         less = (holds[e, r] / (count[e] + 1.0) - holds[e, r] / count[e]) * pace[r]
         gain += work.power[r]
         for t in range(load.shape[0]):
@@ -176,18 +176,18 @@ def _power_after_split(a: int, full: int, num_gifts: int, weight: FloatArray, pa
 @kernel
 def _gain_of_gift(e: int, p: int, weight: FloatArray, pace: FloatArray, row: IntArray, work: Work) -> float:
     """Power that goes if slot `p` is given to `e`: its holders are relieved, those of the slot's expert take more."""
-    load, time, holds, homes, count = work.load, work.time, work.holds, work.homes, work.replicas
+    load, time, holds, holders, count = work.load, work.time, work.holds, work.holders, work.replicas
     taker = p // (row.size // pace.size)
     f = row[p]
-    others = work.num_homes[f] if f >= 0 else 0
+    others = work.num_holders[f] if f >= 0 else 0
     gain = 0.0
-    for i in range(work.num_homes[e] + 1 + others):
-        if i < work.num_homes[e]:
-            r = homes[e, i]
-        elif i == work.num_homes[e]:
+    for i in range(work.num_holders[e] + 1 + others):
+        if i < work.num_holders[e]:
+            r = holders[e, i]
+        elif i == work.num_holders[e]:
             r = taker
         else:
-            r = homes[f, i - work.num_homes[e] - 1]
+            r = holders[f, i - work.num_holders[e] - 1]
             if r == taker or holds[e, r] > 0:
                 continue
         # Fraction of each expert's tokens that the rank takes on.

@@ -24,11 +24,11 @@ from eplb_core.placement.search.links import NO_LIMIT, Links, Step, book_row, bo
 from eplb_core.placement.search.state import (
     NEVER,
     Work,
-    add_home,
+    add_holder,
     add_up,
     balance_of,
     begin,
-    drop_home,
+    drop_holder,
     new_work,
     retime,
     share_evenly,
@@ -325,20 +325,20 @@ def _step(
     to_here, to_there = senders[a], senders[p]
     if links.rank_limit.size > 0:
         book_step(kind, a, p, True, row, senders, work, links)
-    homes, num_homes = work.homes, work.num_homes
+    holders, num_holders = work.holders, work.num_holders
     stride = row.size // pace.size
     e, f = row[a], row[p]
     full, r = a // stride, p // stride
     row[p] = e
-    add_home(e, r, work)
+    add_holder(e, r, work)
     if f >= 0:
-        drop_home(f, r, work)
+        drop_holder(f, r, work)
     else:
         work.filled[r] += 1
     if kind == 0:
         row[a] = f
-        drop_home(e, full, work)
-        add_home(f, full, work)
+        drop_holder(e, full, work)
+        add_holder(f, full, work)
     else:
         work.replicas[e] += 1
         if f >= 0:
@@ -357,10 +357,10 @@ def _step(
     share_evenly(e, row, work)
     if f >= 0:
         share_evenly(f, row, work)
-        for i in range(num_homes[f]):
-            retime(homes[f, i], weight, pace, work)
-    for i in range(num_homes[e]):
-        retime(homes[e, i], weight, pace, work)
+        for i in range(num_holders[f]):
+            retime(holders[f, i], weight, pace, work)
+    for i in range(num_holders[e]):
+        retime(holders[e, i], weight, pace, work)
     retime(full, weight, pace, work)
     retime(r, weight, pace, work)
     return True
@@ -385,10 +385,10 @@ def _hand_over(kind: int, a: int, p: int, f: int, row: IntArray, work: Work) -> 
 def _pool(e: int, row: IntArray, work: Work) -> None:
     """Put all load of an expert on its first holder, as a start."""
     share, load = work.share, work.load
-    stride = row.size // work.homes.shape[1]
+    stride = row.size // work.holders.shape[1]
     first = True
-    for i in range(work.num_homes[e]):
-        r = work.homes[e, i]
+    for i in range(work.num_holders[e]):
+        r = work.holders[e, i]
         for p in range(r * stride, r * stride + stride):
             if row[p] == e:
                 for t in range(load.shape[0]):

@@ -48,6 +48,15 @@ def new_links(cost: FloatArray, node: IntArray, rank_limit: IntArray, node_limit
 
 
 @kernel
+def mark(row: IntArray, value: int, held: npt.NDArray[np.int8]) -> None:
+    """Write `value` for each expert of a row and each rank that holds it there."""
+    stride = row.size // held.shape[1]
+    for p in range(row.size):
+        if row[p] >= 0:
+            held[row[p], p // stride] = value
+
+
+@kernel
 def find_sender(e: int, to: int, held: npt.NDArray[np.int8], links: Links) -> int:
     """The cheapest holder whose links to rank `to` have room, the lowest of equals, or -1."""
     best = -1
@@ -138,8 +147,8 @@ def keeps_home(e: int, leaves: int, to: int, work: Work, links: Links) -> bool:
     if home < 0 or node[leaves] != home or work.holds[e, leaves] > 1 or (to >= 0 and node[to] == home):
         return True
     found = False
-    for i in range(work.num_homes[e]):
-        r = work.homes[e, i]
+    for i in range(work.num_holders[e]):
+        r = work.holders[e, i]
         found = found or (r != leaves and node[r] == home)
     return found
 
@@ -163,9 +172,7 @@ def book_layers(old: IntArray, new: IntArray, num_experts: int, links: Links, se
     for layer in range(old.shape[0]):
         senders[layer] = -1
         book_row(senders[layer], links)
-        for p in range(old.shape[1]):
-            if old[layer, p] >= 0:
-                held[old[layer, p], p // stride] = 1
+        mark(old[layer], 1, held)
         for p in range(old.shape[1]):
             e, r = new[layer, p], p // stride
             known = e < 0 or held[e, r] > 0
@@ -174,9 +181,7 @@ def book_layers(old: IntArray, new: IntArray, num_experts: int, links: Links, se
             if not known:
                 senders[layer, p] = find_sender(e, r, held, links)
                 book(senders[layer, p], r, 1, links)
-        for p in range(old.shape[1]):
-            if old[layer, p] >= 0:
-                held[old[layer, p], p // stride] = 0
+        mark(old[layer], 0, held)
 
 
 @kernel

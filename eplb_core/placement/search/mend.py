@@ -6,7 +6,7 @@ import numpy as np
 
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import kernel
-from eplb_core.placement.search.links import Links, book, book_row, find_sender
+from eplb_core.placement.search.links import Links, book, book_row, find_sender, mark
 
 
 @kernel
@@ -42,9 +42,7 @@ def restore_lost(
                 filled[p // stride] += 1
         if limited:
             book_row(senders[layer], links)
-            for p in range(row.size):
-                if old[layer, p] >= 0:
-                    held[old[layer, p], p // stride] = 1
+            mark(old[layer], 1, held)
         for e in range(experts):
             if count[e] > 0:
                 continue
@@ -69,9 +67,8 @@ def restore_lost(
                 filled[place // stride] += 1
             row[place] = e
             count[e] = 1
-        for p in range(row.size if limited else 0):
-            if old[layer, p] >= 0:
-                held[old[layer, p], p // stride] = 0
+        if limited:
+            mark(old[layer], 0, held)
 
 
 @kernel

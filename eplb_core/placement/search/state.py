@@ -35,9 +35,9 @@ class Work(NamedTuple):
     """Of each expert `[E]`."""
     holds: npt.NDArray[np.int8]
     """Slots of an expert on a rank `[E, R]`."""
-    homes: IntArray
-    """Ranks that hold an expert `[E, R]`, the first `num_homes[e]`."""
-    num_homes: IntArray
+    holders: IntArray
+    """Ranks that hold an expert `[E, R]`, the first `num_holders[e]`."""
+    num_holders: IntArray
     """`[E]`."""
     filled: IntArray
     """Slots in use `[R]`."""
@@ -124,14 +124,14 @@ def begin(weight: FloatArray, pace: FloatArray, weighted: bool, row: IntArray, w
     count, share, load = work.replicas, work.share, work.load
     count[:] = 0
     for e in range(count.size):
-        for i in range(work.num_homes[e]):
-            work.holds[e, work.homes[e, i]] = 0
-    work.num_homes[:] = 0
+        for i in range(work.num_holders[e]):
+            work.holds[e, work.holders[e, i]] = 0
+    work.num_holders[:] = 0
     work.filled[:] = 0
     for p in range(row.size):
         if row[p] >= 0:
             count[row[p]] += 1
-            add_home(row[p], p // stride, work)
+            add_holder(row[p], p // stride, work)
             work.filled[p // stride] += 1
     for t in range(load.shape[0]):
         for p in range(row.size):
@@ -144,35 +144,35 @@ def begin(weight: FloatArray, pace: FloatArray, weighted: bool, row: IntArray, w
 
 
 @kernel
-def add_home(e: int, r: int, work: Work) -> None:
+def add_holder(e: int, r: int, work: Work) -> None:
     """Count one more slot of `e` on rank `r`."""
     if work.holds[e, r] == 0:
-        work.homes[e, work.num_homes[e]] = r
-        work.num_homes[e] += 1
+        work.holders[e, work.num_holders[e]] = r
+        work.num_holders[e] += 1
     work.holds[e, r] += 1
 
 
 @kernel
-def drop_home(e: int, r: int, work: Work) -> None:
+def drop_holder(e: int, r: int, work: Work) -> None:
     """Count one slot of `e` less on rank `r`."""
-    homes = work.homes
+    holders = work.holders
     work.holds[e, r] -= 1
     if work.holds[e, r] == 0:
         i = 0
-        while homes[e, i] != r:
+        while holders[e, i] != r:
             i += 1
-        work.num_homes[e] -= 1
-        homes[e, i] = homes[e, work.num_homes[e]]
+        work.num_holders[e] -= 1
+        holders[e, i] = holders[e, work.num_holders[e]]
 
 
 @kernel
 def share_evenly(e: int, row: IntArray, work: Work) -> None:
     """Give each slot of `e` an equal share of its load, in each window."""
     share, load = work.share, work.load
-    ranks = work.homes.shape[1]
+    ranks = work.holders.shape[1]
     stride = row.size // ranks
-    for i in range(work.num_homes[e]):
-        r = work.homes[e, i]
+    for i in range(work.num_holders[e]):
+        r = work.holders[e, i]
         for p in range(r * stride, r * stride + stride):
             if row[p] == e:
                 for t in range(load.shape[0]):
@@ -237,7 +237,7 @@ def solve_shares(sweeps: int, weight: FloatArray, pace: FloatArray, row: IntArra
     for _ in range(sweeps):
         change = 0.0
         for e in range(work.replicas.size):
-            if work.num_homes[e] > 1:
+            if work.num_holders[e] > 1:
                 change = max(change, _pour(e, pace, row, work))
         if change < _STILL:
             break
@@ -253,8 +253,8 @@ def _pour(e: int, pace: FloatArray, row: IntArray, work: Work) -> float:
     """
     share, time, load, spot = work.share, work.time, work.load, work.spot
     stride = row.size // pace.size
-    n = work.num_homes[e]
-    home = work.homes[e]
+    n = work.num_holders[e]
+    home = work.holders[e]
     for i in range(n):
         spot[i] = -1
         for p in range(home[i] * stride, home[i] * stride + stride):

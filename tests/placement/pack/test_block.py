@@ -29,7 +29,7 @@ LOADS = st.lists(
 
 def sorted_scratch(load: list[float], ranks: int = 1, stride: int = 1) -> Scratch:
     scratch = new_scratch(len(load), ranks, stride)
-    scratch.reals[k.WEIGHT, : len(load)] = load
+    scratch.reals[k.EXPERT_LOAD, : len(load)] = load
     k.sort_by_load(len(load), scratch)
     return scratch
 
@@ -140,13 +140,13 @@ def test_packing_fills_every_slot_without_pairs_and_keeps_shares_in_order(
 
 
 def check_shares(rows: list[list[int]], scratch: Scratch, load: list[float], stride: int) -> None:
-    """SHARE and LOAD say what EXPERT and REPLICAS say, shares in descending order."""
+    """SHARE and RANK_LOAD say what EXPERT and REPLICAS say, shares in descending order."""
     replicas = scratch.ints[k.REPLICAS]
     shares: FloatArray = scratch.reals[k.SHARE]
     for rank, row in enumerate(rows):
         mine = shares[rank * stride : rank * stride + len(row)].tolist()
         assert mine == [load[e] / replicas[e] for e in row] == sorted(mine, reverse=True)
-        assert scratch.reals[k.LOAD, rank] == reduce(
+        assert scratch.reals[k.RANK_LOAD, rank] == reduce(
             add, mine, 0.0
         )  # in order: `sum` rounds once at the end from Python 3.12 on
 

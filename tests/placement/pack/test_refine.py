@@ -19,7 +19,7 @@ def block(rows: list[list[int]], load: list[float], nodes: list[int] | None = No
     """Scratch that holds this assignment, equal speeds, no homes; and the slots of each rank."""
     ranks, stride = len(rows), len(rows[0])
     scratch = new_scratch(len(load), ranks, stride)
-    scratch.reals[k.WEIGHT, : len(load)] = load
+    scratch.reals[k.EXPERT_LOAD, : len(load)] = load
     scratch.reals[k.SPEED : k.PACE + 1, :ranks] = 1.0
     scratch.ints[k.HOME] = -1
     scratch.ints[k.NODE, :ranks] = nodes or [0] * ranks
@@ -41,14 +41,14 @@ def rows_of(scratch: Scratch, ranks: int, stride: int) -> list[list[int]]:
 
 def check_books(scratch: Scratch, ranks: int, stride: int, experts: int) -> None:
     rows = scratch.ints[k.EXPERT, : ranks * stride].reshape(ranks, stride).tolist()
-    weight, count = scratch.reals[k.WEIGHT], scratch.ints[k.REPLICAS]
+    weight, count = scratch.reals[k.EXPERT_LOAD], scratch.ints[k.REPLICAS]
     assert all(len(set(row)) == stride for row in rows)
     assert count[:experts].tolist() == [sum(row.count(e) for row in rows) for e in range(experts)]
     assert count[:experts].min() > 0
     for rank, row in enumerate(rows):
         share = scratch.reals[k.SHARE, rank * stride : (rank + 1) * stride].tolist()
         assert share == [weight[e] / count[e] for e in row] == sorted(share, reverse=True)
-        assert scratch.reals[k.LOAD, rank] == reduce(
+        assert scratch.reals[k.RANK_LOAD, rank] == reduce(
             add, share, 0.0
         )  # in order: `sum` rounds once at the end from Python 3.12 on
     home, node = scratch.ints[k.HOME], scratch.ints[k.NODE]
@@ -79,7 +79,7 @@ def test_a_slot_of_the_fullest_rank_goes_to_a_lighter_expert() -> None:
     allow(scratch, 10)
     assert refine._take_slot(5, 0, 38.8, np.full(4, 2), stride, 4, scratch) is True
     assert rows_of(scratch, 4, 2) == [[1, 2], [1, 2], [0, 3], [0, 4]]
-    assert scratch.reals[k.LOAD, :4].tolist() == [19.5, 19.5, 29.0, 29.0]
+    assert scratch.reals[k.RANK_LOAD, :4].tolist() == [19.5, 19.5, 29.0, 29.0]
     check_books(scratch, 4, stride, 5)
 
 
@@ -87,9 +87,9 @@ def test_two_changes_that_cancel_on_the_fullest_rank_are_no_gain() -> None:
     """A slot of one expert for another of equal load, both on the fullest rank: without end, if it counted."""
     scratch, stride = block([[0, 4], [1, 3], [2, 1]], [4.0, 5.0, 5.0, 2.0, 3.0])
     before = scratch.ints[k.EXPERT, :6].tolist()
-    assert scratch.reals[k.LOAD, 2] == 7.5
+    assert scratch.reals[k.RANK_LOAD, 2] == 7.5
     allow(scratch, 1000)
-    assert refine._give_slot(5, 2, 7.5, np.array([2, 2, 2]), stride, 3, scratch) is False
+    assert refine._give_slot(2, 7.5, np.array([2, 2, 2]), stride, 3, scratch) is False
     assert scratch.ints[k.EXPERT, :6].tolist() == before
 
 
@@ -128,7 +128,7 @@ def test_the_time_that_a_search_reports_is_that_of_the_fullest_rank() -> None:
         allow(scratch, 100)
         cap = np.full(20, 2)
         time = refine._descend(40, cap, stride, 0.0, 20, scratch)
-        assert time == scratch.reals[k.LOAD, :20].max()
+        assert time == scratch.reals[k.RANK_LOAD, :20].max()
 
 
 @pytest.mark.parametrize("homes", [False, True])
@@ -154,12 +154,12 @@ def test_a_long_search_keeps_its_books_and_never_ends_worse(homes: bool, seed: i
             holders = [nodes[rank] for rank, row in enumerate(rows) if e in row]
             scratch.ints[k.HOME, e] = holders[0]
             scratch.ints[k.HOME_COUNT, e] = holders.count(holders[0])
-    before = scratch.reals[k.LOAD, :ranks].max()
+    before = scratch.reals[k.RANK_LOAD, :ranks].max()
     cap = np.full(ranks, stride)
     allow(scratch, 300)
     reached = refine.refine(experts, cap, stride, 0.0, ranks, scratch)
     assert reached <= before
-    assert np.isclose(reached, scratch.reals[k.LOAD, :ranks].max(), rtol=1e-12)
+    assert np.isclose(reached, scratch.reals[k.RANK_LOAD, :ranks].max(), rtol=1e-12)
     check_books(scratch, ranks, stride, experts)
 
 
