@@ -11,8 +11,6 @@ from eplb_core.placement.search.state import NEVER, Work, eighth
 @kernel
 def best_exchange(
     full: int,
-    weight: FloatArray,
-    pace: FloatArray,
     price: float,
     budget: int,
     unit: float,
@@ -24,7 +22,7 @@ def best_exchange(
 ) -> Step:
     """The best exchange of a slot of rank `full` with one of another rank, if above `found`."""
     share, time, power, fetch, holds = work.share, work.time, work.power, work.fetch, work.holds
-    held = work.held
+    held, weight, pace = work.held, work.weight, work.pace
     others, other_time, other_share, other_pay = work.others, work.other_time, work.other_share, work.other_pay
     pay, after = work.pay, work.after
     num_windows, ranks = time.shape

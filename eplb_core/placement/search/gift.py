@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from eplb_core._arrays import FloatArray, IntArray
+from eplb_core._arrays import IntArray
 from eplb_core._numba import kernel
 from eplb_core.placement.search.links import Links, Step, is_allowed, keeps_home
 from eplb_core.placement.search.state import Work, eighth
 
 
 @kernel
-def list_gifts(
-    weight: FloatArray,
-    capacity: IntArray,
-    pace: FloatArray,
-    weighted: bool,
-    row: IntArray,
-    work: Work,
-    links: Links,
-) -> int:
+def list_gifts(capacity: IntArray, weighted: bool, row: IntArray, work: Work, links: Links) -> int:
     """List the slots that can be given to another expert, with what is left when they are; returns how many."""
     share, time, power, count = work.share, work.time, work.power, work.replicas
     slot, without, slot_pace, burden = work.gift_slot, work.gift_time, work.gift_pace, work.gift_burden
-    other, debt = work.gift_other, work.debt
+    other, debt, weight, pace = work.gift_other, work.debt, work.weight, work.pace
     ranks = pace.size
     stride = row.size // ranks
     n = 0
@@ -75,8 +67,6 @@ def list_gifts(
 def best_gift(
     full: int,
     num_gifts: int,
-    weight: FloatArray,
-    pace: FloatArray,
     price: float,
     budget: int,
     unit: float,
@@ -91,20 +81,20 @@ def best_gift(
     """The best gift of a slot to an expert of rank `full`, if above `found`."""
     power, fetch, holds, held = work.power, work.fetch, work.holds, work.held
     slot, burden, after, other_home = work.gift_slot, work.gift_burden, work.gift_after, work.gift_other
-    ranks = pace.size
+    ranks = work.pace.size
     stride = row.size // ranks
     best, kind, place, other, cost, number = found
     for a in range(full * stride, full * stride + stride):
         e = row[a]
         if e < 0 or work.num_holders[e] >= ranks:
             continue
-        relief = power[full] if weighted else _relief(e, weight, pace, work)
+        relief = power[full] if weighted else _relief(e, work)
         if relief * unit <= 0.5 * best - refund:
             continue
         if weighted:
-            _power_after_split(a, full, num_gifts, weight, pace, work)
+            _power_after_split(a, full, num_gifts, work)
         else:
-            _power_after_gift(e, num_gifts, weight, work)
+            _power_after_gift(e, num_gifts, work)
         near, giver, pays, moves = best, -1, 0.0, 0
         least = (0.5 * near - refund) / unit
         above = 0
@@ -130,16 +120,17 @@ def best_gift(
             continue
         if not weighted:
             # A rank that holds both experts was counted for each on its own.
-            near = (_gain_of_gift(e, giver, weight, pace, row, work) * unit - price * pays) / max(pays, 0.5)
+            near = (_gain_of_gift(e, giver, row, work) * unit - price * pays) / max(pays, 0.5)
         if near > best:
             best, kind, place, other, cost, number = near, 1, a, giver, pays, moves
     return best, kind, place, other, cost, number
 
 
 @kernel
-def _relief(e: int, weight: FloatArray, pace: FloatArray, work: Work) -> float:
+def _relief(e: int, work: Work) -> float:
     """Power that goes from the holders of `e` if it gets one more replica somewhere."""
     load, time, holds, count = work.load, work.time, work.holds, work.replicas
+    weight, pace = work.weight, work.pace
     gain = 0.0
     for i in range(work.num_holders[e]):
         r = work.holders[e, i]
@@ -151,32 +142,33 @@ def _relief(e: int, weight: FloatArray, pace: FloatArray, work: Work) -> float:
 
 
 @kernel
-def _power_after_gift(e: int, num_gifts: int, weight: FloatArray, work: Work) -> None:
+def _power_after_gift(e: int, num_gifts: int, work: Work) -> None:
     """Power of each giver's rank if its slot holds an even share of `e`: into `gift_after`."""
     load, without, slot_pace, after = work.load, work.gift_time, work.gift_pace, work.gift_after
     after[:num_gifts] = 0.0
     for t in range(load.shape[0]):
-        part, w = load[t, e] / (work.replicas[e] + 1.0), weight[t]
+        part, w = load[t, e] / (work.replicas[e] + 1.0), work.weight[t]
         for k in range(num_gifts):
             after[k] += w * eighth(without[t, k] + part * slot_pace[k])
 
 
 @kernel
-def _power_after_split(a: int, full: int, num_gifts: int, weight: FloatArray, pace: FloatArray, work: Work) -> None:
+def _power_after_split(a: int, full: int, num_gifts: int, work: Work) -> None:
     """Power of rank `full` and each giver's, if the share of slot `a` is split as evens their times: `gift_after`."""
     share, time, without, slot_pace, after = work.share, work.time, work.gift_time, work.gift_pace, work.gift_after
     after[:num_gifts] = 0.0
     for t in range(share.shape[0]):
-        mine, my_time, w, my_pace = share[t, a], time[t, full], weight[t], pace[full]
+        mine, my_time, w, my_pace = share[t, a], time[t, full], work.weight[t], work.pace[full]
         for k in range(num_gifts):
             part = min(max((my_time - without[t, k]) / (my_pace + slot_pace[k]), 0.0), mine)
             after[k] += w * (eighth(my_time - part * my_pace) + eighth(without[t, k] + part * slot_pace[k]))
 
 
 @kernel
-def _gain_of_gift(e: int, p: int, weight: FloatArray, pace: FloatArray, row: IntArray, work: Work) -> float:
+def _gain_of_gift(e: int, p: int, row: IntArray, work: Work) -> float:
     """Power that goes if slot `p` is given to `e`: its holders are relieved, those of the slot's expert take more."""
     load, time, holds, holders, count = work.load, work.time, work.holds, work.holders, work.replicas
+    weight, pace = work.weight, work.pace
     taker = p // (row.size // pace.size)
     f = row[p]
     others = work.num_holders[f] if f >= 0 else 0

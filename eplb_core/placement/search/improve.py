@@ -87,21 +87,20 @@ def improve_layers(
     """
     num_windows, layers, experts = windows.shape
     ranks = capacity.size
-    work = new_work(num_windows, experts, ranks, p2l.shape[1] // ranks)
-    weight = np.zeros(num_windows)
+    work = new_work(num_windows, experts, pace, p2l.shape[1] // ranks)
     tried = np.zeros(ranks, dtype=np.bool_)
     kept = np.zeros(p2l.shape[1], dtype=np.int64)
     kept_sender = np.zeros(p2l.shape[1], dtype=np.int64)
     limited = links.rank_limit.size > 0
     speed = _speed(capacity, pace)
     for layer in range(layers):
-        if skip[layer] or not _scale(windows, weights, layer, speed, weight, work.load):
+        if skip[layer] or not _scale(windows, weights, layer, speed, work):
             continue
         row, sender = p2l[layer], senders[layer]
         if home.size > 0:
             _copy(home[layer], work.home)
         _price_fetches(old[layer], links, whole, work)
-        begin(weight, pace, weighted, row, work)
+        begin(weighted, row, work)
         book_row(sender, links)
         now = usual = kept_now = 0.0
         moved = kept_moved = 0
@@ -109,7 +108,7 @@ def improve_layers(
         barred = barred_rank = taken_back = -1
         for _ in range(_MOST_TRIES + 1):
             for _ in range(most_steps):
-                balance = balance_of(weight, work.time)
+                balance = balance_of(work.weight, work.time)
                 if balance - price * now > kept_net + _SOME_GAIN:
                     kept_net, kept_now, kept_moved = balance - price * now, now, moved
                     _copy(row, kept)
@@ -119,7 +118,7 @@ def improve_layers(
                 # Steps back refund at most this.
                 refund = 2.0 * price * links.dearest if now > 0.0 else 0.0
                 left = budget[layer] - moved
-                gifts = list_gifts(weight, capacity, pace, weighted, row, work, links)
+                gifts = list_gifts(capacity, weighted, row, work, links)
                 found = (1e-9, -1, 0, 0, 0.0, 0)
                 tried[:] = False
                 for n in range(max(width, _FULLEST)):
@@ -127,18 +126,16 @@ def improve_layers(
                     if full < 0 or (n >= width and found[1] >= 0):
                         break
                     tried[full] = True
-                    found = best_exchange(full, weight, pace, price, left, unit, found, row, sender, work, links)
-                    found = best_gift(
-                        full, gifts, weight, pace, price, left, unit, refund, weighted, found, row, sender, work, links
-                    )
+                    found = best_exchange(full, price, left, unit, found, row, sender, work, links)
+                    found = best_gift(full, gifts, price, left, unit, refund, weighted, found, row, sender, work, links)
                 if barred >= 0:
                     work.fetch[barred, barred_rank] = usual
                     barred = -1
-                if found[1] < 0 or not _step(found, price, unit, weight, pace, weighted, row, sender, work, links):
+                if found[1] < 0 or not _step(found, price, unit, weighted, row, sender, work, links):
                     break
                 now += found[4]
                 moved += found[5]
-            net = balance_of(weight, work.time) - price * now
+            net = balance_of(work.weight, work.time) - price * now
             if net > kept_net + _SOME_GAIN:
                 kept_net, kept_now, kept_moved = net, now, moved
                 _copy(row, kept)
@@ -161,7 +158,7 @@ def improve_layers(
                 now -= work.fetch[f, r]
                 moved -= 1 - work.held[f, r]
                 sender[back] = -1
-            begin(weight, pace, weighted, row, work)
+            begin(weighted, row, work)
             book_row(sender, links)
         _copy(kept, row)
         _copy(kept_sender, sender)
@@ -198,16 +195,15 @@ def score_weighted(
         out: Written `[L]`; NaN without load. From below: the shares are as near to the best as sweeps bring them.
     """
     ranks = capacity.size
-    work = new_work(windows.shape[0], windows.shape[2], ranks, p2l.shape[1] // ranks)
-    weight = np.zeros(windows.shape[0])
+    work = new_work(windows.shape[0], windows.shape[2], pace, p2l.shape[1] // ranks)
     speed = _speed(capacity, pace)
     for layer in range(windows.shape[1]):
-        if not _scale(windows, weights, layer, speed, weight, work.load):
+        if not _scale(windows, weights, layer, speed, work):
             out[layer] = np.nan
             continue
-        begin(weight, pace, True, p2l[layer], work)
-        solve_shares(_LAST_SWEEPS, weight, pace, p2l[layer], work)
-        out[layer] = min(1.0, balance_of(weight, work.time))
+        begin(True, p2l[layer], work)
+        solve_shares(_LAST_SWEEPS, p2l[layer], work)
+        out[layer] = min(1.0, balance_of(work.weight, work.time))
 
 
 @kernel
@@ -220,10 +216,9 @@ def _speed(capacity: IntArray, pace: FloatArray) -> float:
 
 
 @kernel
-def _scale(
-    windows: FloatArray, weights: FloatArray, layer: int, speed: float, weight: FloatArray, load: FloatArray
-) -> bool:
+def _scale(windows: FloatArray, weights: FloatArray, layer: int, speed: float, work: Work) -> bool:
     """Write a layer's load in units of the time of an even layout, and weights that sum to 1; is there any load?"""
+    weight, load = work.weight, work.load
     known = 0.0
     for t in range(load.shape[0]):
         total = 0.0
@@ -312,8 +307,6 @@ def _step(
     found: Step,
     price: float,
     unit: float,
-    weight: FloatArray,
-    pace: FloatArray,
     weighted: bool,
     row: IntArray,
     senders: IntArray,
@@ -326,7 +319,7 @@ def _step(
     if links.rank_limit.size > 0:
         book_step(kind, a, p, True, row, senders, work, links)
     holders, num_holders = work.holders, work.num_holders
-    stride = row.size // pace.size
+    stride = row.size // work.pace.size
     e, f = row[a], row[p]
     full, r = a // stride, p // stride
     row[p] = e
@@ -346,23 +339,23 @@ def _step(
     if weighted:
         before = add_up(work.power)
         _hand_over(kind, a, p, f, row, work)
-        solve_shares(_SWEEPS, weight, pace, row, work)
+        solve_shares(_SWEEPS, row, work)
         if (before - add_up(work.power)) * unit <= price * pays:
             row[a], row[p] = e, f  # rounding made it look good; the next one would go round in a circle
             senders[a], senders[p] = to_here, to_there
             book_row(senders, links)
-            begin(weight, pace, weighted, row, work)
+            begin(weighted, row, work)
             return False
         return True
     share_evenly(e, row, work)
     if f >= 0:
         share_evenly(f, row, work)
         for i in range(num_holders[f]):
-            retime(holders[f, i], weight, pace, work)
+            retime(holders[f, i], work)
     for i in range(num_holders[e]):
-        retime(holders[e, i], weight, pace, work)
-    retime(full, weight, pace, work)
-    retime(r, weight, pace, work)
+        retime(holders[e, i], work)
+    retime(full, work)
+    retime(r, work)
     return True
 
 

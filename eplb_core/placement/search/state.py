@@ -21,6 +21,10 @@ NEVER = 1e30
 class Work(NamedTuple):
     """Arrays of one call, for all layers in turn."""
 
+    weight: FloatArray
+    """Of each window `[T]`; their sum is 1."""
+    pace: FloatArray
+    """Time of each rank for one token `[R]`."""
     load: FloatArray
     """Of each window and expert `[T, E]`, in units of the time that an even layout would take."""
     share: FloatArray
@@ -80,11 +84,14 @@ class Work(NamedTuple):
 
 
 @kernel
-def new_work(num_windows: int, experts: int, ranks: int, stride: int) -> Work:
+def new_work(num_windows: int, experts: int, pace: FloatArray, stride: int) -> Work:
     """Allocate for layers of this size."""
+    ranks = pace.size
     slots = ranks * stride
     by_window = (num_windows, slots)
     return Work(
+        np.zeros(num_windows),
+        pace,
         np.zeros((num_windows, experts)),
         np.zeros(by_window),
         np.zeros((num_windows, ranks)),
@@ -117,9 +124,9 @@ def new_work(num_windows: int, experts: int, ranks: int, stride: int) -> Work:
 
 
 @kernel
-def begin(weight: FloatArray, pace: FloatArray, weighted: bool, row: IntArray, work: Work) -> None:
+def begin(weighted: bool, row: IntArray, work: Work) -> None:
     """Derive counts, holders, shares and times from the row."""
-    ranks = pace.size
+    ranks = work.pace.size
     stride = row.size // ranks
     count, share, load = work.replicas, work.share, work.load
     count[:] = 0
@@ -137,10 +144,10 @@ def begin(weight: FloatArray, pace: FloatArray, weighted: bool, row: IntArray, w
         for p in range(row.size):
             share[t, p] = load[t, row[p]] / count[row[p]] if row[p] >= 0 else 0.0
     if weighted:
-        solve_shares(FIRST_SWEEPS, weight, pace, row, work)
+        solve_shares(FIRST_SWEEPS, row, work)
     else:
         for r in range(ranks):
-            retime(r, weight, pace, work)
+            retime(r, work)
 
 
 @kernel
@@ -180,9 +187,9 @@ def share_evenly(e: int, row: IntArray, work: Work) -> None:
 
 
 @kernel
-def retime(r: int, weight: FloatArray, pace: FloatArray, work: Work) -> None:
+def retime(r: int, work: Work) -> None:
     """Add up a rank's shares anew, always in the same order: what it says depends on the row alone."""
-    share, time = work.share, work.time
+    share, time, weight, pace = work.share, work.time, work.weight, work.pace
     stride = share.shape[1] // pace.size
     power = 0.0
     for t in range(share.shape[0]):
@@ -225,33 +232,33 @@ def eighth(x: float) -> float:
 
 
 @kernel
-def solve_shares(sweeps: int, weight: FloatArray, pace: FloatArray, row: IntArray, work: Work) -> None:
+def solve_shares(sweeps: int, row: IntArray, work: Work) -> None:
     """Bring the shares of replicated experts near those with the most even times, in each window; then the times.
 
     One expert after the other takes back its shares and pours them over its holders, lowest first, as water would
     stand. That lowers any sum of convex functions of the times, and settles where none of them can be lowered.
     """
-    ranks = pace.size
+    ranks = work.pace.size
     for r in range(ranks):
-        retime(r, weight, pace, work)
+        retime(r, work)
     for _ in range(sweeps):
         change = 0.0
         for e in range(work.replicas.size):
             if work.num_holders[e] > 1:
-                change = max(change, _pour(e, pace, row, work))
+                change = max(change, _pour(e, row, work))
         if change < _STILL:
             break
     for r in range(ranks):
-        retime(r, weight, pace, work)
+        retime(r, work)
 
 
 @kernel
-def _pour(e: int, pace: FloatArray, row: IntArray, work: Work) -> float:
+def _pour(e: int, row: IntArray, work: Work) -> float:
     """Pour an expert's load over its holders in each window; returns the largest change of a time.
 
     A rank that holds it twice takes its part in the first of the slots.
     """
-    share, time, load, spot = work.share, work.time, work.load, work.spot
+    share, time, load, spot, pace = work.share, work.time, work.load, work.spot, work.pace
     stride = row.size // pace.size
     n = work.num_holders[e]
     home = work.holders[e]

@@ -282,8 +282,8 @@ def test_only_a_copy_in_the_home_node_frees_the_last_one_there(row: list[int], k
     """Expert 0 is at home in node 0, with ranks 0 and 1; its other copy is in node 1, or in node 0."""
     none = np.zeros((0, 0), dtype=np.int64)
     links = new_links(np.ones((4, 4)), np.array([0, 0, 1, 1]), none, none)
-    work = new_work(1, 3, 4, 1)
+    work = new_work(1, 3, np.ones(4), 1)
     work.load[:] = 1.0
     work.home[:] = [0, -1, -1]
-    begin(np.ones(1), np.ones(4), False, np.array(row), work)
+    begin(False, np.array(row), work)
     assert bool(keeps_home(0, 0, -1, work, links)) is kept
