@@ -1,4 +1,4 @@
-"""Ranks that leave and ranks that died: what must move first, and what is lost.
+"""Plan for ranks that leave, and find the experts lost with ranks that died.
 
 Joining needs no function of its own: `ExpertLayout.resized` adds empty ranks, `place(current=...)` fills them.
 """

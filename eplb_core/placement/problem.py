@@ -1,4 +1,4 @@
-"""What is asked of `place`, checked."""
+"""Checked arguments of `place`: the problem that a layout must solve, and what transfers may cost."""
 
 from __future__ import annotations
 

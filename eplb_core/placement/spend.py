@@ -1,4 +1,4 @@
-"""One budget for all layers, spent where it gains most."""
+"""Spend one budget over all layers where it gains most."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Is it worth to move? What a new placement saves in each pass, against what the move costs once.
+"""Decide whether a move pays: what a new placement saves per pass, against what the move costs once.
 
-Nothing is remembered and no clock is read: the verdict is a function of its arguments, so ranks whose arguments are
-equal agree. What damps it is in the arguments too: a layer must gain a share of its time, and must have lost more since
-the last rebalance than the move would cost.
+The verdict is a pure function of its arguments, without memory or clock, so ranks with equal arguments agree. Two rules
+damp it: a layer must gain a share of its time, and must have lost more since the last rebalance than its move costs.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ PAYS = "pays"
 class Verdict:
     """Which layers are worth their move; true where there is one. Arrays are read-only.
 
-    The totals speak of the layers to move; where there are none, of all that the placement would change, so that they
-    say what was refused. Times are seconds of the cost model; without one, a unit is the time of one token.
+    The totals cover the layers to move; if none moves, all layers that the placement would change. Times are seconds of
+    the cost model; without one, a unit is the time of one token.
     """
 
     layers: BoolArray
@@ -108,9 +107,9 @@ def should_rebalance(
     """Which layers of a placement are worth their move?
 
     A layer moves if its pass becomes shorter by more than `min_gain` of its time, and if what it would have saved since
-    the last rebalance is `payback` times what its move costs. A layout that has lived long is expected to live on; one
-    that is young must promise more before it is left: that is the hysteresis. Load that the placement was not made for
-    gives an honest gain: place on earlier windows, judge on later ones.
+    the last rebalance is `payback` times what its move costs. This is the hysteresis: a young layout is left only for
+    a larger gain than an old one. A gain is overestimated on the load that the placement was made for: place on earlier
+    windows, judge on later ones.
 
     Args:
         current: Live layout.

@@ -1,4 +1,4 @@
-"""Does balancing pay for this model and this traffic at all? The numbers that say so before anything is built in."""
+"""Estimate what balancing saves for a model and its traffic, before anything is integrated."""
 
 from __future__ import annotations
 
@@ -104,9 +104,8 @@ def gain_report(
 ) -> GainReport:
     """How much can placement gain on this load, with how many redundant slots, for how much memory?
 
-    With several windows the placement is made from the first half of them and judged on the second, so that the gain is
-    one that the traffic gives and not one that fitting gives. Placing more often gains more where the load drifts; see
-    `simulate`.
+    With several windows the placement is made from the first half of them and judged on the second, so that the gain
+    does not come from fitting. Placing more often gains more where the load drifts (see `simulate`).
 
     Args:
         trace: A trace, or loads `[T, L, E]` or `[L, E]`.

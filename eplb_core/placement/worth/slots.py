@@ -1,4 +1,4 @@
-"""How many slots each layer is worth."""
+"""Slots per layer: where a limited number of them shortens a pass most."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def plan_slots(
 ) -> SlotPlan:
     """How many slots is each layer worth, when one rank has room for `total_slots` over all layers?
 
-    Some layers are even without redundant slots and some need several a rank. A layer's time is found for each choice
-    by `place`; slots then go where they shorten the pass most.
+    Some layers are even without redundant slots, others need several per rank. `place` finds each layer's time for each
+    choice; slots then go where they shorten the pass most.
 
     Args:
         expert_load: Tokens routed to each expert, `[L, E]`, or windows of it, `[T, L, E]`.
