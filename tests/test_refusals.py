@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "slots": (lambda: eplb.DispatchTables.untag(torch.zeros(1)), TypeError, r"`slots` \(dtype torch.float32\) must be"),
     "sample": (lambda: eplb.fingerprints([store()], sample=(1, 2, 3)), ValueError, "`sample` .* a step and an offset"),  # type: ignore[arg-type]
     "large sample": (lambda: eplb.fingerprints([store()], sample=2**31), ValueError, r"`sample` .* below 2\*\*31"),
-    "staging": (lambda: Staging(1 << 60, [store()]), ValueError, "`staging` .* must be memory that there is"),
+    "staging": (lambda: Staging(1 << 60, [store()]), ValueError, "`staging` .* must be memory that exists"),
     "layers": (lambda: _ints([2**63]), ValueError, r"`layers` must be below 2\*\*63"),
     "layer_ids": (
         lambda: eplb.SlotResolver(LAYOUT, rank=0, layer_ids=np.zeros((1, 1), np.int64)),

@@ -355,19 +355,10 @@ def _sort_needs(needs: int, ranks: int, need_choices: IntArray, order: IntArray,
 
 
 def _html(plan: PullPlan) -> str:
-    """How many slots of a pull plan are kept, copied and read, in all and layer by layer."""
-    words = {
-        "kept": PullKind.KEEP,
-        "copied from the old slots": PullKind.COPY_OLD,
-        "copied from what is read": PullKind.COPY_NEW,
-        "read from peers": PullKind.READ,
-        "restored": PullKind.RESTORE,
-        "empty": PullKind.EMPTY,
-    }
-    layers = plan.kind.shape[0]
-    rows: list[list[object]] = [["all", *(int((plan.kind == kind).sum()) for kind in words.values())]]
-    rows += [
-        [at, *(int((plan.kind[at] == kind).sum()) for kind in words.values())] for at in range(min(layers, HTML_LAYERS))
-    ]
-    more = f"<div>{layers - HTML_LAYERS} more layers</div>" if layers > HTML_LAYERS else ""
-    return f"<div><b>PullPlan</b>: slots of one rank{table_html(['row', *words], rows)}{more}</div>"
+    """Count the slots of each kind, in all and layer by layer."""
+    parts: list[tuple[object, Int8Array]] = [("all", plan.kind), *enumerate(plan.kind[:HTML_LAYERS])]
+    rows = [[name, *(int((kinds == kind).sum()) for kind in PullKind)] for name, kinds in parts]
+    left = len(plan.kind) - HTML_LAYERS
+    more = f"<div>{left} more layers</div>" if left > 0 else ""
+    table = table_html(["row", *(kind.name.lower().replace("_", " ") for kind in PullKind)], rows)
+    return f"<div><b>PullPlan</b>: slots of one rank{table}{more}</div>"

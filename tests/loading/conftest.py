@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from eplb_core import ExpertLayout, ExpertStore
+from tests.loading.worlds import needs_cuda
 
 Weights = list[dict[str, torch.Tensor]]
 """By layer and name, `[S, ...]`: what the engine of one rank keeps."""
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])])

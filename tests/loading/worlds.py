@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, ExpertStore, Topology
 from eplb_core.loading.agreement import LocalAgreement
+from eplb_core.loading.moves.mover import move_experts
 from eplb_core.loading.transport import Transport
 from eplb_core.loading.transports import LocalCopy
 
@@ -28,6 +34,19 @@ CROWDED = tuple(
 """No expert has more than 3 replicas in either; on the way, with one slot of staging, one has 4."""
 SIZES = {"w13": 40, "w2": 24, "scale": 3}
 """Bytes of a row of each tensor."""
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+
+def interpreted(module: str) -> str:
+    """What a module prints in a process of its own: Triton chooses its interpreter when it is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @cache
@@ -109,6 +128,16 @@ class World:
     def each(self, call: Callable[[int], T]) -> list[T | BaseException]:
         """`call(rank)` for all ranks at once."""
         return on_threads([lambda rank=rank: call(rank) for rank in self.ranks])  # type: ignore[misc]
+
+    def move_all(self, new: Any, **options: Any) -> list[Any]:
+        """`move_experts` on all ranks; what is a function gives each rank its own."""
+
+        def call(rank: int) -> ExpertLayout:
+            own = {key: value(rank) if callable(value) else value for key, value in {**options, "new": new}.items()}
+            own |= {"rank": rank, "transport": self.transports[rank], "agreement": self.agreements[rank]}
+            return move_experts(self.stores[rank], self.layout, **own)
+
+        return self.each(call)
 
     def check(self, layout: ExpertLayout) -> None:
         """Every slot of every rank holds its expert."""

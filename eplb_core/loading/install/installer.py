@@ -41,7 +41,7 @@ class Installer:
     Args:
         stores: One per layer.
         staging: Where incoming slots wait.
-        kernels: Whether kernels copy. Default: on a GPU.
+        kernels: Use the kernels of a GPU on the CPU too, where Triton interprets them.
 
     Raises:
         ImportError: Stores on a GPU, and no Triton.
@@ -50,7 +50,7 @@ class Installer:
         `plan` on a worker; `run` between two forward passes, on the stream of the passes. One at a time each.
     """
 
-    def __init__(self, stores: Sequence[ExpertStore], staging: Staging, *, kernels: bool | None = None) -> None:
+    def __init__(self, stores: Sequence[ExpertStore], staging: Staging, *, kernels: bool = False) -> None:
         self.stores, self.staging = stores, staging
         slots, rows = stores[0].num_slots, len(stores[0].whole_addresses)
         self._places = slots + staging.capacity
@@ -61,7 +61,7 @@ class Installer:
         counts = np.repeat([slots, rows], [len(stores[0].row_bytes), len(stores[0].whole_row_bytes)])
         self._spare = np.empty(min(CHUNK_BYTES, int(sizes.max())), dtype=np.uint8)
         self._device_copies: DeviceCopies | None = None
-        if kernels if kernels is not None else stores[0].device.type != "cpu":
+        if kernels or stores[0].device.type != "cpu":
             from eplb_core.loading.install.gpu import DeviceCopies
 
             self._device_copies = DeviceCopies(np.stack([counts, sizes], axis=1), stores[0].device)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from eplb_core._arrays import IntArray, check_int, check_kind, read_only, to_list
+from eplb_core._extras import needed
 from eplb_core._text import quoted
 from eplb_core.errors import EplbError, MigrationError
 from eplb_core.files import reading
@@ -59,7 +60,7 @@ class HostBackup:
         FileNotFoundError: No such folder, or no whole backup in it.
         FileFormatError: A file is missing, truncated or foreign.
         OSError: The files cannot be pinned.
-        ModuleNotFoundError: safetensors is missing: `pip install eplb_core[files]`.
+        ModuleNotFoundError: safetensors is missing: `pip install 'eplb-core[files]'`.
 
     Cost:
         Reads the files' headers. `fetch` reads one expert, from the page cache or the disk.
@@ -206,11 +207,8 @@ class _Hand:
         self._gather("")
         for words in self._words:
             if words["why"]:
-                raise MigrationError(
-                    f"no backup: rank {words['rank']} could not {what}: {words['why']}",
-                    reason="backup",
-                    rank=words["rank"],
-                )
+                text = f"no backup: rank {words['rank']} could not {what}: {words['why']}"
+                raise MigrationError(text, reason="backup", rank=words["rank"])
 
     def _gather(self, why: str) -> None:
         words = {"rank": self._rank, "why": why, "life": self._life, "files": self._sizes}
@@ -279,11 +277,8 @@ def _experts(
     """Each expert's bytes: from an own slot, or read into staging, a few at a time."""
     far: list[int] = []
     for expert in share:
-        own = [
-            slot % layout.slots_per_rank
-            for slot in layout.slots(layer, expert)
-            if slot // layout.slots_per_rank == rank
-        ]
+        held = layout.slots(layer, expert)
+        own = [slot % layout.slots_per_rank for slot in held if slot // layout.slots_per_rank == rank]
         if own:
             yield expert, [store.row(name, own[0]).cpu() for name in store.names]
         else:
@@ -301,10 +296,8 @@ def _experts(
 
 def _read(puller: Puller, layout: ExpertLayout, layer: int, source: IntArray, deadline: float) -> IntArray:
     """Read slots into staging; the staging row of each."""
-    kind = np.full(layout.slots_per_rank, PullKind.EMPTY, dtype=np.int8)
-    kind[: len(source)] = PullKind.READ
-    slots = np.full(layout.slots_per_rank, -1, dtype=np.int64)
-    slots[: len(source)] = source
+    slots = np.pad(source, (0, layout.slots_per_rank - len(source)), constant_values=-1)
+    kind = np.where(slots >= 0, PullKind.READ, PullKind.EMPTY).astype(np.int8)
     try:
         step = Step(layer, layout, layout, read_only(kind), read_only(slots), True)
         pull = puller.begin(step, deadline)
@@ -351,11 +344,8 @@ def _open(path: Path) -> Any:
 
 
 def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ModuleNotFoundError as error:  # pragma: no cover  tests have safetensors
-        raise ModuleNotFoundError("HostBackup needs safetensors: pip install eplb_core[files]") from error
-    return safetensors
+    needed("safetensors.torch", "files", "HostBackup")
+    return needed("safetensors", "files", "HostBackup")
 
 
 def _pinned_tensors(path: Path, owner: object) -> dict[str, torch.Tensor]:

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -16,25 +10,13 @@ from eplb_core import ExpertStore, Topology
 from eplb_core.loading.install.installer import Installer
 from eplb_core.loading.install.staging import Staging
 from eplb_core.loading.moves.steps import plan_steps
-from tests.loading.worlds import random_layout
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+from tests.loading.worlds import interpreted, needs_cuda, needs_triton, random_layout
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@needs_triton
 def test_the_kernel_makes_the_same_copies_in_triton_s_interpreter() -> None:
-    """In a process of its own, since Triton chooses the interpreter when it is imported."""
-    script = Path(__file__).with_name("interpreted_installs.py")
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "equal\n"
+    assert interpreted("tests.loading.install.interpreted_installs") == "equal\n"
 
 
 def _random(rng: np.random.Generator, slots: int, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
@@ -45,9 +27,8 @@ def _random(rng: np.random.Generator, slots: int, sizes: dict[str, int]) -> dict
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kernels", [True, False])
-def test_installs_on_a_gpu_give_the_bytes_of_installs_on_the_cpu(kernels: bool) -> None:
+@needs_cuda
+def test_installs_on_a_gpu_give_the_bytes_of_installs_on_the_cpu() -> None:
     """E2, E3: rows of any size, aligned or not, circles within a rank, rows of whole tensors."""
     rng = np.random.default_rng(1)
     sizes = {"w13": 16384 * 9 + 32, "w2": 70_000, "scale": 224, "odd": 5001, "zero": 3}
@@ -63,7 +44,7 @@ def test_installs_on_a_gpu_give_the_bytes_of_installs_on_the_cpu(kernels: bool) 
         ]
         memory = torch.from_numpy(rng.integers(0, 256, per_rank * stores[0].slot_bytes, dtype=np.uint8))
         installers = [
-            Installer([stores[0]], Staging(memory.cuda(), stores[:1]), kernels=kernels),
+            Installer([stores[0]], Staging(memory.cuda(), stores[:1])),
             Installer([stores[1]], Staging(memory, stores[1:])),
         ]
         for step in plan_steps(old, new, rank=case % 2, capacity=per_rank):
@@ -76,7 +57,7 @@ def test_installs_on_a_gpu_give_the_bytes_of_installs_on_the_cpu(kernels: bool) 
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not (torch.cuda.is_available() and HAS_TRITON), reason="needs a CUDA device and Triton")
+@needs_cuda
 def test_an_install_allocates_nothing_waits_for_nothing_and_compiles_nothing() -> None:
     from eplb_core.loading.install import gpu
 

@@ -20,7 +20,6 @@ from eplb_core.errors import FileFormatError, MigrationError
 from eplb_core.loading.install.staging import Staging
 from eplb_core.loading.moves import backup as backup_module
 from eplb_core.loading.moves.backup import MANIFEST, HostBackup, _save
-from eplb_core.loading.moves.mover import move_experts
 from eplb_core.loading.transports import DeferredCopy
 from tests.loading.worlds import SIZES, World, label, random_layout
 
@@ -43,19 +42,21 @@ def save(world: World, folder_of: Any, *, far: bool, **options: Any) -> list[Any
     )
 
 
-def check(backup: HostBackup) -> None:
-    for layer in range(LAYOUT.num_layers):
-        for expert in range(LAYOUT.num_experts):
-            assert (layer, expert) in backup
-            rows = [torch.zeros(size, dtype=torch.uint8) for size in SIZES.values()]
-            backup.fetch(layer, expert, rows)
-            for name, row in zip(SIZES, rows, strict=True):
-                assert torch.equal(row, label(layer, expert, name))
+def check(backup: HostBackup, layer: int, expert: int) -> None:
+    """It has an expert, and its bytes."""
+    assert (layer, expert) in backup
+    backup.fetch(layer, expert, rows := [torch.zeros(size, dtype=torch.uint8) for size in SIZES.values()])
+    assert all(torch.equal(row, label(layer, expert, name)) for name, row in zip(SIZES, rows, strict=True))
+
+
+def check_all(backup: HostBackup) -> None:
+    for layer, expert in np.ndindex(LAYOUT.num_layers, LAYOUT.num_experts):
+        check(backup, layer, expert)
 
 
 def test_a_folder_that_all_ranks_see_holds_each_expert_once(tmp_path: Path) -> None:
     backups = save(World(LAYOUT), lambda rank: tmp_path, far=False)
-    check(backups[3])
+    check_all(backups[3])
     sizes = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert sizes < 2 * LAYOUT.num_experts * sum(SIZES.values()) + 16000  # headers
 
@@ -63,8 +64,8 @@ def test_a_folder_that_all_ranks_see_holds_each_expert_once(tmp_path: Path) -> N
 def test_a_folder_a_node_holds_every_expert_of_all_nodes(tmp_path: Path) -> None:
     backups = save(World(LAYOUT), lambda rank: tmp_path / f"node{rank // 2}", far=True)
     for backup in backups:
-        check(backup)
-    check(HostBackup(tmp_path / "node1"))
+        check_all(backup)
+    check_all(HostBackup(tmp_path / "node1"))
 
 
 def test_a_dead_rank_s_experts_come_from_the_files(tmp_path: Path) -> None:
@@ -74,18 +75,7 @@ def test_a_dead_rank_s_experts_come_from_the_files(tmp_path: Path) -> None:
     new = ExpertLayout([[2, 1, -1, -1, 0, 3]], 4, topology=topology)
     save(World(old), lambda rank: tmp_path, far=False)
     world = World(old, ranks=[0, 2])
-    reached = world.each(
-        lambda rank: move_experts(
-            world.stores[rank],
-            old,
-            new,
-            rank=rank,
-            transport=world.transports[rank],
-            agreement=world.agreements[rank],
-            backup=HostBackup(tmp_path),
-        )
-    )
-    assert reached == [new, new]
+    assert world.move_all(new, backup=HostBackup(tmp_path)) == [new, new]
     world.check(new)
 
 
@@ -124,12 +114,10 @@ def test_ranks_that_live_save_every_expert_without_those_that_are_gone(tmp_path:
     backups = save(world, lambda rank: tmp_path / str(rank // 2 if far else 0), far=far)
     for backup in backups:
         assert all((0, expert) in backup for expert in range(4))
-        backup.fetch(0, 2, rows := [torch.zeros(size, dtype=torch.uint8) for size in SIZES.values()])
-        assert all(torch.equal(row, label(0, 2, name)) for name, row in zip(SIZES, rows, strict=True))
-    for error in save(World(layout, ranks=[0, 2]), lambda rank: tmp_path / "x", far=far):
-        assert isinstance(error, HostBackup)
-    for error in save(World(layout, ranks=[2, 3]), lambda rank: tmp_path / "y", far=far):
-        assert isinstance(error, HostBackup)
+        check(backup, 0, 2)
+    for some in ([0, 2], [2, 3]):
+        saved = save(World(layout, ranks=some), lambda rank, some=some: tmp_path / f"x{some}", far=far)
+        assert [type(each) for each in saved] == [HostBackup] * 2
     for error in save(World(layout, ranks=[1, 2]), lambda rank: tmp_path / "z", far=far):
         assert str(error) == "no rank of the agreement holds expert 0 of layer 0; save before ranks go"
         assert isinstance(error, MigrationError)
@@ -187,11 +175,9 @@ def test_files_of_an_earlier_save_by_more_ranks_give_nothing(tmp_path: Path) -> 
     before = save(world, lambda rank: tmp_path, far=False)[0]
     after = save(World(narrow), lambda rank: tmp_path, far=False)[0]
     for expert in range(4):
-        rows = [torch.zeros(size, dtype=torch.uint8) for size in SIZES.values()]
-        after.fetch(0, expert, rows)
-        assert all(torch.equal(row, label(0, expert, name)) for name, row in zip(SIZES, rows, strict=True))
+        check(after, 0, expert)
         with pytest.raises(FileFormatError, match="it was saved over; open it anew"):
-            before.fetch(0, expert, rows)
+            before.fetch(0, expert, [])
     assert len(list(tmp_path.iterdir())) == 2
 
 

@@ -74,7 +74,7 @@ def test_an_install_of_what_is_not_staged_here_is_refused() -> None:
     with fleet(OLD, transports={0: stuck}) as ranks:
         ranks.start(NEW)
         ranks.passes(lambda: stuck.waiting > 0)
-        with pytest.raises(MigrationError, match="not staged here; use one agreement a Migrator"):
+        with pytest.raises(MigrationError, match="not staged here; give each Migrator its own"):
             ranks.first.install(_words.word(1, _words.MOVING, 1))
         assert ranks.first.layout == OLD
         stuck.complete()

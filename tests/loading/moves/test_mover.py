@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from asyncio import CancelledError
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -24,26 +24,13 @@ from tests.loading.fleets import SLOT, Answer, FailsAt, Keeper, Shelf
 from tests.loading.worlds import CROWDED, NEW, OLD, World, layout_pairs, stores_of
 
 
-def move(world: World, new: Any, **options: Any) -> list[Any]:
-    """On all ranks; what is a function gives each rank its own."""
-
-    def call(rank: int) -> ExpertLayout:
-        own = {key: value(rank) if callable(value) else value for key, value in {**options, "new": new}.items()}
-        transport, agreement = world.transports[rank], world.agreements[rank]
-        return move_experts(
-            world.stores[rank], world.layout, rank=rank, transport=transport, agreement=agreement, **own
-        )
-
-    return world.each(call)
-
-
 @settings(deadline=None, max_examples=40)
 @given(layout_pairs(), st.integers(1, 4))
 def test_any_move_ends_with_every_expert_in_its_slots(layouts: list[ExpertLayout], slots: int) -> None:
     """One slot of staging is enough; rows of whole tensors move too."""
     old, new = layouts
     world = World(old)
-    assert move(world, new, staging=slots * SLOT) == [new] * len(world.ranks)
+    assert world.move_all(new, staging=slots * SLOT) == [new] * len(world.ranks)
     world.check(new)
 
 
@@ -54,7 +41,7 @@ def test_dispatch_targets_the_new_slots_after_a_move() -> None:
     new = ExpertLayout([[3, 1, 2, 0]], 4, topology=topology)
     world = World(old)
     tables = {rank: DispatchTables(old, rank=rank) for rank in world.ranks}
-    move(world, new, tables=lambda rank: tables[rank])
+    world.move_all(new, tables=lambda rank: tables[rank])
     world.check(new)
     for table in tables.values():
         assert table.layout == new
@@ -66,7 +53,7 @@ def test_layers_that_are_left_out_stay() -> None:
     old = ExpertLayout([[0, 1], [0, 1]], 2, topology=topology)
     new = ExpertLayout([[1, 0], [1, 0]], 2, topology=topology)
     world = World(old)
-    reached = move(world, new, layers=[1])[0]
+    reached = world.move_all(new, layers=[1])[0]
     assert reached.physical_to_logical_map.tolist() == [[0, 1], [1, 0]]
     world.check(reached)
 
@@ -90,7 +77,7 @@ def test_a_layer_that_is_named_twice_is_moved_once() -> None:
     old = ExpertLayout([[0, 1, 2, 3], [0, 1, 2, 3]], 4, topology=Topology(2))
     new = ExpertLayout([[2, 0, 3, 1], [3, 2, 1, 0]], 4, topology=Topology(2))
     world = World(old)
-    assert move(world, new, layers=[1, 0, 1]) == [new, new]
+    assert world.move_all(new, layers=[1, 0, 1]) == [new, new]
     world.check(new)
 
 
@@ -100,7 +87,7 @@ def test_ranks_that_move_other_layers_are_refused() -> None:
     new = ExpertLayout([[2, 1, 0, 3], [0, 3, 2, 1]], 4, topology=Topology(2))
     world = World(old)
     text = "layers to move of rank 1 (=[1]) must be as on rank 0 (=[0])"
-    gave_up(move(world, new, layers=lambda rank: [rank]), "join", text)
+    gave_up(world.move_all(new, layers=lambda rank: [rank]), "join", text)
     world.check(old)
 
 
@@ -109,13 +96,13 @@ def test_a_read_that_fails_ends_the_move_on_every_rank_between_two_layers(world:
     world.transports[1] = FailsAt(2)
     reached = OLD.replace(NEW, [0, 1])
     text = "reading from rank 0 ended as FAILED: the cable was cut"
-    gave_up(move(world, NEW), "read", text, rank=1, layout=reached)
+    gave_up(world.move_all(NEW), "read", text, rank=1, layout=reached)
     world.check(reached)
 
 
 def test_reads_that_do_not_end_are_given_up_on_and_their_staging_stays_alive() -> None:
     world = World(OLD, DeferredCopy)
-    gave_up(move(world, NEW, deadline=0.05), "deadline", "", layout=OLD)
+    gave_up(world.move_all(NEW, deadline=0.05), "deadline", "", layout=OLD)
     for transport in world.transports.values():
         assert transport.complete() == 1  # type: ignore[attr-defined]  # late: lands in staging that is kept
     world.check(OLD)
@@ -123,19 +110,19 @@ def test_reads_that_do_not_end_are_given_up_on_and_their_staging_stays_alive() -
 
 def test_ranks_that_do_not_fit_are_refused_before_a_byte_moves(world: World) -> None:
     """E6, B8: another target, another layout, other tensors; the text is the same on every rank."""
-    gave_up(move(world, [NEW, OLD].__getitem__), "join", "target of rank 1 (=")
+    gave_up(world.move_all([NEW, OLD].__getitem__), "join", "target of rank 1 (=")
     world = World(OLD)
     world.stores[1] = [ExpertStore({"w13": torch.zeros(2, 9)}) for _ in range(3)]
-    gave_up(move(world, NEW), "join", "tensors of rank 1 (=['w13']) must be as on rank 0")
+    gave_up(world.move_all(NEW), "join", "tensors of rank 1 (=['w13']) must be as on rank 0")
     world = World(OLD)
     world.transports[1].close()
-    gave_up(move(world, NEW), "join", "no weight was moved: rank 1: this local_copy")
+    gave_up(world.move_all(NEW), "join", "no weight was moved: rank 1: this local_copy")
 
 
 def test_a_record_is_told_before_and_after_each_layer(world: World) -> None:
     """R26, R28."""
     keepers = [Keeper(OLD) for _ in world.ranks]
-    move(world, NEW, record=lambda rank: keepers[rank])
+    world.move_all(NEW, record=lambda rank: keepers[rank])
     for keeper in keepers:
         assert keeper.said == ["begin", "commit"] * 3
         assert (keeper.layout, keeper.adopted) == (NEW, 3)
@@ -145,7 +132,7 @@ def test_a_record_is_told_before_and_after_each_layer(world: World) -> None:
 def test_a_record_that_does_not_agree_stops_all_ranks_and_those_that_began_abort(world: World, status: str) -> None:
     """R26."""
     keepers = [Keeper(OLD), Keeper(OLD, begin=Answer(status, "engine 'b' is there"))]
-    results = move(world, NEW, record=keepers.__getitem__)
+    results = world.move_all(NEW, record=keepers.__getitem__)
     gave_up(results, status, "layer 0: engine 'b' is there", rank=1, layout=OLD)
     assert [keeper.said for keeper in keepers] == [["begin", "abort"], ["begin"]]
     world.check(OLD)
@@ -154,7 +141,7 @@ def test_a_record_that_does_not_agree_stops_all_ranks_and_those_that_began_abort
 def test_a_record_that_holds_another_layout_ends_moves_for_good(world: World) -> None:
     """R28: the weights are new; the error says what to restart."""
     keepers = [Keeper(OLD), Keeper(OLD, digest="0123456789abcdef")]
-    results = move(world, NEW, record=keepers.__getitem__)
+    results = world.move_all(NEW, record=keepers.__getitem__)
     gave_up(results, "record", "the record's layout (=0123456789ab) must be", layout=OLD.replace(NEW, [0]))
     assert [keeper.said[-1] for keeper in keepers] == ["off", "off"]
     world.check(OLD.replace(NEW, [0]))
@@ -171,7 +158,7 @@ def test_tables_that_raise_end_the_move_on_all_ranks_and_the_layer_is_recorded(w
     """The weights are new by then, and the other ranks would wait for a word until their deadline."""
     keepers = [Keeper(OLD) for _ in world.ranks]
     tables = [DispatchTables(OLD, rank=0), BrokenTables()]
-    results = move(world, NEW, record=keepers.__getitem__, tables=tables.__getitem__)
+    results = world.move_all(NEW, record=keepers.__getitem__, tables=tables.__getitem__)
     text = "layer 0: the tables were not installed: out of memory"
     gave_up(results, "failed", text, rank=1, layout=OLD.replace(NEW, [0]))
     assert [keeper.said for keeper in keepers] == [["begin", "commit"]] * 2
@@ -180,7 +167,7 @@ def test_tables_that_raise_end_the_move_on_all_ranks_and_the_layer_is_recorded(w
 
 def test_a_record_on_some_ranks_alone_is_refused(world: World) -> None:
     """R30."""
-    results = move(world, NEW, record=lambda rank: Keeper(OLD) if rank else None)
+    results = world.move_all(NEW, record=lambda rank: Keeper(OLD) if rank else None)
     gave_up(results, "join", "record of rank 1 (=True) must be as on rank 0 (=False)")
 
 
@@ -190,10 +177,10 @@ def test_experts_of_a_dead_rank_come_from_the_backup() -> None:
     old = ExpertLayout([[0, 1, 2, 3, 0, 1]], 4, topology=topology)
     new = ExpertLayout([[2, 1, -1, -1, 0, 3]], 4, topology=topology)
     world = World(old, ranks=[0, 2])
-    assert move(world, new, backup=Shelf()) == [new, new]
+    assert world.move_all(new, backup=Shelf()) == [new, new]
     world.check(new)
     world = World(old, ranks=[0, 2])
-    gave_up(move(world, new), "backup", "no live rank holds expert 2 of layer 0")
+    gave_up(world.move_all(new), "backup", "no live rank holds expert 2 of layer 0")
     world.check(old)
 
 
@@ -202,11 +189,13 @@ def test_tables_that_cannot_hold_the_target_are_refused_before_anything_moves() 
     many = ExpertLayout([[0, 1, 2, 0, 0, 0]] * 2, 3, topology=Topology(2))
     world = World(old)
     tables = {rank: DispatchTables(old, rank=rank, mode="even", max_replicas=3) for rank in world.ranks}
-    results = move(world, many, tables=tables.__getitem__)
+    results = world.move_all(many, tables=tables.__getitem__)
     assert {str(error) for error in results} == {"an expert has 4 replicas and `tables` hold 3; make tables for more"}
     world.check(old)
     other = {rank: DispatchTables(many, rank=rank, mode="even") for rank in world.ranks}
-    assert all("`tables` dispatch by the layout" in str(error) for error in move(world, many, tables=other.__getitem__))
+    assert all(
+        "`tables` dispatch by the layout" in str(error) for error in world.move_all(many, tables=other.__getitem__)
+    )
     world.check(old)
 
 
@@ -214,12 +203,12 @@ def test_tables_that_cannot_hold_a_row_on_the_way_end_the_move_before_that_layer
     old, new = CROWDED
     world = World(old)
     tables = {rank: DispatchTables(old, rank=rank, mode="even", max_replicas=3) for rank in world.ranks}
-    results = move(world, new, tables=tables.__getitem__, staging=SLOT)
+    results = world.move_all(new, tables=tables.__getitem__, staging=SLOT)
     assert all("hold 3 on the way of layer 0; give more `staging`" in str(error) for error in results)
     reached = results[0].layout
     world.check(reached)
     assert [tables[rank].layout for rank in world.ranks] == [reached] * 3
-    assert move(World(old), new, tables=None, staging=SLOT) == [new] * 3
+    assert World(old).move_all(new, tables=None, staging=SLOT) == [new] * 3
 
 
 class Breaks(LocalCopy):
@@ -230,7 +219,7 @@ class Breaks(LocalCopy):
 def test_a_transport_that_raises_ends_the_move_on_all_ranks(world: World) -> None:
     """F6: the others wait for a word of this rank, not for the agreement's deadline."""
     world.transports[1] = Breaks()
-    gave_up(move(world, NEW), "read", "layer 0: OSError: the card was unplugged", rank=1, layout=OLD)
+    gave_up(world.move_all(NEW), "read", "layer 0: OSError: the card was unplugged", rank=1, layout=OLD)
     world.check(OLD)
 
 
@@ -243,7 +232,7 @@ class Unreachable(LocalCopy):
 
 def test_a_peer_that_cannot_be_reached_is_named_on_all_ranks_before_a_byte_moves(world: World) -> None:
     world.transports[1] = Unreachable()
-    gave_up(move(world, NEW), "join", "rank 0: rank 1 must be in this process; use SharedMemory")
+    gave_up(world.move_all(NEW), "join", "rank 0: rank 1 must be in this process; use SharedMemory")
     world.check(OLD)
 
 
@@ -275,7 +264,7 @@ class Fails(LocalCopy):
 @pytest.mark.parametrize("error", [RuntimeError("no driver"), CancelledError("no driver")])
 def test_whatever_a_transport_raises_every_rank_hears_of_it(world: World, call: str, error: BaseException) -> None:
     world.transports[1] = Fails(call, error)
-    gave_up(move(world, NEW), "read" if call == "poll" else "join", f"{type(error).__name__}: no driver")
+    gave_up(world.move_all(NEW), "read" if call == "poll" else "join", f"{type(error).__name__}: no driver")
     world.check(OLD)
 
 
@@ -299,23 +288,14 @@ class Refuses(LocalCopy):
 
 def test_a_read_that_cannot_begin_ends_the_move_on_all_ranks(world: World) -> None:
     world.transports[1] = Refuses()
-    gave_up(move(world, NEW), "read", "the queue is full")
+    gave_up(world.move_all(NEW), "read", "the queue is full")
     world.check(OLD)
 
 
 def test_an_interrupt_ends_the_move_as_an_interrupt() -> None:
     old, new = (ExpertLayout([row], 2, topology=Topology(1)) for row in ([0, 1, -1], [0, 1, 1]))
     world = World(old)
-    with pytest.raises(KeyboardInterrupt):
-        move_experts(
-            world.stores[0],
-            old,
-            new,
-            rank=0,
-            transport=world.transports[0],
-            agreement=world.agreements[0],
-            record=cast(Any, Interrupted(old)),
-        )
+    assert [type(error) for error in world.move_all(new, record=lambda rank: Interrupted(old))] == [KeyboardInterrupt]
     world.check(old)
 
 
@@ -346,7 +326,7 @@ def test_staging_outlives_a_move_whose_agreement_failed_while_a_read_may_still_w
     world.agreements[0].left = 100  # type: ignore[attr-defined]
     staging = [torch.zeros(SLOT, dtype=torch.uint8) for _ in world.ranks]
     held = weakref.ref(staging[0])
-    results = move(world, NEW, staging=staging.__getitem__, deadline=0.2)
+    results = world.move_all(NEW, staging=staging.__getitem__, deadline=0.2)
     assert [type(error) for error in results] == [MigrationError, MigrationError]
     del results, staging
     gc.collect()
@@ -369,16 +349,16 @@ def test_staging_is_kept_until_the_last_read_that_was_given_up_on_has_ended() ->
     """Whoever lets go of it, and as long as it takes; then the next user of the transport tidies up."""
     world = World(OLD, Asked)
     before = set(_WRITTEN)
-    assert [error.reason for error in move(world, NEW, deadline=0.05)] == ["deadline"] * 2
+    assert [error.reason for error in world.move_all(NEW, deadline=0.05)] == ["deadline"] * 2
     kept = _WRITTEN - before
     assert {id(puller.transport) for puller in kept} == {id(transport) for transport in world.transports.values()}
     asked = [transport.asked for transport in world.transports.values()]  # type: ignore[attr-defined]
-    move(World(OLD), NEW)  # other threads may be using those
+    World(OLD).move_all(NEW)  # other threads may be using those
     assert asked == [transport.asked for transport in world.transports.values()]  # type: ignore[attr-defined]
     assert kept <= _WRITTEN
     for transport in world.transports.values():
         transport.complete()  # type: ignore[attr-defined]
-    move(world, NEW, deadline=0.05)
+    world.move_all(NEW, deadline=0.05)
     assert not kept & _WRITTEN
 
 

@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +10,7 @@ from hypothesis import strategies as st
 
 from eplb_core import ExpertStore, fingerprints
 from eplb_core.loading.verify.keys import CHUNK_BYTES, KEYS, LANES, LINES, chunk_range
+from tests.loading.worlds import interpreted, needs_cuda, needs_triton
 
 WRAP = 2**64
 
@@ -181,7 +178,7 @@ def test_samples_read_each_chunk_once_in_turn() -> None:
 
 def test_bad_arguments_say_what_is_wrong() -> None:
     store = ExpertStore({"w": random_bytes(3, 8)})
-    with pytest.raises(ValueError, match="`stores` must hold one store a layer"):
+    with pytest.raises(ValueError, match="`stores` must hold one store per layer"):
         fingerprints([])
     with pytest.raises(ValueError, match="layer 1 lacks 'w'"):
         fingerprints([store, ExpertStore({"v": random_bytes(3, 8)})])
@@ -194,23 +191,13 @@ def test_bad_arguments_say_what_is_wrong() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@needs_triton
 def test_the_gpu_kernel_gives_the_same_prints_in_triton_s_interpreter() -> None:
-    """In a process of its own, since Triton chooses the interpreter when it is imported."""
-    script = Path(__file__).with_name("interpreted_fingerprints.py")
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "equal\n"
+    assert interpreted("tests.loading.verify.interpreted_fingerprints") == "equal\n"
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_the_host_does_not_wait_and_nothing_compiles_for_other_sizes() -> None:
     from eplb_core.loading.verify import fingerprint_gpu
 
@@ -232,7 +219,7 @@ def test_the_host_does_not_wait_and_nothing_compiles_for_other_sizes() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("nbytes", [5 * CHUNK_BYTES, 5 * CHUNK_BYTES + 12, 5 * CHUNK_BYTES + 3])
 def test_gpu_and_cpu_agree_on_rows_of_many_chunks(nbytes: int) -> None:
     rows = random_bytes(7, nbytes)
@@ -242,7 +229,7 @@ def test_gpu_and_cpu_agree_on_rows_of_many_chunks(nbytes: int) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_prints_on_one_stream_do_not_depend_on_what_another_has_still_to_do() -> None:
     """The first call of a process, behind other work on its stream, and a worker's beside it."""
     from eplb_core.loading.verify import fingerprint_gpu
