@@ -312,7 +312,9 @@ class Migrator:
         start = time.perf_counter()
         step, copies = run.steps[run.installed], run.copies
         if copies is None or run.staged <= run.installed:
-            raise MigrationError("ranks agreed on a layer that is not staged here; give each Migrator its own agreement")
+            raise MigrationError(
+                "ranks agreed on a layer that is not staged here; give each Migrator its own agreement"
+            )
         self._installer.run(step.layer, copies)
         try:
             if self._tables is not None:
