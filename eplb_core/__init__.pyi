@@ -1,5 +1,8 @@
 """The public names for type checkers and editors; `__init__.py` imports each when it is first used."""
 
+from eplb_core import errors as errors
+from eplb_core import simulation as simulation
+from eplb_core import testing as testing
 from eplb_core._version import __version__ as __version__
 from eplb_core._warm_up import warm_up as warm_up
 from eplb_core.dispatch.counter import LoadCounter as LoadCounter
@@ -32,6 +35,7 @@ from eplb_core.files.layout_file import save_layout as save_layout
 from eplb_core.files.trace_file import save_trace as save_trace
 from eplb_core.layout import ExpertLayout as ExpertLayout
 from eplb_core.layout import min_redundant as min_redundant
+from eplb_core.loading import transports as transports
 from eplb_core.loading.agreement import Agreement as Agreement
 from eplb_core.loading.agreement import GroupAgreement as GroupAgreement
 from eplb_core.loading.checkpoint.load import CheckpointError as CheckpointError
@@ -102,9 +106,5 @@ from eplb_core.simulation import sweep as sweep
 from eplb_core.simulation.backtest import backtest as backtest
 from eplb_core.topology import Topology as Topology
 from eplb_core.trace import Trace as Trace
-from eplb_core import errors as errors
-from eplb_core import simulation as simulation
-from eplb_core import testing as testing
-from eplb_core.loading import transports as transports
 
 __all__: list[str]

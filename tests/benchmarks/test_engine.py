@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -218,7 +219,7 @@ class Echo:
 
 
 def test_a_parcel_carries_each_row_to_its_slot_and_its_answer_home() -> None:
-    exchange = Echo(Parcel.nbytes(6, 8, torch.float32), 2)
+    exchange: Any = Echo(Parcel.nbytes(6, 8, torch.float32), 2)
     parcel = Parcel(exchange, 2, 6, 8, torch.float32)
     x = torch.arange(24, dtype=torch.float32).view(3, 8)
     slots = torch.tensor([[4, 0], [-1, 5], [1, -1]])
