@@ -42,7 +42,7 @@ def plan(arguments: argparse.Namespace) -> int:
 def make_plan(
     trace: Trace, topology: Topology, slots: int, current: ExpertLayout | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], ExpertLayout]:
-    """The layout for a trace and all that is said of it."""
+    """Plan for a trace; return the facts to print and the layout."""
     from eplb_core.placement.place import place  # compiles: only where it is used
 
     before = current

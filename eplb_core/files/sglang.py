@@ -188,7 +188,7 @@ def write_expert_location(layout: ExpertLayout, path: PathLike, *, binary: bool 
     """Write a layout for `--init-expert-location`.
 
     Args:
-        layout: The layout; a row a model layer, dense ones too.
+        layout: The layout; one row per layer of the model, dense ones included.
         path: File to write.
         binary: torch's format instead of JSON; default: by the ending, `.pt` is torch's.
 

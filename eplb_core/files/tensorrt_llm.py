@@ -107,7 +107,7 @@ def _parse(text: str) -> dict[object, Any]:
     depth = 0
     for event in yaml.parse(text, Loader=base):  # one at a time, before anything is built
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) or getattr(event, "tag", None):
+        if getattr(event, "anchor", None) or getattr(event, "tag", None):
             raise ValueError(f"an alias, anchor or tag in line {event.start_mark.line + 1}")
         if depth > _MAX_DEPTH or len(getattr(event, "value", "")) > _MAX_SCALAR:
             raise ValueError(f"values too deep or too long in line {event.start_mark.line + 1}")

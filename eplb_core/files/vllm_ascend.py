@@ -1,7 +1,7 @@
 """vllm-ascend's expert map: JSON, as `expert_map_path` reads it and `expert_map_record_path` writes it.
 
 {"moe_layer_count": L, "layer_list": [{"layer_id": 0, "device_count": R, "device_list":
-    [{"device_id": 0, "device_expert": [experts, one a slot]}, ...]}, ...]}
+    [{"device_id": 0, "device_expert": [expert of each slot]}, ...]}, ...]}
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which forecast serves best on recorded traffic? Each is replayed on windows that follow those that it saw."""
+"""Compare forecasts on recorded traffic: each is replayed on the windows that follow those it saw."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from eplb_core.trace import Trace
 
 
 class BacktestRow(NamedTuple):
-    """What placing for one forecast reached."""
+    """Result of placing for one forecast."""
 
     name: str
     """The forecaster."""
     mean_balancedness: float
-    """Mean over all layers and windows lived through, none of them seen before."""
+    """Mean over all layers and scored windows, none of which the forecaster had seen."""
     total_balancedness: float
     """Sum of means over sum of maxima, over the same."""
     transfers: int
@@ -42,9 +42,9 @@ def backtest(
 ) -> tuple[BacktestRow, ...]:
     """Which forecast gives the best balance on the windows that follow, for how many transfers?
 
-    Every `interval` windows each forecaster sees the last `history` windows, `place` goes on from the live layout for
-    what it forecasts, and the next `interval` windows are lived through. More balance for more transfers is a matter of
-    `transfer_price`: compare forecasters at several prices.
+    Every `interval` windows the forecaster sees the last `history` windows, `place` plans from the live layout for the
+    forecast, and the next `interval` windows are scored. `transfer_price` trades balance for transfers: compare
+    forecasters at several prices.
 
     Args:
         trace: A trace, or windows of load `[T, L, E]`, in order of time.
@@ -57,7 +57,7 @@ def backtest(
         place_options: Further arguments for `place`.
 
     Returns:
-        A row a forecaster, in the order given.
+        One row per forecaster, in the order given.
 
     Raises:
         ValueError: A number does not fit, or a forecaster gave no load.

@@ -32,11 +32,11 @@ class Comparison:
     """Replays of one trace, side by side. `print` it, or let a notebook show it."""
 
     simulations: tuple[Simulation, ...]
-    """One a policy, in the order given."""
+    """One per policy, in the order given."""
 
     @property
     def best(self) -> Simulation:
-        """The replay to follow: fewest transfers within 1% of the least time, or without a cost of the best balance."""
+        """The replay with the fewest transfers within 1% of the least time, or without a cost of the best balance."""
         return recommended(self.simulations)
 
     @property

@@ -25,7 +25,7 @@ _TITLE = "Replay of a recorded load"
 
 
 def report_html(simulations: Iterable[Simulation], *, title: str = _TITLE) -> str:
-    """One page with everything in it: totals, curves and heat maps to point at, layers to sort. Works offline.
+    """Make one page that works offline: totals, curves and heat maps with values under the pointer, layers to sort.
 
     Args:
         simulations: Replays of one trace, as `compare_policies` gives them.
@@ -52,7 +52,7 @@ def report_html(simulations: Iterable[Simulation], *, title: str = _TITLE) -> st
 
 
 def write_report(simulations: Iterable[Simulation], path: PathLike, *, title: str = _TITLE) -> None:
-    """Write the page; an old file stays until the new one is whole."""
+    """Write the page of `report_html` whole or not at all."""
     write_atomic(path, report_html(simulations, title=title).encode())
 
 

@@ -1,7 +1,7 @@
-"""Pictures of layouts, moves and replays. Each function gives a matplotlib figure, which a notebook shows.
+"""Pictures of layouts, moves and replays: each function returns a matplotlib figure, which a notebook shows.
 
-They read in black and white: marks and line styles differ, and scales go from dark to light. Need the extra
-`notebook`.
+They are readable in black and white: marks and line styles differ, and scales run from dark to light. They need the
+extra `notebook`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from eplb_core.simulation.result import Simulation
 _STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1)), "v"), ((0, (1, 3)), "P"))
 _SHADES = ("black", "0.45", "tab:blue", "tab:red", "tab:green", "tab:purple")
 _HEAT = "cividis"
-# More points than this on a line hide one another: neighbours are averaged.
+# With more points on a line, neighbours are averaged.
 _POINTS = 80
 
 
@@ -45,7 +45,7 @@ def figure(width: float, height: float) -> Any:
 
 
 def plot_balance(simulations: Iterable[Simulation], *, title: str = "Balance on windows not seen before") -> Any:
-    """How even were the ranks over time? A line a policy, and the bound where it was asked for."""
+    """How even were the ranks over time? One line per policy, and the bound if it was computed."""
     simulations = tuple(simulations)
     picture = figure(8.0, 3.6)
     axes = picture.add_subplot()
@@ -122,7 +122,7 @@ def plot_before_after(
 
 
 def plot_frontier(rows: Any, *, x: str = "transfers", y: str = "total_balancedness", by: str = "policy") -> Any:
-    """What balance does how much moving buy? A point a row of a comparison or sweep, a line a policy.
+    """What balance does how much moving buy? One point per row of a comparison or sweep, one line per policy.
 
     Args:
         rows: Records of `sweep` or `Comparison.rows`.
@@ -163,7 +163,7 @@ def plot_frontier(rows: Any, *, x: str = "transfers", y: str = "total_balancedne
 
 
 def plot_replicas(layout: ExpertLayout, *, layer: int = 0) -> Any:
-    """Which rank holds what? A row a rank, a cell a slot; darker = more replicas; a cross: twice on one rank."""
+    """Which rank holds what? One row per rank, one cell per slot; darker = more replicas; x = twice on the rank."""
     ranks, size = layout.topology.num_ranks, layout.slots_per_rank
     row = layout.physical_to_logical_map[layer].reshape(ranks, size)
     count = np.where(row >= 0, layout.replica_count[layer][np.maximum(row, 0)], 0)

@@ -1,4 +1,4 @@
-"""Policies that a replay knows by name."""
+"""Policies of `simulate(policy=...)` by name."""
 
 from __future__ import annotations
 

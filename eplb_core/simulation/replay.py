@@ -64,9 +64,9 @@ def simulate(
 ) -> Simulation:
     """What would a policy have reached on a recorded load, and what would it have cost?
 
-    Windows 0..interval-1 are lived through on the starting layout. Before window `interval`, and every `interval`
-    windows after it, the policy sees windows that are over and gives the layout for those that follow. Only windows
-    from `score_from` on are scored, so that all policies are compared on the same held-out windows.
+    Windows 0..interval-1 run on the starting layout. Before window `interval`, and every `interval` windows after it,
+    the policy sees past windows and returns the layout for those that follow. Only windows from `score_from` on are
+    scored, so that all policies are compared on the same held-out windows.
 
     Args:
         trace: A trace, windows of load `[T, L, E]`, a `TokenTrace`, or a `TraceStream`, of which only the windows that
@@ -158,7 +158,7 @@ def _check_scored(interval: int, scored: int, windows: int) -> None:
 
 
 class _Run:
-    """A replay that goes on: the layout that is live, and what was found so far."""
+    """State of a replay: the live layout and the results so far."""
 
     bound = keep_ranks = False
     first: ExpertLayout
@@ -196,7 +196,7 @@ class _Run:
         self.dispatcher.renew(new, windows)
 
     def _pause_s(self, new: ExpertLayout) -> float:
-        """As `should_rebalance` counts it: transfers, as far as passes wait for them, and installs."""
+        """As in `should_rebalance`: installs, and the part of the transfers that passes wait for."""
         changed = int((self.live.physical_to_logical_map != new.physical_to_logical_map).any(axis=1).sum())
         if not changed:
             return 0.0

@@ -70,7 +70,7 @@ def _cell(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Simulation:
-    """What a replay gave. T windows, L layers, n rebalances. Arrays are read-only.
+    """Result of a replay of T windows, L layers and n rebalances. Arrays are read-only.
 
     Times are seconds of the cost model; without one, a unit is the time of one token.
     """
@@ -98,7 +98,7 @@ class Simulation:
     mean_load: FloatArray
     """Load that each rank would have if all were even, `[T, L]`: the sum over the sum of the speeds."""
     max_load: FloatArray
-    """Load over speed of the fullest rank, `[T, L]`: the time that all ranks wait for."""
+    """Load over speed of the fullest rank, `[T, L]`: the time of the layer."""
     balancedness: FloatArray
     """`mean_load / max_load`, `[T, L]`; NaN without load."""
     window_balancedness: FloatArray
@@ -116,11 +116,11 @@ class Simulation:
     transfers: IntArray
     """Experts that ranks had to receive, `[n, L]`."""
     link_transfers: IntArray
-    """Slots that a rebalance filled anew, by where from, `[n, L, 3]`: the rank itself, its node, another node."""
+    """Slots that a rebalance refilled, by the source of the expert, `[n, L, 3]`: same rank, same node, another node."""
     pause_s: FloatArray
-    """Time that passes lose by each rebalance, `[n]`."""
+    """Time that passes lose to each rebalance, `[n]`."""
     memory_bytes: float
-    """Bytes of redundant experts, all layers, on the rank with most of them; 0 without a cost."""
+    """Bytes of the redundant experts of all layers on the rank with most of them; 0 without a cost."""
     digests: tuple[str, ...]
     """Digest of the starting layout and of the one after each rebalance, `[n + 1]`."""
     first_layout: ExpertLayout
@@ -139,7 +139,7 @@ class Simulation:
 
     @property
     def transfer_bytes(self) -> FloatArray:
-        """Bytes by where from, `[3]`: within the rank, within the node, between nodes; zeros without a cost."""
+        """Bytes by link, `[3]`: within the rank, within the node, between nodes; zeros without a cost."""
         size = 0.0 if self.cost is None else self.cost.model.expert_bytes
         return np.asarray(self.link_transfers.sum(axis=(0, 1)) * size, dtype=np.float64)
 

@@ -44,14 +44,14 @@ def sweep(
         grid: Values to try for arguments of `simulate`, as in `{"num_slots": [256, 288], "interval": [8, 32]}`; all
             combinations are replayed.
         workers: Processes. Each reads the trace from one file that all map.
-        results: Folder that keeps the row of each combination as soon as it is known: what is there already, for the
-            same trace, settings and version, is not replayed again. Needs policies with a name.
+        results: Folder that keeps each row as soon as it is known: combinations already there, for the same trace,
+            settings and version, are not replayed again. Needs policies and dispatches by name.
         progress: Called with combinations done and in all; `with progress_bar("sweep") as step:` makes one.
         **options: Further arguments of `simulate`, the same for all. `score_from` is by default the largest interval
             of the grid, so that all rows are of the same windows.
 
     Returns:
-        A row a combination, in the order of the grid.
+        One row per combination, in the order of the grid.
 
     Raises:
         ValueError: As for `simulate`; the grid is empty; or a function where `results` or `workers` cannot keep one.

@@ -53,7 +53,7 @@ def conclude(simulations: Sequence[Simulation]) -> str:
 
 
 def _moves(sim: Simulation) -> str:
-    """What the policy moves, and what of time and memory that takes."""
+    """What the policy moves, and the time and memory that takes."""
     count, moved = len(sim.rebalance_windows), sim.total_transfers
     text = f"Its {count} rebalances move" if count > 1 else "Its rebalance moves"
     text += f" {moved:,} expert{'s' * (moved != 1)}{' in all' * (count > 1)}"
@@ -73,7 +73,7 @@ def _moves(sim: Simulation) -> str:
 
 
 def _dearer(best: Simulation, simulations: Sequence[Simulation]) -> str:
-    """The policy with the most transfers, if it moves much more for what it gives."""
+    """The policy with the most transfers, if it moves at least twice as many."""
     most = max(simulations, key=lambda sim: sim.total_transfers)
     if most is best or most.total_transfers < 2 * best.total_transfers:
         return ""

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,14 @@ def pair(tmp_path: Path) -> str:
     return str(path)
 
 
-def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "eplb_core", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def run(*argv: str, program: Sequence[str] = (sys.executable, "-m", "eplb_core"), **options: Any) -> Any:
+    """A process of the command line, or of another program."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 300, "check": False}
+    return subprocess.run([*program, *argv], **{**pipes, **options})
+
+
+def in_shell(argv: Sequence[str], redirection: str) -> Any:
+    return run(*argv, program=["sh", "-c", f'exec "$0" -m eplb_core "$@" {redirection}', sys.executable])
 
 
 def fits_80_columns(text: str) -> bool:
@@ -118,8 +124,7 @@ print("LOADED", *seen)
 def test_the_time_of_a_plan_has_no_compilation_in_it(trace: str, layout: str, start: str) -> None:
     """In a process of its own, where no kernel is loaded yet: the call that is timed finds all of them."""
     more = ["--current", layout] if start == "current" else []
-    command = [sys.executable, "-c", LOADED, "plan", trace, *PLACE, *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run("plan", trace, *PLACE, *more, program=[sys.executable, "-c", LOADED])
     first, timed = map(int, done.stdout.split("LOADED")[1].split())
     assert first > 0
     assert timed == 0, done.stderr
@@ -440,14 +445,7 @@ def test_processes_end_with_the_status_and_without_a_traceback(
 def test_a_reader_that_goes_away_is_no_error(trace: str) -> None:
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "eplb_core", "inspect", trace],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run("inspect", trace, stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -458,10 +456,7 @@ def test_output_that_cannot_be_written_ends_with_status_2_and_one_line(trace: st
         (["inspect", trace], ">/dev/full", "eplb: No space left on device\n"),
         (["inspect", "none"], "2>/dev/full", ""),
     ):
-        program = 'exec "$0" -m eplb_core "$@" ' + redirection
-        done = subprocess.run(
-            ["sh", "-c", program, sys.executable, *argv], capture_output=True, text=True, timeout=300, check=False
-        )
+        done = in_shell(argv, redirection)
         assert (done.returncode, done.stderr) == (2, said)
 
 
@@ -470,23 +465,14 @@ def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None
     trace = tmp_path / "Last\u00e4nderung \u8ca0\u8377.npz"
     save_trace(Trace(demo_trace().load[:2, :2, :16], source="Gr\u00f6\u00dfe"), trace)
     for locale in ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "latin-1"}):
-        done = subprocess.run(
-            [sys.executable, "-m", "eplb_core", "inspect", trace],
-            env={**os.environ, **locale},
-            capture_output=True,
-            timeout=300,
-            check=False,
-        )
+        done = run("inspect", str(trace), env={**os.environ, **locale}, text=False)
         assert (done.returncode, done.stderr) == (0, b"")
         assert b"faults          none found" in done.stdout
 
 
 @pytest.mark.slow
 def test_a_closed_output_is_no_error(trace: str) -> None:
-    program = 'exec "$0" -m eplb_core inspect "$1" >&-'
-    done = subprocess.run(
-        ["sh", "-c", program, sys.executable, trace], stderr=subprocess.PIPE, text=True, timeout=300, check=False
-    )
+    done = in_shell(["inspect", trace], ">&-")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -607,8 +593,5 @@ def test_json_has_no_nan() -> None:
 
 @pytest.mark.slow
 def test_looking_at_files_does_not_wait_for_the_compiler() -> None:
-    code = (
-        "import sys, eplb_core.cli.main; print(sorted({'torch', 'numba', 'matplotlib', 'pandas'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    code = "import sys, eplb_core.cli.main; print({'torch', 'numba', 'matplotlib', 'pandas'} & set(sys.modules))"
+    assert run(program=[sys.executable, "-c", code]).stdout == "set()\n"

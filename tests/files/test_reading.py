@@ -109,16 +109,8 @@ def test_flipped_bytes_are_refused_or_read(
     read_both(folder / name)
 
 
-HEADS = [
-    b"",
-    b"PK\x03\x04",
-    b"PK\x05\x06" + bytes(18),
-    b"\x93NUMPY\x01\x00",
-    b"\x93NUMPY\x02\x00v\x00\x00\x00",
-    b"{",
-    b"[",
-    b"num_slots: ",
-]
+NPY = b"\x93NUMPY"
+HEADS = [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), NPY + b"\1\0", NPY + b"\2\0v\0\0\0", b"{", b"[", b"num_slots: "]
 
 
 @given(head=st.sampled_from(HEADS), rest=st.one_of(st.binary(max_size=200), st.text(max_size=80).map(str.encode)))
@@ -129,18 +121,15 @@ def test_random_bytes_are_refused(tmp_path_factory: pytest.TempPathFactory, head
     read_both(path)
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-        lambda inner: (
-            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["layer_id", "device_id", "x"]), inner)
-        ),
-        max_leaves=8,
-    ),
-    st.sampled_from(
-        sorted({"logical_count", "physical_to_logical_map", "layer_list", "num_experts", "rank_to_node", "digest"})
-    ),
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["layer_id", "device_id", "x"]), inner),
+    max_leaves=8,
 )
+KEYS = ["digest", "layer_list", "logical_count", "num_experts", "physical_to_logical_map", "rank_to_node"]
+
+
+@given(VALUES, st.sampled_from(KEYS))
 @settings(max_examples=80, deadline=None)
 def test_json_of_the_wrong_kind_is_refused(tmp_path_factory: pytest.TempPathFactory, value: object, key: str) -> None:
     folder = tmp_path_factory.mktemp("json")
@@ -154,30 +143,10 @@ def test_json_of_the_wrong_kind_is_refused(tmp_path_factory: pytest.TempPathFact
     read_both(folder / "own.json")
 
 
-@given(
-    st.lists(
-        st.sampled_from(
-            [
-                "num_slots:",
-                "initial_global_assignments:",
-                " 3",
-                "  4:",
-                "- ",
-                "[",
-                "]",
-                "{",
-                "}",
-                ",",
-                "1",
-                "\n",
-                " ",
-                "#",
-                "a",
-            ]
-        ),
-        max_size=30,
-    )
-)
+PARTS = [*"[]{},#a1\n ", "num_slots:", "initial_global_assignments:", " 3", "  4:", "- ", "&a", "*a", "!!set"]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=30))
 @settings(max_examples=200, deadline=None)
 def test_yaml_like_text_is_refused_or_read(tmp_path_factory: pytest.TempPathFactory, parts: list[str]) -> None:
     path = tmp_path_factory.mktemp("yaml") / "c.yaml"

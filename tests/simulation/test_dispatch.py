@@ -154,11 +154,4 @@ def test_words_of_0_1_are_refused_by_their_new_name(old: Any, new: str) -> None:
 
 def test_shares_of_a_wrong_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`shares` \(shape \[1, 3\]\) must be \[1, 4\]"):
-        simulate(
-            np.ones((2, 1, 4)),
-            topology=Topology(2),
-            num_slots=4,
-            policy="none",
-            interval=1,
-            dispatch=lambda live, window: np.ones((1, 3)),
-        )
+        simulate(np.ones((2, 1, 4)), topology=Topology(2), num_slots=4, interval=1, dispatch=lambda *_: np.ones((1, 3)))

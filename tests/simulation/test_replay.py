@@ -12,9 +12,10 @@ from hypothesis.extra import numpy as hnp
 
 from eplb_core import CostModel, ExpertLayout, Topology, Trace, simulate
 from eplb_core._arrays import FloatArray, IntArray
-from eplb_core.simulation import Policy, PolicyName, table
+from eplb_core.simulation import Policy, PolicyName, SimulateOptions, table
 
 TWO = Topology(num_ranks=2)
+STILL: SimulateOptions = {"topology": TWO, "num_slots": 4, "policy": "none", "interval": 1}
 
 
 def by_load(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
@@ -46,7 +47,7 @@ def test_no_window_is_scored_on_a_layout_that_was_made_from_it() -> None:
 def test_changing_busiest_ranks_do_not_cancel_out() -> None:
     """G14: the maximum of each window, then the sum; summed windows would look even."""
     load = np.array([[[1, 1, 1, 1]], [[9, 1, 1, 1]], [[1, 1, 1, 9]]])
-    trivial = simulate(load, topology=TWO, num_slots=4, policy="none", interval=1)
+    trivial = simulate(load, **STILL)
     assert trivial.balancedness[:, 0].tolist() == [1.0, 0.6, 0.6]
     assert (trivial.mean_balancedness, trivial.total_balancedness) == (0.6, 0.6)
 
@@ -97,7 +98,7 @@ def test_the_replay_agrees_with_plain_python(
 def test_windows_and_layers_without_load_count_in_no_average() -> None:
     load = np.zeros((4, 2, 4), dtype=np.int64)
     load[2, 1] = [3, 1, 1, 1]
-    result = simulate(load, topology=TWO, num_slots=4, policy="none", interval=1)
+    result = simulate(load, **STILL)
     assert np.isnan(result.window_balancedness).tolist() == [True, True, False, True]
     assert result.mean_balancedness == 0.75
     assert "-" in table([result])
@@ -107,31 +108,15 @@ def test_shares_of_a_dispatch_function_are_used_per_window() -> None:
     """Expert 0 is on both ranks: all of it sent to rank 1 evens windows in which rank 0 is busy with expert 1."""
     layout = ExpertLayout([[0, 1, 0, 2]], 3, topology=TWO)
     load = np.array([[[4, 4, 0]], [[4, 4, 0]], [[4, 0, 4]]])
-    sent = simulate(
-        load,
-        topology=TWO,
-        num_slots=4,
-        policy="none",
-        dispatch=lambda live, window: [[float(window[0, 1] == 0), 1.0, float(window[0, 1] > 0), 1.0]],
-        interval=1,
-        current=layout,
-    )
-    assert sent.balancedness[:, 0].tolist() == [1.0, 1.0, 1.0]
-    assert (
-        simulate(load, topology=TWO, num_slots=4, policy="none", interval=1, current=layout).total_balancedness == 4 / 6
-    )
+    options: SimulateOptions = {**STILL, "current": layout}
+    assert simulate(load, **options).total_balancedness == 4 / 6
+    options["dispatch"] = lambda live, window: [[float(window[0, 1] == 0), 1.0, float(window[0, 1] > 0), 1.0]]
+    assert simulate(load, **options).balancedness[:, 0].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_progress_is_told() -> None:
     told: list[tuple[int, int]] = []
-    simulate(
-        np.ones((4, 1, 4)),
-        topology=TWO,
-        num_slots=4,
-        policy="none",
-        interval=1,
-        progress=lambda *step: told.append(step),
-    )
+    simulate(np.ones((4, 1, 4)), progress=lambda *step: told.append(step), **STILL)
     assert told == [(1, 3), (2, 3), (3, 3)]
 
 
