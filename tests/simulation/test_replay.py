@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -197,3 +198,7 @@ def test_loads_of_any_size_are_replayed_or_refused_in_words(policy: str) -> None
     assert large.balancedness.tolist() == small.balancedness.tolist()
     with pytest.raises(ValueError, match=r"`trace` \(up to 1\.6e\+307\) is too large to be added up in float64"):
         simulate(shape * 1e306, **options)
+
+
+def test_options_that_are_passed_on_are_the_arguments_of_simulate() -> None:
+    assert {"trace", *SimulateOptions.__annotations__, "progress"} == set(inspect.signature(simulate).parameters)
