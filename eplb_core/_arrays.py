@@ -1,4 +1,4 @@
-"""From what callers hand over (lists, numpy, torch on any device) to checked numpy arrays."""
+"""Convert arguments (lists, numpy, torch on any device) to checked numpy arrays and numbers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ A = TypeVar("A", bound=npt.NDArray[Any])
 T = TypeVar("T")
 
 MAX_NUMBERS = 1 << 34
-"""The most in one array that is handed over: a view can pretend to be of any size until it is copied."""
+"""Most numbers in one array argument: a view can claim any size until it is copied."""
 MAX_MADE = 1 << 29
-"""The most that sizes may ask for: 4 GiB of int64, where real maps have 17,000 and real windows 100,000,000."""
+"""Most numbers that sizes may ask for: 4 GiB of int64; real maps have 17,000 and real windows 100,000,000."""
 
 
 def to_numpy(value: object, name: str) -> npt.NDArray[Any]:
@@ -44,7 +44,7 @@ def to_numpy(value: object, name: str) -> npt.NDArray[Any]:
 
 
 def to_reals(value: object, name: str) -> FloatArray:
-    """As float64, a view where it is that; text, complex numbers and objects are refused."""
+    """Convert to float64, a view where it is that already; raise TypeError for text, complex numbers and objects."""
     array = to_numpy(value, name)
     if array.dtype.kind not in "iufb":
         raise TypeError(f"`{name}` (dtype {array.dtype}) must be integers or floats")
@@ -52,7 +52,7 @@ def to_reals(value: object, name: str) -> FloatArray:
 
 
 def to_ids(value: object, name: str) -> IntArray:
-    """Copy ids into a C-ordered int64 array; refuses what cannot tell -1 from an id."""
+    """Copy ids into a C-ordered int64 array; raise TypeError for unsigned ids, which cannot be -1."""
     array = to_numpy(value, name)
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)  # an empty list has no dtype of its own
@@ -62,7 +62,7 @@ def to_ids(value: object, name: str) -> IntArray:
 
 
 def read_only(array: A) -> A:
-    """Mark an array that others will hold."""
+    """Make an array that others will hold read-only."""
     array.flags.writeable = False
     return array
 
@@ -99,12 +99,12 @@ def _raise_bad_load(load: FloatArray, name: str, outer: str) -> None:
     more = f"; {len(places) - 1} more" if len(places) > 1 else ""
     raise ValueError(
         f"`{name}` (={load[tuple(first)]}) must be finite and not negative at {where}{more}; "
-        "mend the recording, or put 0 where nothing is known"
+        "correct the recording, or put 0 where nothing is known"
     )
 
 
 def add_up(windows: IntArray | FloatArray) -> IntArray | FloatArray:
-    """Sum of loads `[T, ...]` over windows: of integers an integer where int64 holds it, else float64."""
+    """Sum loads `[T, ...]` over windows: int64 for integers where it holds the sum, else float64."""
     if windows.dtype == np.int64 and int(windows.max(initial=0)) * len(windows) >= 2**63:
         windows = windows.astype(np.float64)
     total: IntArray | FloatArray = windows.sum(axis=0)
@@ -112,7 +112,7 @@ def add_up(windows: IntArray | FloatArray) -> IntArray | FloatArray:
 
 
 def check_int(value: object, name: str, at_least: int) -> int:
-    """An integer argument; bool and float are refused."""
+    """Return an integer argument; raise TypeError for bool and float."""
     number = _whole(value, name)
     if number < at_least:
         raise ValueError(f"`{name}` (={quoted(number)}) must be at least {at_least}")
@@ -122,7 +122,7 @@ def check_int(value: object, name: str, at_least: int) -> int:
 
 
 def check_id(value: object, name: str, size: int) -> int:
-    """An integer argument in `[0, size)`; IndexError for others."""
+    """Return an integer argument in `[0, size)`; raise IndexError for others."""
     number = _whole(value, name)
     if not 0 <= number < size:
         raise IndexError(f"`{name}` (={quoted(number)}) must be in [0, {size})")
@@ -136,7 +136,7 @@ def _whole(value: object, name: str) -> int:
 
 
 def check_kind(value: object, name: str, kind: type[T]) -> T:
-    """An argument of one of the library's kinds."""
+    """Return an argument that must be an instance of `kind`."""
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIi" else "a"
         mend = "; give its `layout`" if isinstance(getattr(value, "layout", None), kind) else ""
@@ -145,7 +145,7 @@ def check_kind(value: object, name: str, kind: type[T]) -> T:
 
 
 def check_word(value: object, name: str, words: Iterable[str], other: str = "") -> str:
-    """A word out of a list; `other` says what may be given instead."""
+    """Return an argument that must be one of `words`; `other` says what else may be given."""
     known = list(words)
     if not isinstance(value, str) or value not in known:
         listed = " or ".join(map(repr, known)) if len(known) == 2 else f"one of {', '.join(known)}"
@@ -154,14 +154,14 @@ def check_word(value: object, name: str, words: Iterable[str], other: str = "") 
 
 
 def check_flag(value: object, name: str) -> bool:
-    """A yes or a no; numpy's too."""
+    """Return an argument that must be True or False, of Python or numpy."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"`{name}` (={quoted(value, 80)}) must be True or False")
     return bool(value)
 
 
 def to_list(value: Iterable[T], name: str) -> list[T]:
-    """Any iterable as a list; what is none is refused by its name."""
+    """Convert an iterable to a list; raise TypeError naming the argument otherwise."""
     try:
         return list(value)
     except TypeError as error:
@@ -169,7 +169,7 @@ def to_list(value: Iterable[T], name: str) -> list[T]:
 
 
 def check_made(**sizes: int) -> None:
-    """Refuse sizes whose product is absurd, before anything of that size is made."""
+    """Raise ValueError for sizes whose product is absurd, before memory is allocated."""
     if math.prod(sizes.values()) > MAX_MADE:
         listed = ", ".join(f"`{name}` (={quoted(size, 40)})" for name, size in sizes.items())
         raise ValueError(f"{listed}: the product must be at most {MAX_MADE:,}")
@@ -178,7 +178,7 @@ def check_made(**sizes: int) -> None:
 def check_real(
     value: object, name: str, *, above: float | None = None, at_least: float | None = None, at_most: float | None = None
 ) -> float:
-    """A finite real argument; bool is refused."""
+    """Return a finite real argument; raise TypeError for bool."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"`{name}` (={quoted(value)}) must be a number")
     try:

@@ -1,4 +1,4 @@
-"""HTML for notebooks and pages: tables and small curves, no script."""
+"""HTML for notebooks and pages: tables and small curves, without scripts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 from eplb_core._arrays import FloatArray
 
 HTML_LAYERS = 8
-"""Layers that a page shows of each object; the others are counted."""
+"""Layers of an object that a page shows; the others are counted."""
 _SHADES = ("#000", "#888", "#36c", "#c33", "#393", "#939")
 
 
 def table_html(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; everything is escaped."""
+    """Return a table; all text is escaped."""
     cells = "".join(f"<th>{escape(text)}</th>" for text in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def words_html(text: str) -> str:
-    """A sentence, escaped; what stands between backticks as code."""
+    """Return a sentence, escaped, with text between backticks as code."""
     return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
@@ -35,7 +35,7 @@ def line_svg(
     width: int = 520,
     height: int = 90,
 ) -> str:
-    """Small curves over one another, the first in black, with their names below; NaN is a gap."""
+    """Return small curves in one frame, the first in black, their names below; NaN is a gap."""
     known = np.concatenate([each[~np.isnan(each)] for each in values])
     if not known.size:
         return ""

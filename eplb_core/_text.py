@@ -1,4 +1,4 @@
-"""Words of strangers in messages: what a file, an argument or a peer says becomes one short line of printable text."""
+"""Text for messages: quotes of files, arguments and peers as one short printable line."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 import textwrap
 
 WIDTH = 240
-"""Of one thing that a message quotes."""
+"""Most characters of one quote in a message."""
 
 
 def plain(value: object, width: int = WIDTH) -> str:
-    """Text as it is, anything else as its repr: cut to `width`, on one line, without control characters.
+    """Return text, or the repr of anything else, cut to `width`, on one line, without control characters.
 
-    Line ends and tabs become spaces; what would move a cursor, turn the direction of writing or fit no encoding is
-    written as its escape.
+    Line ends and tabs become spaces; characters that move a cursor, change the direction of writing or fit no encoding
+    become escapes.
     """
     try:
         text = value if isinstance(value, str) else repr(value)
-    except Exception:  # thousands of digits or brackets, or a stranger's own repr
+    except Exception:  # thousands of digits or brackets, or a repr that raises
         text = f"some {type(value).__name__}"
     text = text[: width + 1]  # first: it may be very long
     line = _line(text)
@@ -25,19 +25,19 @@ def plain(value: object, width: int = WIDTH) -> str:
 
 
 def lines(text: str) -> str:
-    """A text of several lines for a terminal; each as `plain` makes it, of any length."""
+    """Make each line of a text printable, for a terminal."""
     return "\n".join(map(_line, text.split("\n")))
 
 
 def quoted(value: object, width: int = WIDTH) -> str:
-    """The repr of anything, as short and as printable as `plain` makes it."""
+    """Return a repr as short and printable as `plain` makes it."""
     if isinstance(value, str):
         value = repr(value if len(value) <= width else value[: width - 3] + "...")
     return plain(value, 2 * width)
 
 
 def counted(number: int, word: str) -> str:
-    """A number of things: 1 rank, 2 ranks."""
+    """Return a number of things: 1 rank, 2 ranks."""
     return f"{number} {word}{'s' * (number != 1)}"
 
 
@@ -47,7 +47,7 @@ def number(value: float) -> str:
 
 
 def filled(text: str) -> str:
-    """A paragraph in lines of 80 characters at most, each indented as the first."""
+    """Wrap a paragraph at 80 characters, each line indented as the first."""
     indent = " " * (len(text) - len(text.lstrip()))
     return textwrap.fill(text, 80, subsequent_indent=indent)
 

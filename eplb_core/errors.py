@@ -1,7 +1,7 @@
-"""What the library raises, beyond ValueError, TypeError and IndexError.
+"""Errors that the library raises besides ValueError, TypeError and IndexError.
 
-A message names the value, the rule, the place (layer, slot, expert, rank) and what to do. States that an engine handles
-are subclasses of `EplbError` and carry their numbers as attributes.
+A message names the argument, its value, the rule, the place and the fix. States that an engine handles are subclasses
+of `EplbError` and carry their numbers as attributes.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any
 from eplb_core._text import plain
 
 MAX_TEXT = 2000
-"""Characters of a message: names of a few files, and what is to be done."""
+"""Most characters of a message."""
 
 
 class EplbError(Exception):
     """Base of all states that an engine may want to handle.
 
-    The text is one printable line of a bounded length, whatever a file or a peer said that is quoted in it.
+    The text is one printable line of bounded length, whatever a quoted file or peer contains.
     """
 
     def __init__(self, message: str = "") -> None:
         super().__init__(plain(message, MAX_TEXT))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Between processes: `Exception` would give the text alone to a constructor that asks for more."""
+        """Pickle args and attributes; `Exception` passes the text alone to a constructor that needs more."""
         return _restored, (type(self), self.args, self.__dict__)
 
 
@@ -36,10 +36,10 @@ def _restored(kind: type[EplbError], args: tuple[Any, ...], attributes: dict[str
 
 
 class LayoutError(EplbError, ValueError):
-    """A map that is no valid layout, or a change that would make one.
+    """A map is not a valid layout, or a change would make one that is not.
 
     Attributes:
-        layer: First layer at fault, or None where the whole is.
+        layer: First layer at fault, or None where it is not one layer's.
         slot: First slot at fault, or None.
         expert: Expert at fault, or None.
     """
@@ -54,7 +54,7 @@ class LayoutError(EplbError, ValueError):
 
 
 class MissingExpertError(LayoutError):
-    """An expert that no live slot holds: without it a token of that expert could go nowhere."""
+    """No live slot holds an expert, so its tokens have nowhere to go."""
 
 
 class InfeasiblePlacementError(EplbError, ValueError):
@@ -62,7 +62,7 @@ class InfeasiblePlacementError(EplbError, ValueError):
 
     Attributes:
         num_live_slots: Slots on active ranks.
-        num_experts: Experts that need one each.
+        num_experts: Experts, which need one slot each.
     """
 
     def __init__(self, message: str, *, num_live_slots: int, num_experts: int) -> None:
@@ -72,7 +72,7 @@ class InfeasiblePlacementError(EplbError, ValueError):
 
 
 class FileFormatError(EplbError, ValueError):
-    """A file that is truncated, foreign or does not hold what it says.
+    """A file is truncated, of an unknown format or inconsistent.
 
     Attributes:
         path: The file.
@@ -84,10 +84,10 @@ class FileFormatError(EplbError, ValueError):
 
 
 class TransportError(EplbError, RuntimeError):
-    """Memory that cannot be registered, a peer that cannot be reached or a read that must not begin.
+    """Memory cannot be registered, a peer cannot be reached, or a read must not begin.
 
     Attributes:
-        rank: The peer, or None where it is about this rank.
+        rank: The peer, or None for this rank.
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
@@ -96,7 +96,7 @@ class TransportError(EplbError, RuntimeError):
 
 
 class SocketInUseError(EplbError, RuntimeError):
-    """Another server lives at this path, or something that is no socket.
+    """Another server listens at this path, or the path is not a socket.
 
     Attributes:
         path: The path.
@@ -108,11 +108,11 @@ class SocketInUseError(EplbError, RuntimeError):
 
 
 class SocketOwnerError(EplbError, RuntimeError):
-    """A socket that belongs to somebody else: neither to be trusted nor to be removed.
+    """The socket belongs to another user, so it is neither used nor removed.
 
     Attributes:
         path: The socket.
-        uid: Who owns it.
+        uid: Owner of the socket.
     """
 
     def __init__(self, message: str, *, path: str, uid: int) -> None:
@@ -122,10 +122,10 @@ class SocketOwnerError(EplbError, RuntimeError):
 
 
 class RecordLostError(EplbError, RuntimeError):
-    """The keeper of a record cannot be asked any more: it died, closed the connection, answered late or nonsense.
+    """The server of a record died, closed the connection, or answered late or in another protocol.
 
     Attributes:
-        path: Its socket.
+        path: Socket of the server.
     """
 
     def __init__(self, message: str, *, path: str) -> None:
@@ -134,7 +134,7 @@ class RecordLostError(EplbError, RuntimeError):
 
 
 class LayoutAgreementError(EplbError, RuntimeError):
-    """Ranks that cannot start on one layout; every rank raises it, with the same text.
+    """Ranks cannot start on one layout; every rank raises this, with the same text.
 
     Attributes:
         ranks: Ranks at fault, ascending.
@@ -146,18 +146,18 @@ class LayoutAgreementError(EplbError, RuntimeError):
 
 
 class HostAbsent(EplbError, RuntimeError):
-    """No weight host listens there: load from disk."""
+    """No weight host listens at the path: load from disk."""
 
 
 class HostBusy(EplbError, RuntimeError):
-    """A move is under way: ask again later."""
+    """A move is running: try again later."""
 
 
 class HostRefused(EplbError, RuntimeError):
-    """The host's weights are not what this engine needs: load from disk.
+    """The host's weights do not fit this engine: load from disk.
 
     Attributes:
-        field: What differs: a name in `config`, `layout`, or the name of a tensor.
+        field: What differs: a name in `config`, "layout", or the name of a tensor.
     """
 
     def __init__(self, message: str, *, field: str) -> None:
@@ -166,10 +166,10 @@ class HostRefused(EplbError, RuntimeError):
 
 
 class AgreementError(EplbError, RuntimeError):
-    """Ranks did not come to an agreement in time: one is dead, stopped, or has left the loop.
+    """Ranks did not agree before the deadline: one died, stopped, or left the loop.
 
     Attributes:
-        ranks: Members of the agreement that did not answer, as far as is known; may be empty.
+        ranks: Members known not to have answered; may be empty.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
@@ -178,13 +178,13 @@ class AgreementError(EplbError, RuntimeError):
 
 
 class MigrationError(EplbError, RuntimeError):
-    """A move that ended before its target was reached. Every live rank has the same layout, and serves on.
+    """A move ended before its target was reached. All live ranks have the same layout and go on serving.
 
     Attributes:
-        layout: The layout that the weights are in: layers installed before the end are new, the others old. None where
-            nothing had begun.
-        reason: One word: see `MigratorStatus.cause`.
-        rank: The rank that gave up, or None where it is not known.
+        layout: Layout that the weights are in: layers installed before the end are new, the others old. None where no
+            move had begun.
+        reason: One word; see `MigratorStatus.cause`.
+        rank: Rank that gave up, or None where that is not known.
     """
 
     def __init__(self, message: str, *, layout: object = None, reason: str = "", rank: int | None = None) -> None:

@@ -1,7 +1,7 @@
-"""What each slot holds: one array, and every map derived from it.
+"""`ExpertLayout`: the expert of each slot as one array, and every map derived from it.
 
-`ExpertLayout` is the only truth about where experts are. What loading fills, what dispatch may target and what a move
-must read are all computed from its `physical_to_logical_map`, so they cannot disagree.
+What loading fills, what dispatch may target and what a move must read are all computed from its
+`physical_to_logical_map`, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class LayoutDiff(NamedTuple):
 
 
 class ExpertLayout:
-    """Which logical expert each slot holds, on every layer. Immutable; an object that exists is valid.
+    """Hold the logical expert of each slot on every layer. Immutable; an object that exists is valid.
 
     Slots are global and rank-major: slot `p` is local slot `p % S` of rank `p // S`. Every layer holds every logical
-    expert in at least one slot; a slot may be empty (-1). Two replicas of one expert on one rank are accepted, since
-    saved layouts have them.
+    expert in at least one slot; a slot may be empty (-1). Two replicas of one expert on one rank are accepted because
+    saved layouts contain them.
 
     Args:
         physical_to_logical_map: Signed ints `[L, P]` in `[-1, E)`: lists, numpy or torch. Copied. `L` may be 0.
@@ -62,16 +62,16 @@ class ExpertLayout:
         topology: Ranks and nodes; its R must divide P.
 
     Raises:
-        LayoutError: An id out of range; the text and the attributes name layer and slot.
-        MissingExpertError: An expert without a slot, with layer and expert.
+        LayoutError: An id is out of range; `layer` and `slot` say where.
+        MissingExpertError: An expert has no slot; `layer` and `expert` say which.
         ValueError: Wrong shape, or R does not divide P.
         TypeError: Not signed integers (an unsigned id cannot say -1).
 
     Cost:
-        O(L * P): about 0.1 ms at 58 x 288. Derived maps and the digest are computed when first asked for and kept.
+        O(L * P): about 0.1 ms at 58 x 288. Derived maps and the digest are computed on first use and kept.
 
     Threads:
-        Any; nothing changes after construction but caches whose value is the same whoever computes it.
+        Any. Only caches change after construction, and every thread computes the same values.
 
     Example:
         >>> layout = ExpertLayout([[0, 1, 2, 3, 3, 0]], num_experts=4, topology=Topology(num_ranks=2))
@@ -99,8 +99,7 @@ class ExpertLayout:
             p2l = to_ids(physical_to_logical_map, "physical_to_logical_map")
         except ValueError as error:  # ragged lists
             raise LayoutError(
-                "`physical_to_logical_map` must be [L, P], the same number of slots on every layer; "
-                "mark slots that a rank does not have with -1"
+                "`physical_to_logical_map` must be [L, P] with as many slots on every layer; pad shorter layers with -1"
             ) from error
         if p2l.ndim != 2:
             raise ValueError(f"`physical_to_logical_map` (shape {list(p2l.shape)}) must be [L, P]")
@@ -118,17 +117,17 @@ class ExpertLayout:
 
     @classmethod
     def _of_valid(cls, p2l: IntArray, num_experts: int, topology: Topology) -> ExpertLayout:
-        """Wrap a map that the caller has checked or derived from a valid one; takes ownership of the array."""
+        """Wrap a map that is known to be valid; takes ownership of the array."""
         layout = cls.__new__(cls)
         layout._set(p2l, num_experts, topology)
         return layout
 
     @classmethod
     def trivial(cls, num_layers: int, num_experts: int, *, num_slots: int, topology: Topology) -> ExpertLayout:
-        """Slot `p` holds expert `p % E` on every layer: what engines start from.
+        """Put expert `p % E` into slot `p` on every layer, as engines start.
 
         Where R does not divide `num_slots`, ranks have S = ceil(num_slots / R) slots and the last ranks end with an
-        empty one, so that sizes differ by one at most.
+        empty one.
 
         Args:
             num_layers: Layers L, 0 or more.
@@ -154,10 +153,10 @@ class ExpertLayout:
         return cls._of_valid(np.tile(row, (layers, 1)), experts, topology)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"an ExpertLayout does not change; make another with the new `{name}`")
+        raise AttributeError(f"`{name}` of an ExpertLayout cannot be set; make another layout")
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError("an ExpertLayout does not change")
+        raise AttributeError(f"`{name}` of an ExpertLayout cannot be deleted")
 
     # ---- sizes ---------------------------------------------------------------------------------------------------
 
@@ -168,7 +167,7 @@ class ExpertLayout:
 
     @property
     def num_slots(self) -> int:
-        """Slots P = R * S, empty ones counted."""
+        """Slots P = R * S, empty ones included."""
         return int(self._p2l.shape[1])
 
     @property
@@ -202,10 +201,10 @@ class ExpertLayout:
         return count
 
     def slots(self, layer: int, expert: int) -> tuple[int, ...]:
-        """All global slots that hold `expert` on `layer`, ascending, on every rank.
+        """Return all global slots that hold `expert` on `layer`, on any rank, ascending.
 
         Raises:
-            IndexError: `layer` or `expert` is out of range; negative ones too.
+            IndexError: `layer` or `expert` is out of range; negative numbers are.
         """
         check_id(layer, "layer", self.num_layers)
         check_id(expert, "expert", self.num_experts)
@@ -214,10 +213,10 @@ class ExpertLayout:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the map in hex: equal on every machine where slots hold the same experts, and nowhere else.
+        """SHA-256 of the map in hex: equal exactly where slots hold the same experts, on any machine.
 
-        Ranks, nodes and speeds are no part of it. Over the bytes `eplb-layout-1`, then L, P, E and the map in row
-        order, each as little-endian int64.
+        Of the bytes `eplb-layout-1`, then L, P, E and the map in row order, each as little-endian int64. Ranks, nodes
+        and speeds are not part of it.
         """
         digest = self._digest
         if digest is None:
@@ -239,10 +238,10 @@ class ExpertLayout:
 
         Raises:
             ValueError: The layouts differ in shape, experts or topology.
-            IndexError: A layer out of range; negative ones too.
+            IndexError: A layer is out of range; negative numbers are.
 
         Cost:
-            Copies the map (some microseconds at 58 x 288); validates and hashes nothing, so it may run between passes.
+            Some microseconds at 58 x 288: copies the map, validates and hashes nothing, so it may run between passes.
         """
         self.check_same_frame(other)
         rows = layer_rows(layers, self.num_layers)
@@ -251,15 +250,15 @@ class ExpertLayout:
         return self._of_valid(p2l, self.num_experts, self.topology)
 
     def resized(self, topology: Topology, ranks: ArrayLike | None = None) -> ExpertLayout:
-        """This layout on other ranks: some leave, some join empty; nothing that stays changes its local slot.
+        """Change the ranks: some leave, some join empty; experts that stay keep their local slots.
 
         Args:
             topology: Ranks and nodes after the change, R' ranks.
-            ranks: Ints `[R']`: this layout's rank that becomes rank i, -1 = a new, empty one; each rank at most once.
+            ranks: Ints `[R']`: the rank of this layout that becomes rank i, each at most once; -1 = a new, empty rank.
                 Default: rank i stays rank i, new ranks come last.
 
         Raises:
-            MissingExpertError: An expert would lose its last slot; the text says on which rank it is.
+            MissingExpertError: An expert would lose its last slot; the text names its ranks.
             ValueError: `ranks` has the wrong length, or names a rank twice.
             IndexError: A rank out of range.
         """
@@ -271,7 +270,7 @@ class ExpertLayout:
             kept = to_ids(ranks, "ranks")
         if kept.shape != (new_ranks,):
             raise ValueError(
-                f"`ranks` (shape {list(kept.shape)}) must be [{new_ranks}], one entry a rank of `topology`"
+                f"`ranks` (shape {list(kept.shape)}) must be [{new_ranks}], one entry per rank of `topology`"
             )
         if kept.max() >= old_ranks or kept.min() < -1:
             rank = int(np.argmax((kept >= old_ranks) | (kept < -1)))
@@ -279,7 +278,7 @@ class ExpertLayout:
         named = kept[kept >= 0]
         if len(np.unique(named)) < len(named):
             twice = int(np.argmax(np.bincount(named) > 1))
-            raise ValueError(f"`ranks` must name each rank once; {twice} is there twice")
+            raise ValueError(f"`ranks` must name each rank at most once; it has {twice} twice")
         by_rank = self._p2l.reshape(self.num_layers, old_ranks, self.slots_per_rank)
         p2l = np.where((kept >= 0)[None, :, None], by_rank[:, np.maximum(kept, 0)], -1)
         p2l = np.ascontiguousarray(p2l.reshape(self.num_layers, new_ranks * self.slots_per_rank))
@@ -289,8 +288,8 @@ class ExpertLayout:
             holders = sorted({slot // self.slots_per_rank for slot in self.slots(layer, expert)})
             raise MissingExpertError(
                 f"expert {expert} of layer {layer} would lose its last slot with rank {', '.join(map(str, holders))}"
-                f"{f'; {len(lost) - 1} more' if len(lost) > 1 else ''}; move it to a rank that stays first "
-                "(place with `active_ranks`), or keep the rank",
+                f"{f'; {len(lost) - 1} more' if len(lost) > 1 else ''}; first move it to a rank that "
+                "stays (`plan_removal`, or `place` with `active_ranks`)",
                 layer=layer,
                 expert=expert,
             )
@@ -366,7 +365,7 @@ class ExpertLayout:
         )
 
     def format(self, layers: ArrayLike | None = None, *, width: int = 120) -> str:
-        """The layout as text: a line a layer, `|` between ranks, `-` for an empty slot; cut at `width` (0 = never)."""
+        """Return text: a line per layer, `|` between ranks, `-` for empty slots; cut at `width` unless that is 0."""
         check_int(width, "width", 0)
         rows = np.arange(self.num_layers) if layers is None else layer_rows(layers, self.num_layers)
         lines = []
@@ -395,7 +394,7 @@ def _rebuild(p2l: IntArray, num_experts: int, topology: Topology) -> ExpertLayou
 
 
 def check_num_slots(num_slots: int, num_experts: int) -> int:
-    """Slots to fill: at least one an expert."""
+    """Check a number of slots to fill: at least one for each expert."""
     slots = check_int(num_slots, "num_slots", 1)
     if slots < num_experts:
         raise ValueError(
@@ -407,14 +406,14 @@ def check_num_slots(num_slots: int, num_experts: int) -> int:
 
 
 def rank_capacity(num_slots: int, num_ranks: int) -> IntArray:
-    """Slots that each rank fills, int64 `[R]`: sizes differ by one at most, the last ranks have less."""
+    """Return the number of slots that each rank fills, int64 `[R]`: equal, or one less on the last ranks."""
     return num_slots // num_ranks + (np.arange(num_ranks, dtype=np.int64) < num_slots % num_ranks)
 
 
 def min_redundant(num_experts: int, num_ranks: int) -> int:
-    """The fewest redundant experts with which every rank has the same number of slots: -E mod R.
+    """Return the fewest redundant experts with which every rank has as many slots: -E mod R.
 
-    Layouts need no such number (`place` leaves slots empty where R does not divide), engines often do.
+    Engines often need that; layouts do not (`place` leaves slots empty where R does not divide `num_slots`).
 
     Example:
         >>> min_redundant(256, 3), min_redundant(30, 8), min_redundant(256, 32)
@@ -464,7 +463,7 @@ def staying_ranks(leaving: ArrayLike, capacity: IntArray, num_experts: int) -> B
 
 
 def count_replicas(p2l: IntArray, num_experts: int) -> IntArray:
-    """Slots of each expert, int64 `[L, E]`; ids must be in [-1, E)."""
+    """Count the slots of each expert, int64 `[L, E]`; ids must be in [-1, E)."""
     layers = p2l.shape[0]
     # One histogram over (layer, expert), with a bin a layer for the empty slots.
     bins = (p2l + 1) + np.arange(layers, dtype=np.int64)[:, None] * (num_experts + 1)
@@ -473,7 +472,7 @@ def count_replicas(p2l: IntArray, num_experts: int) -> IntArray:
 
 
 def invert(p2l: IntArray, num_experts: int) -> IntArray:
-    """All slots of each expert, int64 `[L, E, K]`, ascending, padded with -1."""
+    """List all slots of each expert, int64 `[L, E, K]`, ascending, padded with -1."""
     layers, slots = p2l.shape
     counts = count_replicas(p2l, num_experts)
     l2p = np.full((layers, num_experts, int(counts.max(initial=1))), -1, dtype=np.int64)
@@ -494,8 +493,8 @@ def check_map(p2l: IntArray, num_experts: int, topology: Topology) -> None:
     layers, slots = p2l.shape
     if slots % topology.num_ranks or slots == 0:
         raise ValueError(
-            f"`physical_to_logical_map` has {slots} slots, which {topology.num_ranks} ranks do not divide; "
-            "pad ranks that have fewer slots with -1"
+            f"`physical_to_logical_map` ({slots} slots) must have as many, one or more, on each of {topology.num_ranks} ranks; "
+            "pad shorter ranks with -1"
         )
     if p2l.size and (p2l.min() < -1 or p2l.max() >= num_experts):
         bad = np.argwhere((p2l < -1) | (p2l >= num_experts))

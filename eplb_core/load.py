@@ -1,6 +1,6 @@
-"""Counting tokens per expert on the host: from top-k ids or slot counts to windows of expert load, and their faults.
+"""Count tokens per expert on the host, from top-k ids or slot counts to windows of expert load; find faults of traces.
 
-Everything here is int64 numpy on the CPU. Counts never wrap, padding (-1) never counts, and what does not fit raises.
+Counts are int64 and never wrap; padding (-1) never counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TOP = np.iinfo(np.int64).max
 
 
 def count_topk(topk_ids: ArrayLike, num_experts: int, *, num_tokens: int | None = None) -> IntArray:
-    """How many tokens go to each logical expert?
+    """Count the tokens of each logical expert.
 
     Every pair of a token and an expert counts once, so a layer's counts sum to tokens x top-k.
 
@@ -24,13 +24,13 @@ def count_topk(topk_ids: ArrayLike, num_experts: int, *, num_tokens: int | None 
         topk_ids: Logical ids, signed ints `[tokens, top_k]` of one layer or `[tokens, L, top_k]`; -1 = masked, not
             counted. Views are fine.
         num_experts: Logical experts E.
-        num_tokens: Rows that are real; those after them are padding whatever they hold. Default: all.
+        num_tokens: Rows that are real; later rows are padding. Default: all.
 
     Returns:
         int64 `[E]`, or `[L, E]` for three dimensions.
 
     Raises:
-        IndexError: An id is below -1 or not below E; the text names token and layer.
+        IndexError: An id is below -1 or not below E.
         TypeError: The dtype is unsigned, or too narrow for both -1 and E - 1.
         ValueError: Wrong number of dimensions, or more tokens than rows.
 
@@ -71,11 +71,11 @@ def count_topk(topk_ids: ArrayLike, num_experts: int, *, num_tokens: int | None 
 
 
 def fold_slots(slot_counts: ArrayLike, physical_to_logical_map: ArrayLike, num_experts: int) -> IntArray:
-    """Turn tokens counted per slot into tokens per logical expert, under the layout in which they were counted.
+    """Fold tokens per slot into tokens per logical expert, by the layout under which they were counted.
 
     Args:
         slot_counts: Ints `[..., L, P]`, 0 or more.
-        physical_to_logical_map: Signed ints `[L, P]`: the map of the time of counting; -1 = an empty slot.
+        physical_to_logical_map: Signed ints `[L, P]`: the map while they were counted; -1 = an empty slot.
         num_experts: Logical experts E.
 
     Returns:
@@ -96,8 +96,8 @@ def fold_slots(slot_counts: ArrayLike, physical_to_logical_map: ArrayLike, num_e
         raise ValueError(f"`physical_to_logical_map` must be in [-1, {num_experts}); it has {p2l.min()}..{p2l.max()}")
     if (counts * (p2l < 0)).any():
         layer, slot = (int(i) for i in np.argwhere((counts * (p2l < 0)).reshape(-1, *p2l.shape).any(axis=0))[0])
-        raise ValueError(f"`slot_counts` has tokens at layer {layer}, slot {slot}, which is empty in the map")
-    # Where sums may pass int64 they are made of Python's integers, which do not wrap.
+        raise ValueError(f"`slot_counts` must be 0 at layer {layer}, slot {slot}, which is empty in the map")
+    # Where sums may exceed int64, add Python integers, which do not wrap.
     kind = object if int(counts.max(initial=0)) * p2l.shape[1] > _TOP else np.int64
     load = np.zeros((*counts.shape[:-1], num_experts + 1), dtype=kind)
     layers = np.arange(len(p2l))
@@ -110,7 +110,7 @@ def fold_slots(slot_counts: ArrayLike, physical_to_logical_map: ArrayLike, num_e
 
 
 def check_counts(value: ArrayLike, name: str) -> IntArray:
-    """Integers, 0 or more, as int64."""
+    """Convert integers to int64; raise unless they are 0 or more and fit."""
     array = to_numpy(value, name)
     if array.dtype.kind not in "iu":
         raise TypeError(f"`{name}` (dtype {array.dtype}) must be integers")
@@ -121,15 +121,15 @@ def check_counts(value: ArrayLike, name: str) -> IntArray:
 
 
 class LoadWindows:
-    """The last T windows of expert load, as a ring on the host.
+    """Keep the last T windows of expert load in a ring on the host.
 
     Args:
         num_layers: Layers L.
         num_experts: Logical experts E.
-        windows: Windows T that are kept; the oldest is dropped when another ends.
+        windows: Windows T to keep.
 
     Threads:
-        One writer; `windows()` returns a copy that nobody changes.
+        One writer; `windows()` returns a copy.
 
     Example:
         >>> ring = LoadWindows(1, 3, windows=2)
@@ -149,7 +149,7 @@ class LoadWindows:
         self._ended = 0
 
     def add(self, counts: ArrayLike) -> None:
-        """Add int counts `[L, E]` to the open window; bad ones raise and change nothing."""
+        """Add int counts `[L, E]` to the open window; nothing changes where that raises."""
         more = check_counts(counts, "counts")
         if more.shape != self._open.shape:
             raise ValueError(f"`counts` (shape {list(more.shape)}) must be {list(self._open.shape)}, layers by experts")
@@ -159,42 +159,41 @@ class LoadWindows:
         self._open += more
 
     def roll(self) -> None:
-        """End the open window and begin another."""
+        """End the open window and start another."""
         self._ring[self._ended % len(self._ring)] = self._open
         self._open[:] = 0
         self._ended += 1
 
     def windows(self) -> IntArray:
-        """The ended windows, oldest first: int64 `[0..T, L, E]`, a copy; no window is a valid answer."""
+        """Copy the ended windows, oldest first: int64 `[0..T, L, E]`."""
         if self._ended <= len(self._ring):
             return self._ring[: self._ended].copy()
         return np.roll(self._ring, -(self._ended % len(self._ring)), axis=0)
 
 
 class TraceFault(NamedTuple):
-    """Something in a recording that a placement should not be built on."""
+    """A fault in a recording that makes it unfit for placement."""
 
     kind: str
     """not_finite, negative, no_load, empty_window or first_experts."""
     layers: tuple[int, ...]
-    """Layers (rows) at fault."""
+    """Layers (rows) with the fault."""
     text: str
-    """What it is and what to do."""
+    """Fault and remedy in words."""
 
 
 def check_trace(load: ArrayLike, *, top_k: int | None = None) -> tuple[TraceFault, ...]:
-    """Which faults does a recording have?
+    """Find faults in a recording.
 
-    Looks for values that are no counts, layers and windows without load, and layers whose load sits on the first
-    top-k experts alone: that is what a recorder writes that saw a placeholder in place of the router's answer.
+    Looks for values that are not counts, for layers and windows without load, and for layers with load on the first
+    top-k experts alone, as a recorder writes that saw a placeholder in place of the router's answer.
 
     Args:
         load: `[L, E]` or `[T, L, E]`, any numbers.
-        top_k: Experts per token where known. Else a layer is suspect when its load sits on the first k experts for
-            some k of at most a quarter of E.
+        top_k: Experts per token where known; else any number up to a quarter of E.
 
     Returns:
-        Faults, worst first; empty if none. Never raises for what the numbers are.
+        Faults, worst first; empty if there are none. No number raises.
 
     Raises:
         ValueError: Wrong number of dimensions, or no expert.
@@ -212,7 +211,9 @@ def check_trace(load: ArrayLike, *, top_k: int | None = None) -> tuple[TraceFaul
     windows = (array[None] if array.ndim == 2 else array).astype(np.float64)
     finite = np.isfinite(windows)
     found = [
-        _values("not_finite", ~finite, windows, "is not a number; mend the recorder, or put 0 where nothing is known"),
+        _values(
+            "not_finite", ~finite, windows, "is not a number; correct the recorder, or put 0 where nothing is known"
+        ),
         _values("negative", finite & (windows < 0), windows, "is negative; a narrow counter has wrapped"),
     ]
     clean = np.where(finite & (windows > 0), windows, 0.0)

@@ -1,4 +1,4 @@
-"""How even a layout makes the load, and what it costs to get there."""
+"""Rank loads, balancedness and transfers of layouts; checks of loads and shares."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from eplb_core.layout import ExpertLayout
 
 
 def rank_load(layout: ExpertLayout, expert_load: ArrayLike, *, shares: ArrayLike | None = None) -> FloatArray:
-    """How many tokens does each rank compute?
+    """Compute how many tokens each rank gets.
 
     Args:
         layout: Where the experts are.
@@ -47,7 +47,7 @@ def rank_load(layout: ExpertLayout, expert_load: ArrayLike, *, shares: ArrayLike
 
 
 def even_shares(layout: ExpertLayout) -> FloatArray:
-    """One over the number of replicas for each slot that holds an expert, else 0, float64 `[L, P]`."""
+    """Return shares `[L, P]` that split each expert equally: one over its number of slots, 0 for empty slots."""
     p2l = layout.physical_to_logical_map
     return (p2l >= 0) / np.take_along_axis(layout.replica_count, np.maximum(p2l, 0), axis=1)
 
@@ -119,7 +119,7 @@ def check_shares(
 
 
 def balancedness(rank_load: ArrayLike) -> FloatArray:
-    """How even is each layer? mean / max over ranks, in (0, 1], 1 is best.
+    """Compute mean / max over ranks for each layer, in (0, 1]; 1 is best.
 
     Args:
         rank_load: `[..., R]`. For ranks of unequal speed divide by the speeds first.
@@ -136,33 +136,33 @@ def balancedness(rank_load: ArrayLike) -> FloatArray:
 
 
 def mean_over_top(mean: FloatArray, top: FloatArray) -> FloatArray:
-    """`mean / top`, which rounding may leave a hair above 1; NaN where `top` is 0: without load."""
+    """Divide, and cut at 1 what rounding leaves above it; NaN where `top` is 0: no load."""
     each: FloatArray = np.divide(mean, top, out=np.full(top.shape, np.nan), where=top > 0)
     return np.minimum(each, 1.0, out=each)
 
 
 def mean_of_known(each: FloatArray) -> float:
-    """Mean of what is known; NaN if nothing is."""
+    """Return the mean of all but NaN; NaN if there is nothing else."""
     known = ~np.isnan(each)
     return float(each[known].mean()) if known.any() else float("nan")
 
 
 def mean_balancedness(rank_load: ArrayLike) -> float:
-    """Mean over layers (and windows) of `balancedness`; those without load count in no average. NaN if none has any."""
+    """Average `balancedness` over layers (and windows) with load; NaN if none has any."""
     return mean_of_known(balancedness(rank_load))
 
 
 def total_balancedness(rank_load: ArrayLike) -> float:
-    """Sum of the means over the sum of the maxima: weighs each layer and window by its time. NaN without load.
+    """Divide the sum of the means by the sum of the maxima: each layer and window weighs by its time. NaN without load.
 
-    With one device per rank and layers in turn, this is the fraction of time that the average rank works.
+    With one device per rank and one layer after another, it is the fraction of time that the average rank works.
     """
     load = check_rank_load(rank_load)
     return float(mean_over_top(load.mean(axis=-1).sum(), load.max(axis=-1).sum()))
 
 
 def check_rank_load(value: ArrayLike) -> FloatArray:
-    """`[..., R]` as float64, finite and not negative, one rank or more."""
+    """Convert `[..., R]` to float64; raise unless it is finite, not negative and has a rank."""
     load = to_reals(value, "rank_load")
     if load.ndim == 0 or load.shape[-1] == 0:
         raise ValueError(f"`rank_load` (shape {list(load.shape)}) must be [..., R] with one rank or more")
@@ -177,10 +177,10 @@ def check_rank_load(value: ArrayLike) -> FloatArray:
 
 
 def transfers(old: ExpertLayout, new: ExpertLayout) -> IntArray:
-    """How many experts must each rank receive to go from `old` to `new`?
+    """Count the experts that each rank must receive to go from `old` to `new`.
 
-    An expert that a rank holds in `new` and did not hold in `old` crosses the wire once, however many of the rank's
-    slots it fills; what a rank already holds is copied inside it.
+    An expert that a rank holds in `new` and not in `old` counts once, however many of the rank's slots it fills; an
+    expert that a rank already holds is copied within the rank.
 
     Args:
         old: Layout that the weights are in.
@@ -210,7 +210,7 @@ def transfers(old: ExpertLayout, new: ExpertLayout) -> IntArray:
 
 
 def _holds(layout: ExpertLayout) -> BoolArray:
-    """Does the rank hold the expert? bool `[L, R, E]`."""
+    """Say whether each rank holds each expert, bool `[L, R, E]`."""
     layers, ranks = layout.num_layers, layout.topology.num_ranks
     holds = np.zeros((layers, ranks, layout.num_experts + 1), dtype=np.bool_)
     by_rank = layout.physical_to_logical_map.reshape(layers, ranks, layout.slots_per_rank)

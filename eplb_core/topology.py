@@ -1,4 +1,4 @@
-"""Where the EP ranks sit and how fast they are."""
+"""`Topology`: the node and the speed of each EP rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MAX_RANKS = 1 << 20
 
 
 class Topology:
-    """Ranks, the node of each rank, and the speed of each rank. Immutable; equal by value; safe to share.
+    """Hold the node and the speed of each EP rank. Immutable; equal by value; safe to share.
 
-    Give either `num_ranks` (and `num_nodes`: ranks are then node-major, the same number on every node), or
-    `rank_to_node` for anything else. Nothing is guessed from a number of GPUs per node.
+    Give either `num_ranks` and `num_nodes` (ranks are then node-major, as many on every node), or `rank_to_node` for
+    anything else.
 
     Args:
         num_ranks: EP ranks R, 1 or more.
@@ -23,7 +23,7 @@ class Topology:
         rank_speed: Floats `[R]`, positive: tokens per unit of time, relative. Default: all equal.
 
     Raises:
-        ValueError: Numbers do not fit; the text names them all.
+        ValueError: Numbers do not fit.
         TypeError: Not integers, or neither or both of `num_ranks` and `rank_to_node` given.
 
     Example:
@@ -88,13 +88,13 @@ class Topology:
                 raise ValueError(f"`num_nodes` (={num_nodes}) and `rank_to_node` ({nodes} nodes) disagree; give one")
         speed = np.ones(ranks) if rank_speed is None else np.array(to_reals(rank_speed, "rank_speed"))
         if speed.shape != (ranks,):
-            raise ValueError(f"`rank_speed` (shape {list(speed.shape)}) must be [{ranks}], one speed a rank")
+            raise ValueError(f"`rank_speed` (shape {list(speed.shape)}) must be [{ranks}], one speed per rank")
         bad = ~((speed > 0) & (speed < np.inf))
         if bad.any():
             rank = int(np.argmax(bad))
             raise ValueError(
                 f"`rank_speed` (={speed[rank]}) must be positive and finite at rank {rank}; "
-                "a rank that must take nothing is left out by `active_ranks`"
+                "leave out a rank that must take nothing by `active_ranks`"
             )
         if speed.max() > 1e6 * speed.min() or speed.max() > 1e100 or speed.min() < 1e-100:
             raise ValueError(
@@ -108,10 +108,10 @@ class Topology:
         set_field(self, "_rank_speed", read_only(speed))
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Topology does not change; make another with the new `{name}`")
+        raise AttributeError(f"`{name}` of a Topology cannot be set; make another topology")
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError("a Topology does not change")
+        raise AttributeError(f"`{name}` of a Topology cannot be deleted")
 
     @property
     def rank_to_node(self) -> IntArray:

@@ -1,4 +1,4 @@
-"""Recorded expert load: windows of tokens per expert, and what is known of them."""
+"""`Trace`: recorded windows of tokens per expert, with their metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eplb_core.load import TraceFault, check_counts, check_trace
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Windows of expert load and what is known of them. Immutable; valid once it exists.
+    """Hold windows of expert load and their metadata. Immutable; an object that exists is valid.
 
     Args:
         load: `[T, L, E]` or `[L, E]` (one window), integers or floats, finite and 0 or more. Copied.
@@ -36,13 +36,13 @@ class Trace:
     top_k: int | None = None
     """Experts per token, where known."""
     source: str = ""
-    """Where the numbers come from, in words."""
+    """Origin of the numbers, in words."""
     path: str = ""
     """File that was read, or empty."""
     format: str = "memory"
-    """Which format the file had."""
+    """Format of the file."""
     notes: tuple[str, ...] = ()
-    """What reading did beyond copying: rows left out, order restored, counts folded."""
+    """Changes made by reading: rows left out, order restored, counts folded."""
 
     def __post_init__(self) -> None:
         load = check_trace_load(self.load)
@@ -71,7 +71,7 @@ class Trace:
 
     @property
     def faults(self) -> tuple[TraceFault, ...]:
-        """What `check_trace` finds."""
+        """Faults that `check_trace` finds."""
         return check_trace(self.load, top_k=self.top_k)
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class Trace:
 
 
 def check_trace_load(value: ArrayLike) -> IntArray | FloatArray:
-    """`[T, L, E]` as a new int64 array for integers and float64 for floats; `[L, E]` becomes one window."""
+    """Copy `[T, L, E]` to int64 (integers) or float64 (floats); `[L, E]` becomes one window."""
     array = to_numpy(value, "load")
     checked = check_load(array, "load", (2, 3))
     load: IntArray | FloatArray = check_counts(array, "load") if array.dtype.kind in "iu" else checked.copy()

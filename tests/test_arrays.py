@@ -66,7 +66,7 @@ def test_load_of_any_real_kind_becomes_float64() -> None:
 @pytest.mark.parametrize(
     ("bad", "at", "message"),
     [
-        (np.nan, (0,), r"`load` \(=nan\) must be finite and not negative at expert 0; mend the recording"),
+        (np.nan, (0,), r"`load` \(=nan\) must be finite and not negative at expert 0; correct the recording"),
         (-2.0, (1, 2), r"`load` \(=-2.0\) must be finite and not negative at layer 1, expert 2;"),
         (np.inf, (1, 0, 2), r"`load` \(=inf\) must be finite and not negative at window 1, layer 0, expert 2;"),
         (-np.inf, (0, 0), r"\(=-inf\)"),
@@ -81,7 +81,7 @@ def test_load_that_is_no_count_raises_and_says_where(bad: float, at: tuple[int, 
 
 
 def test_the_first_of_many_bad_loads_is_named_with_their_number() -> None:
-    with pytest.raises(ValueError, match=r"at layer 0, expert 1; 2 more; mend"):
+    with pytest.raises(ValueError, match=r"at layer 0, expert 1; 2 more; correct"):
         check_load([[1.0, -1.0, np.nan], [0.0, 0.0, np.inf]], "load", (2,))
 
 

@@ -65,33 +65,36 @@ def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = No
     table = np.empty((ranks, layers, experts), dtype=np.int64)
     load = np.ones((1, layers, experts)) if expert_load is None else check_load_of(layout, expert_load, by_source=True)
     load = load if load.ndim == 3 else load[None]
-    owner = np.arange(layout.num_slots) // layout.slots_per_rank
-    width = layout.num_slots + ranks + experts + 1
-    ints, floats = np.empty((8, width), dtype=np.int64), np.empty((3, width))
-    picks = np.empty((max(1, layout.num_slots - experts), ranks), dtype=np.int64)
+    owner, scratch = _memory(layout)
     p2l, node = layout.physical_to_logical_map, layout.topology.rank_to_node
     for layer in range(layers):
         # Read-only, like a caller's own array: the kernel is compiled for one kind.
         sent = read_only(np.ascontiguousarray(load[:, layer].T))  # [E, R] or [E, 1]
-        _fill_layer(p2l[layer], owner, node, sent, ints, floats, picks, table[:, layer], 0)
+        _fill_layer(p2l[layer], owner, node, sent, *scratch, table[:, layer], 0)
     return table
 
 
 def rank_filler(layout: ExpertLayout, rank: int) -> Callable[[int, IntArray], IntArray]:
     """Return a function from a layer's number and row to the rank's `[E]` part of `even_dispatch_table`."""
-    ranks, experts, slots = layout.topology.num_ranks, layout.num_experts, layout.num_slots
-    owner, node = np.arange(slots) // layout.slots_per_rank, layout.topology.rank_to_node
-    sent, width = read_only(np.ones((experts, 1))), slots + ranks + experts + 1
-    ints, floats = np.empty((8, width), dtype=np.int64), np.empty((3, width))
-    picks = np.empty((max(1, slots - experts), ranks), dtype=np.int64)
-    table = np.empty((1, experts), dtype=np.int64)
+    owner, scratch = _memory(layout)
+    node, sent = layout.topology.rank_to_node, read_only(np.ones((layout.num_experts, 1)))
+    table = np.empty((1, layout.num_experts), dtype=np.int64)
     mine: IntArray = table[0]
 
     def fill_rank(layer: int, row: IntArray) -> IntArray:
-        _fill_layer(row, owner, node, sent, ints, floats, picks, table, rank)
+        _fill_layer(row, owner, node, sent, *scratch, table, rank)
         return mine
 
     return fill_rank
+
+
+def _memory(layout: ExpertLayout) -> tuple[IntArray, tuple[IntArray, FloatArray, IntArray]]:
+    """Return the rank of each slot, and what `_fill_layer` works in."""
+    ranks, experts, slots = layout.topology.num_ranks, layout.num_experts, layout.num_slots
+    width = slots + ranks + experts + 1
+    picks = np.empty((max(1, slots - experts), ranks), dtype=np.int64)
+    scratch = (np.empty((8, width), dtype=np.int64), np.empty((3, width)), picks)
+    return np.arange(slots) // layout.slots_per_rank, scratch
 
 
 def hash_dispatch_table(

@@ -274,14 +274,19 @@ def _draw_sample(words: IntArray, position: int, count: int, rest: int, pool: In
 
 
 @inline_kernel
+def _draw_fair(words: IntArray, position: int, count: int, take: int, sample: IntArray, swaps: IntArray) -> int:
+    """Draw the random rest into `sample` and a shuffle of all picks into `swaps`; -1 when the words ran out."""
+    position = _draw_sample(words, position, count, take % count, swaps, sample)
+    return _draw_shuffle(words, position, take, swaps) if position >= 0 else -1
+
+
+@inline_kernel
 def _fair_choices(
     words: IntArray, position: int, count: int, take: int, sample: IntArray, swaps: IntArray, picked: IntArray
 ) -> int:
     """`take` picks among `count`: each as often as the others but for a random rest, then shuffled."""
     rest = take % count
-    position = _draw_sample(words, position, count, rest, swaps, sample)
-    if position >= 0:
-        position = _draw_shuffle(words, position, take, swaps)
+    position = _draw_fair(words, position, count, take, sample, swaps)
     if position < 0:
         return -1
     pick = 0
@@ -309,9 +314,7 @@ def _fair_choice(
 ) -> int:
     """As `_fair_choices`, but leaves only what ends in `place`, in `picked[0]`: the other exchanges are not made."""
     rest = take % count
-    position = _draw_sample(words, position, count, rest, swaps, sample)
-    if position >= 0:
-        position = _draw_shuffle(words, position, take, swaps)
+    position = _draw_fair(words, position, count, take, sample, swaps)
     if position < 0:
         return -1
     source = swaps[place] if place > 0 else 0

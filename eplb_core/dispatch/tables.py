@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -348,7 +348,8 @@ class DispatchTables:
         fractions = self._equal if shares is None else self._check_shares(p2l, shares)
         rows = range(len(p2l)) if layers is None else _rows_of(layers, len(p2l))
         if len(rows) > 1:  # a row is looked at before it is written: for one, that is enough
-            self._check(p2l, rows, fractions)
+            for layer in rows:
+                self._check_row(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
         for layer in rows:
             self._fill(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
             self._p2l[layer] = p2l[layer]
@@ -363,11 +364,6 @@ class DispatchTables:
         if fractions.shape != p2l.shape:
             raise ValueError(f"`shares` (shape {list(fractions.shape)}) must be {list(p2l.shape)}, one per slot")
         return fractions
-
-    def _check(self, p2l: IntArray, rows: Sequence[int], fractions: FloatArray) -> None:
-        """Raise unless every row fits, before the first is written."""
-        for layer in rows:
-            self._check_row(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
 
     def _check_row(self, layer: int, row: IntArray, shares: FloatArray) -> None:
         found = check_row(row, shares, self._num_experts, self.max_replicas, self._scratch)

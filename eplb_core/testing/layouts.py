@@ -8,21 +8,21 @@ from eplb_core.layout import ExpertLayout
 
 
 def shifted_layout(layout: ExpertLayout) -> ExpertLayout:
-    """The same layout with the experts' numbers shifted, by another number in each layer: no slot holds what it held.
+    """Shift the experts' numbers, by a different amount per layer, so that no slot holds the expert it held.
 
-    Most layouts that engines start with hold expert e in slot e, so a path of the forward that forgets the mapping, a
-    loader that ignores the layout or a table of the wrong layer gives right answers until the first migration. Start an
-    engine from this one, and they are wrong from the first token on. Which path it is, the counts tell: layers that
-    nothing was mapped in stay at 0 in `LoadCounter`.
+    Engines mostly start with expert e in slot e, so a forward path that skips the mapping, a loader that ignores the
+    layout or a table of the wrong layer gives right answers until the first migration. An engine that starts from this
+    layout shows the error with the first token. `LoadCounter` tells which path it is: layers that were not mapped stay
+    at 0.
 
     Args:
-        layout: At least 2 experts. Its loads do not matter: ranks keep their numbers of distinct experts.
+        layout: Layout of at least 2 experts.
 
     Returns:
-        A layout in which expert e of layer l is where e - 1 - l % (E - 1) was, counted round.
+        Layout in which expert e of layer l is where expert (e - 1 - l % (E - 1)) % E was.
 
     Raises:
-        LayoutError: A layout of one expert is the same whatever one does.
+        LayoutError: The layout has one expert.
 
     Cost:
         A copy of the map.

@@ -1,6 +1,6 @@
-"""Hypothesis strategies: topologies, layouts and loads as engines have them, and as they should not but do.
+"""Hypothesis strategies: topologies, layouts and loads as engines have them, odd ones included.
 
-Needs the package hypothesis. What is drawn is valid; it shrinks to few ranks, few experts and small loads.
+Needs the package hypothesis. All that is drawn is valid and shrinks to few ranks, few experts and small loads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eplb_core.topology import Topology
 
 @st.composite
 def topologies(draw: Any, *, max_ranks: int = 8, max_nodes: int = 4) -> Topology:
-    """Ranks on nodes, of equal size or not.
+    """Draw ranks on nodes of equal or unequal size.
 
     Args:
         draw: Given by Hypothesis.
@@ -43,16 +43,16 @@ def layouts(
     empty: bool = True,
     pairs: bool = True,
 ) -> ExpertLayout:
-    """Layouts in which every expert has a slot: any order, any number of replicas.
+    """Draw layouts in which every expert has a slot: any order, any number of replicas.
 
     Args:
         draw: Given by Hypothesis.
         topology: Of the ranks; None draws one.
         max_layers: Most layers.
         max_experts: Most logical experts.
-        max_spare: Most slots a rank beyond those that the experts need.
-        empty: Slots may be empty.
-        pairs: A rank may hold an expert twice; False: only if counting forces it.
+        max_spare: Most slots per rank beyond those that the experts need.
+        empty: Whether slots may be empty.
+        pairs: Whether a rank may hold an expert twice where counting does not force it.
     """
     topology = draw(topologies()) if topology is None else topology
     ranks = topology.num_ranks
@@ -82,7 +82,7 @@ def _rows(draw: Any, ranks: int, per_rank: int, experts: int, *, empty: bool, pa
 
 @st.composite
 def expert_loads(draw: Any, *, layers: int, experts: int, windows: int | None = None, most: int = 1 << 20) -> IntArray:
-    """Tokens routed to each expert, int64 `[L, E]` or `[T, L, E]`: even, skewed, with idle experts, or nothing at all.
+    """Draw tokens per expert, int64 `[L, E]` or `[T, L, E]`: even, skewed, with idle experts, or all 0.
 
     Args:
         draw: Given by Hypothesis.
