@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo docs compiled test test-quick test-long test-bounds mutants mutants-all fuzz soak-moves coverage lint format bench soak peers engines clean
+.PHONY: demo docs compiled test test-quick test-long test-bounds mutants mutants-all fuzz soak-moves coverage lint format bench soak gpu peers engines clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once: a minute or two, 2.2 GB ..."
@@ -85,6 +85,18 @@ bench: $(READY)
 # The reference engine under traffic and faults: 10 minutes, 8 ranks on the CPU; fails if a token is wrong.
 soak: $(READY)
 	$(BIN)/python -m benchmarks.engine --soak 600 --ranks 8 --seed 1
+
+# What needs GPUs: tests, then the reference engine and moves, each with a limit on its time; one that fails keeps no other from running.
+GPU_ENGINE = timeout 150 $(BIN)/python -m benchmarks.engine --preset h200 --passes 120
+gpu: $(READY)
+	mkdir -p benchmark_results
+	-timeout 330 $(BIN)/python -m pytest -m cuda tests
+	-$(GPU_ENGINE) --device cuda:0 --threads --json benchmark_results/engine_threads.json
+	-$(GPU_ENGINE) --device cuda:0 --threads --modes async --check
+	-$(GPU_ENGINE) --device cuda:0 --json benchmark_results/engine_processes.json
+	-$(GPU_ENGINE) --device cuda --ranks 2 --always --json benchmark_results/engine_two_gpus.json
+	-$(BIN)/python -m benchmarks.multi_gpu --limit 170 --json benchmark_results/multi_gpu.json
+	-$(BIN)/python -m benchmarks.multi_gpu --transport nccl --limit 110 --json benchmark_results/multi_gpu_nccl.json
 
 # Placement policies of other projects, for the benchmarks to compare with: a few files of each wheel.
 peers: $(READY)

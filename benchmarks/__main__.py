@@ -32,7 +32,6 @@ HELPERS = {
     "full_grid",
     "measure",
     "moving_gpu_ranks",
-    "on_gpu",
     "peers",
     "ranks",
     "traces",

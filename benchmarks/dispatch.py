@@ -1,9 +1,9 @@
 """What do dispatch tables cost on the host, and how even do ranks become? Against SGLang's tables and the optimum.
 
-    python -m benchmarks.dispatch --peers-dir .peers --loads tokens.npz --json results.json
+    python -m benchmarks.dispatch --peers-dir .peers --json results.json
 
 Realized balance: layouts by DeepSeek's algorithm on the windows before, loads of the windows that follow, on the
-recording that ships; and, for each .npz with `topk_ids [tokens, layers, k]`, the slots of real tokens in batches.
+recording that ships.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 import eplb_core as eplb
 from benchmarks import measure, peers, traces
 from eplb_core.dispatch import quota
-from eplb_core.dispatch.constants import MOST_SLOTS, Mode
+from eplb_core.dispatch.constants import MOST_SLOTS
 
-PEER_OPTIONS = ("--peers-dir", "--loads")
+PEER_OPTIONS = ("--peers-dir",)
 Array = npt.NDArray[Any]
 
 LAYERS, EXPERTS, SLOTS, RANKS, NODES = 58, 256, 288, 32, 4
@@ -37,25 +37,22 @@ SGLANG_FUNCTIONS = (
     "_find_nearest_expert",
     "_fair_choices",
 )
-TOKEN_MODES: tuple[Mode, ...] = ("static", "even", "random", "row", "weighted", "quota")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = measure.parser("dispatch", __doc__, quick="small inputs, few calls")
     parser.add_argument("--peers-dir", type=Path, default=Path(peers.DEFAULT_FOLDER), help="an unpacked SGLang wheel")
-    parser.add_argument("--loads", type=Path, nargs="*", default=[], help=".npz with topk_ids [tokens, layers, k]")
     options = parser.parse_args(argv)
     measure.one_thread()
     times, head_lines = host_tables(options.peers_dir / SGLANG_FILE, options.quick)
     drift = realized_on_windows(options.quick)
-    streams = {}
-    for file in options.loads:
-        with np.load(file) as data:
-            if "topk_ids" in data:
-                streams[file.stem] = realized_on_tokens(data["topk_ids"], options.quick)
-    lines = [*head_lines, *summary(drift, streams)]
+    lines = [
+        *head_lines,
+        f"recorded drift: even split {drift['even split']:.4f}, weighted {drift['weighted']:.4f}, quota "
+        f"{drift['quota']:.4f} = {drift['quota'] / drift['limit']:.4f} of the limit {drift['limit']:.4f}",
+    ]
     print("\n" + "\n".join(lines))
-    measure.write_json(options.json, {"host": times, "drift": drift, "tokens": streams, "summary": lines})
+    measure.write_json(options.json, {"host": times, "drift": drift, "summary": lines})
     return 0
 
 
@@ -175,67 +172,6 @@ def quota_load(layout: eplb.ExpertLayout, tables: eplb.DispatchTables, window: A
             for slot, begin, end in zip(slots, starts, [*starts[1:], int(window[layer, expert])], strict=True):
                 result[layer, slot // layout.slots_per_rank] += end - begin
     return result
-
-
-def realized_on_tokens(topk_ids: Array, quick: bool) -> dict[str, float]:
-    """Mean balancedness over batches and layers of the slots that real tokens go to, by mode."""
-    layers = topk_ids.shape[1] if not quick else 2
-    ids = topk_ids[:, :layers].astype(np.int64)
-    experts, ranks, size = int(ids.max()) + 1, 8, 1024
-    half = len(ids) // 2
-    windows = [counts(part, experts) for part in np.array_split(ids[:half], 32)]
-    past = np.stack(windows)
-    p2l = eplb.rebalance_experts(torch.from_numpy(past.sum(0)), experts * 9 // 8, 1, 1, ranks)[0]
-    layout = eplb.ExpertLayout(p2l, experts, topology=eplb.Topology(ranks))
-    shares = eplb.replica_shares(layout, past)
-    sums: dict[str, list[float]] = {"even split": [], "limit": [], **{mode: [] for mode in TOKEN_MODES}}
-    batches = [ids[i : i + size] for i in range(half, len(ids) - size + 1, size)][: 1 if quick else None]
-    for batch in batches:
-        load = counts(batch, experts)
-        sums["even split"] += balance(eplb.rank_load(layout, load))
-        sums["limit"] += balance(eplb.rank_load(layout, load, shares=eplb.replica_shares(layout, load)))
-        for mode in TOKEN_MODES:
-            sums[mode] += balance(token_load(layout, batch, mode, shares if mode == "weighted" else None))
-    result = {name: float(np.mean(values)) for name, values in sums.items()}
-    print(f"\nreal tokens, batches of {size} on {ranks} ranks, {experts} experts on {layout.num_slots} slots:")
-    print(measure.table(["dispatch", "balancedness"], [[name, f"{value:.4f}"] for name, value in result.items()]))
-    return result
-
-
-def counts(ids: Array, experts: int) -> npt.NDArray[np.int64]:
-    """Tokens `[L, E]` of `[tokens, L, k]`."""
-    return np.stack([np.bincount(ids[:, layer].reshape(-1), minlength=experts) for layer in range(ids.shape[1])])
-
-
-def token_load(layout: eplb.ExpertLayout, batch: Array, mode: Mode, shares: Array | None) -> npt.NDArray[np.float64]:
-    """Tokens by rank `[L, R]` of a batch that is dealt over the source ranks."""
-    ranks = layout.topology.num_ranks
-    parts = [torch.from_numpy(part) for part in np.array_split(batch, ranks)]
-    total = torch.stack([torch.from_numpy(counts(part.numpy(), layout.num_experts)) for part in parts], dim=1).int()
-    result = np.zeros((layout.num_layers, ranks))
-    for rank, part in enumerate(parts):
-        layer_now = [0]
-
-        def all_reduce(summed: torch.Tensor, layer_now: list[int] = layer_now) -> None:
-            summed.copy_(total[layer_now[0]])
-
-        tables = eplb.DispatchTables(layout, rank=rank, mode=mode, shares=shares, all_reduce=all_reduce)
-        for layer in range(layout.num_layers):
-            layer_now[0] = layer
-            slots = tables.map(layer, part[:, layer].contiguous()).reshape(-1)
-            by_slot = torch.bincount(slots, minlength=layout.num_slots)
-            result[layer] += by_slot.view(ranks, -1).sum(1).numpy()
-    return result
-
-
-def summary(drift: dict[str, float], streams: dict[str, dict[str, float]]) -> list[str]:
-    lines = []
-    for name, values in {"recorded drift": drift, **streams}.items():
-        lines.append(
-            f"{name}: even split {values['even split']:.4f}, weighted {values['weighted']:.4f}, quota "
-            f"{values['quota']:.4f} = {values['quota'] / values['limit']:.4f} of the limit {values['limit']:.4f}"
-        )
-    return lines
 
 
 if __name__ == "__main__":

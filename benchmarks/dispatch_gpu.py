@@ -1,7 +1,6 @@
 """What does dispatch cost on a GPU? Map and count in one kernel, quotas, installs; against chains of torch operators.
 
-    python benchmarks/dispatch_gpu.py --json results.json          # on a CUDA device, with its tests first
-    python benchmarks/dispatch_gpu.py --quick                      # small, on the CPU by the torch path: no figures
+    python -m benchmarks.dispatch_gpu --json dispatch_gpu.json     # without a CUDA device: no figures
 
 Times are medians over replays of a CUDA graph that holds one call for each of many inputs and layers, divided by their
 number: launches follow each other as in a model, and no input is used twice in a row.
@@ -9,26 +8,16 @@ number: launches follow each other as in a model, and no input is used twice in 
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-import eplb_core as eplb  # noqa: E402
-from benchmarks import measure as measure_tools  # noqa: E402
-from eplb_core.dispatch.constants import MODES, SOLVED_MODES  # noqa: E402
+import eplb_core as eplb
+from benchmarks import measure
+from eplb_core.dispatch.constants import MODES, SOLVED_MODES
 
 SEED = 0
 EXPERTS, SLOTS, RANKS, TOPK = 256, 288, 32, 8
@@ -36,25 +25,10 @@ TOKENS = (64, 512, 4096, 16384)
 LAYERS, INPUTS = 16, 16
 
 
-def hot_layout(layers: int, experts: int, slots: int, ranks: int) -> tuple[eplb.ExpertLayout, Any]:
-    """Redundant slots for the hottest experts of a skewed load, dealt over the ranks."""
-    rng = np.random.default_rng(SEED)
-    load = rng.lognormal(0, 1.0, (layers, experts))
-    rows = []
-    for layer in range(layers):
-        count = np.ones(experts, dtype=np.int64)
-        for _ in range(slots - experts):
-            count[np.argmax(load[layer] / count)] += 1
-        expert = np.repeat(np.arange(experts), count)
-        order = np.argsort(-(load[layer] / count)[expert], kind="stable")
-        row = np.empty(slots, dtype=np.int64)
-        per_rank = slots // ranks
-        for i, item in enumerate(order):  # back and forth over the ranks
-            turn, place = divmod(i, ranks)
-            rank = place if turn % 2 == 0 else ranks - 1 - place
-            row[rank * per_rank + turn] = expert[item]
-        rows.append(row)
-    return eplb.ExpertLayout(np.stack(rows), experts, topology=eplb.Topology(ranks, 4)), load
+def hot_layout(layers: int) -> tuple[eplb.ExpertLayout, Any]:
+    """A layout for a skewed load, and that load."""
+    load = np.random.default_rng(SEED).lognormal(0, 1.0, (layers, EXPERTS))
+    return eplb.place(load, eplb.Topology(RANKS, 4), num_slots=SLOTS).layout, load
 
 
 def draw_ids(load: Any, tokens: int, topk: int, count: int, device: str) -> list[torch.Tensor]:
@@ -90,19 +64,7 @@ def per_call_us(calls: list[Callable[[], object]], replays: int) -> tuple[float,
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000 / len(calls))
-    kept = sorted(times[3:])
-    return kept[len(kept) // 2], kept[0]
-
-
-def host_us(call: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median and minimum host time of a call, in microseconds."""
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - begin) * 1e6)
-    times.sort()
-    return times[len(times) // 2], times[0]
+    return float(np.median(times[3:])), min(times[3:])
 
 
 def torch_chain(l2p: torch.Tensor, valid: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -117,11 +79,10 @@ def torch_count(counts: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
 
 
-def check(device: str, tokens: int) -> dict[str, Any]:
+def check(device: str, tokens: int) -> None:
     """Slots of all modes hold their experts and counts are right; the device agrees with the host."""
-    layout, load = hot_layout(2, EXPERTS, SLOTS, RANKS)
+    layout, load = hot_layout(2)
     ids = draw_ids(load, tokens, TOPK, 1, device)[0]
-    agree: dict[str, Any] = {}
     for mode in MODES:
         counter = eplb.LoadCounter(2, EXPERTS, windows=1, device=device)
         tables = eplb.DispatchTables(layout, rank=3, mode=mode, device=device, load=counter)
@@ -134,10 +95,8 @@ def check(device: str, tokens: int) -> dict[str, Any]:
         ):
             raise SystemExit(f"{mode}: counts are wrong")
         host = eplb.DispatchTables(layout, rank=3, mode=mode)
-        agree[mode] = bool(torch.equal(host.map(1, ids.cpu()), slots))
-        if not agree[mode]:
+        if not torch.equal(host.map(1, ids.cpu()), slots):
             raise SystemExit(f"{mode}: device and host disagree")
-    return agree
 
 
 def make_tables(layout: eplb.ExpertLayout, shares: Any) -> dict[str, eplb.DispatchTables]:
@@ -204,9 +163,9 @@ def baselines(
     }
 
 
-def measure(tokens_of: tuple[int, ...], replays: int) -> dict[str, Any]:
+def figures(tokens_of: tuple[int, ...], replays: int) -> dict[str, Any]:
     """All figures in microseconds, {name: {tokens: [median, minimum]}}."""
-    layout, load = hot_layout(LAYERS, EXPERTS, SLOTS, RANKS)
+    layout, load = hot_layout(LAYERS)
     shares = eplb.replica_shares(layout, np.round(load * 1000))
     tables = make_tables(layout, shares)
     result: dict[str, Any] = {}
@@ -217,156 +176,36 @@ def measure(tokens_of: tuple[int, ...], replays: int) -> dict[str, Any]:
         for name, table in tables.items():
             calls |= calls_of(table, name, load, ids, outs)
         for name, each in calls.items():
-            begin = time.perf_counter()
             result.setdefault(name, {})[tokens] = per_call_us(each, replays)
-            print(
-                f"{tokens:6} {name}: {result[name][tokens][0]:.2f} us ({time.perf_counter() - begin:.1f} s)", flush=True
-            )
-    result["host"] = host_figures(layout, shares, tables)
-    result["quality"] = quota_quality(layout, load)
     return result
 
 
-def host_figures(layout: eplb.ExpertLayout, shares: Any, tables: dict[str, eplb.DispatchTables]) -> dict[str, Any]:
-    """Host time of an eager call and of installing a layer, in microseconds."""
-    ids = torch.zeros((512, TOPK), dtype=torch.int32, device="cuda")
-    out = torch.empty_like(ids)
-    result: dict[str, Any] = {}
-    for name, table in tables.items():
-        t = table.layer(0)
-        result[f"{name}: eager call"] = host_us(lambda t=t: eplb.topk_to_slots(ids, t, out=out), 200)  # type: ignore[misc]
-        torch.cuda.synchronize()
-        given = shares if table.mode == "weighted" else None
-        turn = iter(range(10**9))
-
-        def install(table: eplb.DispatchTables = table, given: Any = given, turn: Any = turn) -> None:
-            table.install(layout, layers=[next(turn) % LAYERS], shares=given)
-
-        result[f"{name}: install a layer"] = host_us(install, 200)
-        torch.cuda.synchronize()
-    return result
-
-
-def quota_quality(layout: eplb.ExpertLayout, load: Any) -> dict[str, float]:
-    """How far above the optimum the busiest rank is when all ranks have the same skewed batch, mean and worst layer."""
-    over = []
-    tables = eplb.DispatchTables(layout, rank=0, mode="quota", device="cuda")
-    generator = np.random.default_rng(SEED)
-    for layer in range(layout.num_layers):
-        total = generator.poisson(load[layer] * generator.lognormal(0, 0.5, EXPERTS) * 4000)
-        ids = torch.tensor(np.repeat(np.arange(EXPERTS), total), dtype=torch.int32, device="cuda")[:, None]
-        slots = tables.map(layer, ids).flatten().cpu()
-        by_rank = torch.bincount(slots, minlength=SLOTS).view(RANKS, -1).sum(1).max()
-        row = eplb.ExpertLayout(layout.physical_to_logical_map[layer : layer + 1], EXPERTS, topology=layout.topology)
-        best = eplb.rank_load(row, total[None], shares=eplb.replica_shares(row, total[None])).max()
-        over.append(float(by_rank) / float(best) - 1)
-    return {"mean over optimum": float(np.mean(over)), "worst over optimum": float(np.max(over))}
-
-
-def compilations() -> dict[str, int]:
-    """How often one region for all layers is compiled, and how often more for a second number of rows."""
-    layout, load = hot_layout(12, EXPERTS, SLOTS, RANKS)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tables = eplb.DispatchTables(layout, mode="weighted", device=device)
-    number = [0]
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        number[0] += 1
-        return graph
-
-    torch._dynamo.reset()
-    region = torch.compile(eplb.topk_to_slots, backend=backend, fullgraph=True)
-    result = {}
-    for rows in (64, 128, 256):
-        ids = draw_ids(load, rows, TOPK, 1, device)[0]
-        for layer in range(12):
-            region(ids, tables.layer(layer))
-        result[f"graphs compiled after 12 layers with {rows} rows"] = number[0]
-    return result
-
-
-def run_tests() -> str:
-    """The tests that need a CUDA device, and the kernels' comparison with the torch path; the last line of pytest."""
-    files = ["tests/dispatch/test_cuda.py", "tests/dispatch/test_triton.py"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "default",
-        "-x",
-        "--maxfail=20",
-        *files,
-    ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    print(run.stdout[-6000:])
-    return f"exit {run.returncode}: {(run.stdout.strip().splitlines() or ['no output'])[-1]}"
-
-
-def environment() -> dict[str, Any]:
-    """Hardware, versions and commit."""
-    try:
-        version = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        version = "none"
-    found = measure_tools.environment()
-    found["versions"] |= {"triton": version, "cuda": str(torch.version.cuda)}
-    found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    shape = {"experts": EXPERTS, "slots": SLOTS, "ranks": RANKS, "topk": TOPK, "layers": LAYERS, "inputs": INPUTS}
-    return {**found, "shape": shape}
-
-
-def summary(report: dict[str, Any]) -> list[str]:
+def summary(device: str, figures: dict[str, Any]) -> list[str]:
     """What it found, in a few lines."""
-    if "microseconds" not in report:
-        return ["no CUDA device: the operator's modes agree with each other, nothing is timed"]
-    figures = report["microseconds"]
     lines = []
     for name in ("weighted: map + count", "random: map + count", "quota: counts to quotas", "torch: random replicas"):
         each = ", ".join(f"{median:.2f} at {tokens}" for tokens, (median, _) in figures[name].items())
-        lines.append(f"{report['environment']['gpu']}, {name}: {each} tokens x {TOPK} (us, median in a graph)")
+        lines.append(f"{device}, {name}: {each} tokens x {TOPK} (us, median in a graph)")
     return lines
 
 
-def print_table(result: dict[str, Any]) -> None:
-    tokens = sorted({t for row in result.values() if isinstance(row, dict) for t in row if isinstance(t, int)})
-    print(f"{'microseconds, median in a graph':44}" + "".join(f"{t:>9}" for t in tokens))
-    for name, row in result.items():
-        if name not in ("host", "quality"):
-            print(f"{name:44}" + "".join(f"{row[t][0]:9.2f}" if t in row else " " * 9 for t in tokens))
-    for name, (median, minimum) in result["host"].items():
-        print(f"{name:44}{median:9.1f} median{minimum:9.1f} minimum, host")
-    for name, value in result["quality"].items():
-        print(f"quota: {name:37}{value:9.5f}")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small inputs, correctness only where there is no GPU")
-    parser.add_argument("--json", type=Path, help="write figures, hardware, versions and commit there")
-    parser.add_argument("--no-tests", action="store_true", help="skip the test run")
-    args = parser.parse_args(argv)
+    options = measure.parser("dispatch_gpu", __doc__, quick="small inputs").parse_args(argv)
     cuda = torch.cuda.is_available()
-    report: dict[str, Any] = {"environment": environment()}
-    if cuda and not args.no_tests:
-        report["tests"] = run_tests()
-    report["agree"] = check("cuda" if cuda else "cpu", 64 if args.quick else 1024)
-    report["compilations"] = compilations()
+    check("cuda" if cuda else "cpu", 64 if options.quick else 1024)
+    record: dict[str, Any] = {"device": torch.cuda.get_device_name() if cuda else "the CPU"}
+    record["shape"] = {"experts": EXPERTS, "slots": SLOTS, "ranks": RANKS, "topk": TOPK, "layers": LAYERS}
+    record["summary"] = ["no CUDA device: the operator's modes agree with each other, nothing is timed"]
     if cuda:
-        report["microseconds"] = measure(TOKENS[:2] if args.quick else TOKENS, 5 if args.quick else 50)
-        print_table(report["microseconds"])
-    for name, value in {**report["compilations"], **report["environment"]}.items():
-        print(f"{name}: {value}")
-    print("tests:", report.get("tests", "not run"))
-    report["summary"] = summary(report)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if "exit 0" in report.get("tests", "exit 0") else 1
+        us = record["microseconds"] = figures(TOKENS[:2] if options.quick else TOKENS, 5 if options.quick else 50)
+        tokens = list(us["torch: copy"])
+        rows = [[name, *(f"{row[number][0]:.2f}" for number in tokens)] for name, row in us.items()]
+        print(measure.table(["us, median in a graph", *map(str, tokens)], rows))
+        record["summary"] = summary(record["device"], us)
+    print("\n".join(record["summary"]))
+    measure.write_json(options.json, record)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -41,11 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             "from to ranks max_transfers transfers before after",
         ),
         (
-            *("windows", windows(loads, options.quick)),
-            "one layout for all loads as windows: balance on each",
-            "ranks effort dispatch lowest mean",
-        ),
-        (
             *("times", times(loads, theirs, options)),
             "time of a call that starts from a layout",
             "case policy windows transfers median_ms least_ms",
@@ -89,29 +84,6 @@ def budgets(loads: dict[str, Load], quick: bool) -> Iterator[dict[str, Any]]:
                         "before": float(before),
                         "after": float(eplb.total_balancedness(eplb.rank_load(answer.layout, loads[end]))),
                     }
-
-
-def windows(loads: dict[str, Load], quick: bool) -> Iterator[dict[str, Any]]:
-    """Each load a window: the balance of one layout on each of them."""
-    recorded = {name: load for name, load in loads.items() if not name.startswith("generated")} or loads
-    trace = np.stack(list(recorded.values()))
-    for ranks in (32,) if quick else (32, 72):
-        for effort in (1.0, 4.0):
-            for dispatch in ("even", "weighted"):
-                answer = eplb.place(trace, eplb.Topology(ranks), num_slots=SLOTS, dispatch=dispatch, effort=effort)
-                reached = []
-                for load in trace:
-                    shares = eplb.replica_shares(answer.layout, load) if dispatch == "weighted" else None
-                    rank_load = eplb.rank_load(answer.layout, load, shares=shares)
-                    reached.append(float(eplb.total_balancedness(rank_load)))
-                yield {
-                    "ranks": ranks,
-                    "effort": effort,
-                    "dispatch": dispatch,
-                    "lowest": min(reached),
-                    "mean": float(np.mean(reached)),
-                    "by_load": dict(zip(recorded, reached, strict=True)),
-                }
 
 
 def times(

@@ -2,9 +2,9 @@
 
 python -m benchmarks.transport_gpu --json transport_gpu.json
 
-Speeds of one reader and of all four at once, with the flag that asks copies to leave the cores alone and without; a
-matrix product beside them; bytes compared; owners killed and stopped. On one GPU the copies are local ones: what peer
-links give, it cannot show. Without a GPU the same steps run in host memory, to show that they do.
+Speeds of one reader and of all four at once, with the flag that asks copies to leave the cores alone and without; bytes
+compared; owners killed and stopped. On one GPU the copies are local ones: what peer links give, it cannot show. Without
+a GPU the same steps run in host memory, to show that they do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,7 @@ import torch
 from benchmarks import measure, transports
 from eplb_core.testing import TransportKit
 from eplb_core.testing.peers import (
-    Op,
     Process,
-    World,
     batch,
     connect,
     export,
@@ -51,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record |= {"expert_bytes": expert, "experts_a_read": EXPERTS, "kinds": {}}
     record["plain_copy_gb_s"] = plain_copy(expert, times, options.device)
     for name, kit in kinds.items():
-        entry = {"one_reader": one_reader(kit, times), "all_readers_gb_s": all_readers(kit, times)}
-        entry["product"] = beside_product(kit, times, options.device, 256 if options.quick else 8192)
-        record["kinds"][name] = entry
+        record["kinds"][name] = {"one_reader": one_reader(kit, times), "all_readers_gb_s": all_readers(kit, times)}
     name, kit = next(iter(kinds.items()))
     record["ends"] = {"kind": name, **transports.ends(kit)}
     print(table_of(record))
@@ -77,28 +73,13 @@ def gpu_kinds() -> dict[str, TransportKit]:
 
 
 def table_of(record: dict[str, Any]) -> str:
-    head = [
-        f"{record['device']}",
-        "one reader GB/s",
-        "of plain copy",
-        "`read` us",
-        "4 readers GB/s",
-        "product slower by",
-    ]
-    rows = [["plain copy", f"{record['plain_copy_gb_s']:.0f}", "100%", "", "", ""]]
+    plain = record["plain_copy_gb_s"]
+    rows = [["plain copy", f"{plain:.0f}", "100%", "", ""]]
     for name, entry in record["kinds"].items():
         one = entry["one_reader"]
-        rows.append(
-            [
-                name,
-                f"{one['gb_s']:.0f}",
-                f"{one['gb_s'] / record['plain_copy_gb_s']:.0%}",
-                f"{one['call_us']:.0f}",
-                f"{entry['all_readers_gb_s']:.0f}",
-                f"x{entry['product']['ratio']:.2f} ({entry['product']['covered']:.0%} covered)",
-            ]
-        )
-    return measure.table(head, rows)
+        cells = f"{one['gb_s']:.0f}", f"{one['gb_s'] / plain:.0%}", f"{one['call_us']:.0f}"
+        rows.append([name, *cells, f"{entry['all_readers_gb_s']:.0f}"])
+    return measure.table([record["device"], "one reader GB/s", "of plain copy", "`read` us", "4 readers GB/s"], rows)
 
 
 def synchronize(device: str) -> None:
@@ -123,13 +104,7 @@ def plain_copy(expert: int, times: int, device: str) -> float:
 def one_reader(kit: TransportKit, times: int) -> dict[str, float]:
     """One rank reads, the others are idle."""
     found = transports.rates_of(kit, times, peers=RANKS - 1, count=EXPERTS)
-    rates = found["gb_s"]
-    return {
-        "gb_s": rates["median"],
-        "best_gb_s": rates["best"],
-        "call_us": found["call_us"],
-        "small_us": found["small_us"],
-    }
+    return {"gb_s": found["gb_s"]["median"], "call_us": found["call_us"]}
 
 
 def all_readers(kit: TransportKit, times: int) -> float:
@@ -154,51 +129,6 @@ def all_readers(kit: TransportKit, times: int) -> float:
         for peer in peers:
             peer.finish()
         return RANKS * times * kit.big / (time.perf_counter() - start) / 1e9
-
-
-def beside_product(kit: TransportKit, times: int, device: str, size: int) -> dict[str, float]:
-    """How much slower a bf16 product is while one rank reads all the time."""
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-
-    def product() -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        torch.mm(left, right)
-        if device == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return time.perf_counter() - start
-
-    with world(kit) as w:
-        transports.join(w, 1)
-        ops = transports.pieces(kit.big, EXPERTS)
-        product()
-        alone = statistics.median(product() for _ in range(times))
-        start = time.perf_counter()
-        transports.finish(w, w.transport.read(1, batch(ops)))
-        ahead = min(2 + int(3 * alone / (time.perf_counter() - start)), 64)
-        beside, covered = own_reads(w, ops, ahead, product, times)
-    return {
-        "alone_ms": alone * 1e3,
-        "beside_ms": beside * 1e3,
-        "ratio": beside / alone,
-        "covered": covered,
-        "reads_ahead": ahead,
-    }
-
-
-def own_reads(w: World, ops: Sequence[Op], ahead: int, product: Callable[[], float], times: int) -> tuple[float, float]:
-    """Median of products beside this process's own reads, and how many had one under way all the time."""
-    tickets: list[Any] = []
-    each, covered = [], 0
-    for _ in range(times):
-        while len(tickets) < ahead:
-            tickets.append(w.transport.read(1, batch(ops)))
-        each.append(product())
-        tickets = [ticket for ticket in tickets if not w.transport.poll(ticket).state.is_end]
-        covered += bool(tickets)
-    for ticket in tickets:
-        transports.finish(w, ticket)
-    return statistics.median(each), covered / times
 
 
 if __name__ == "__main__":

@@ -26,13 +26,11 @@ def threads_as_before() -> Iterator[None]:
 
 
 LONG = {
-    "deepseek",
     "dispatch",
     "engine",
     "forecast",
     "from_layout",
     "fuzz_record",
-    "growth",
     "loading",
     "moving",
     "moving_gpu",
@@ -62,7 +60,7 @@ def test_benchmark_runs_and_records(name: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_unknown_benchmark_is_named() -> None:
-    with pytest.raises(SystemExit, match=r"`--only` \(=nothing\) must be one of deepseek, "):
+    with pytest.raises(SystemExit, match=r"`--only` \(=nothing\) must be one of dispatch, "):
         list(every.found(["nothing"]))
 
 
