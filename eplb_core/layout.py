@@ -493,8 +493,8 @@ def check_map(p2l: IntArray, num_experts: int, topology: Topology) -> None:
     layers, slots = p2l.shape
     if slots % topology.num_ranks or slots == 0:
         raise ValueError(
-            f"`physical_to_logical_map` ({slots} slots) must have as many, one or more, on each of {topology.num_ranks} ranks; "
-            "pad shorter ranks with -1"
+            f"`physical_to_logical_map` ({slots} slots) must have as many, one or more, on each of "
+            f"{topology.num_ranks} ranks; pad shorter ranks with -1"
         )
     if p2l.size and (p2l.min() < -1 or p2l.max() >= num_experts):
         bad = np.argwhere((p2l < -1) | (p2l >= num_experts))

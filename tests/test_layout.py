@@ -156,7 +156,7 @@ def test_ids_that_are_no_expert_are_refused(bad: int, slot: int) -> None:
 
 def test_rows_of_unequal_length_are_refused_and_told_how_to_pad() -> None:
     """B13: accepted elsewhere, and fails later."""
-    with pytest.raises(LayoutError, match=r"must be \[L, P\], with as many slots on every layer; pad .* with -1"):
+    with pytest.raises(LayoutError, match=r"must be \[L, P\] with as many slots on every layer; pad .* with -1"):
         ExpertLayout([[0, 1, 2], [3]], 4, topology=TWO)
 
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -159,3 +162,12 @@ def test_bad_arguments_of_counters_are_named() -> None:
         load.add_slots(torch.full((1, 6), 0.9), PAIR)
     with pytest.raises(ValueError, match=r"must have this counter's 2 layers and 4 experts"):
         LoadCounter(2, 4).add_slots(torch.zeros(1, 6), PAIR)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: DispatchTables(PAIR, device="cuda:0"), lambda: LoadCounter(1, 4, device="cuda:0")]
+)
+def test_a_gpu_without_triton_is_refused(make: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ImportError, match=r"`device` \(=cuda:0\) needs Triton; install it"):
+        make()
