@@ -10,10 +10,18 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar, cast
 
+from eplb_core.errors import EplbError
+from eplb_core.loading.agreement import Agreement, GroupAgreement
+
 T = TypeVar("T")
+PLACE_OPTIONS: dict[str, Callable[[str], Any]] = {"min_gain": float, "transfer_price": float, "max_transfers": int}
+"""Options that every engine's placement passes on to `place`."""
+
 _logged: set[str] = set()
 _failures: dict[str, str] = {}
 _log = [logging.getLogger("eplb_core")]
@@ -116,7 +124,7 @@ def guarded(ours: Callable[..., T], engine_own: Callable[..., T], part: str) -> 
         try:
             answer = ours(*args, **kwargs)
         except Exception as error:
-            _failures[part] = f"{type(error).__name__}: {error}"
+            _failures[part] = words(error)
             log_once(f"{part}: the engine's own code goes on, since ours raised {_failures[part]}")
             return engine_own(*args, **kwargs)
         _failures.pop(part, None)
@@ -130,6 +138,25 @@ def failure_of(part: str) -> str:
     return _failures.get(part, "")
 
 
+def do_nothing(*_: object) -> None:
+    """What an engine does by itself where a hook only adds something."""
+
+
+def words(error: Exception) -> str:
+    """An error as log lines and messages to other ranks give it."""
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """While it runs, `variable` has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 # ---- one answer on all ranks -----------------------------------------------------------------------------------------
 
 
@@ -141,12 +168,54 @@ class Said(NamedTuple):
     """Why it is the engine's own, if it is."""
 
 
-def gather_over(cpu_group: Any, deadline: float = 300.0) -> Callable[[Said], list[Said]]:
-    """What every rank says, by rank, over a group of torch on the CPU, in the order of its other users."""
-    from eplb_core.loading.agreement import GroupAgreement
-
-    agreement = GroupAgreement(cpu_group, deadline)
+def gather_by(agreement: Agreement) -> Callable[[Said], list[Said]]:
+    """Return a collective call that exchanges what ranks say; answers by rank."""
     return lambda said: [Said(*json.loads(blob)) for blob in agreement.gather(json.dumps(said).encode())]
+
+
+def gather_over(cpu_group: Any) -> Callable[[Said], list[Said]]:
+    """As `gather_by`, over a torch group on the CPU; all its users must call in the same order on every rank."""
+    return gather_by(GroupAgreement(cpu_group, deadline=300.0))
+
+
+def gather_objects(cpu_group: Any) -> Callable[[Any], list[Any]]:
+    """As `gather_over`, for any objects that pickle takes."""
+    import torch.distributed as dist
+
+    def gather(own: Any) -> list[Any]:
+        answers: list[Any] = [None] * dist.get_world_size(cpu_group)
+        dist.all_gather_object(answers, own, group=cpu_group)
+        return answers
+
+    return gather
+
+
+def on_all_or_none(
+    gather: Callable[[Any], Sequence[Any]],
+    make: Callable[[], T],
+    error_type: type[EplbError] = EplbError,
+    *,
+    close: Callable[[T], object] = do_nothing,
+) -> T:
+    """Call `make` on every rank; where it raised on one, raise on every rank. Collective.
+
+    Args:
+        gather: Every rank's object, by rank.
+        make: Makes this rank's part.
+        error_type: What is raised.
+        close: Releases what this rank made where another rank failed.
+
+    Raises:
+        EplbError: `make` raised on some rank: the first such rank, its error, and how many more there are.
+    """
+    made, said, _ = attempt(make, lambda made: "")
+    failed = [(rank, each.failure) for rank, each in enumerate(gather(said)) if each.failure]
+    if failed:
+        if not said.failure:
+            close(made)
+        more = f" [{len(failed) - 1} more]" if len(failed) > 1 else ""
+        raise error_type(f"rank {failed[0][0]}: {failed[0][1]}{more}")
+    return made
 
 
 def settle(
@@ -174,28 +243,28 @@ def settle(
     Raises:
         Exception: What the engine's own code raised on this rank.
     """
-    answer, said, error = _try(ours, digest_of)
+    answer, said, error = attempt(ours, digest_of)
     told = gather(said if error else said._replace(failure=failure_of(part)))
     if error is None and _are_equal(told):
-        return cast(T, answer)
+        return answer
     log_once(who_differs(part, told, "all ranks take the engine's own"))
-    answer, said, error = _try(engine_own, digest_of)
+    answer, said, error = attempt(engine_own, digest_of)
     told = gather(said)
     if error is not None:
         raise error
     if _are_equal(told):
-        return cast(T, answer)
-    log_once(who_differs(part, told, "nothing changes: the engine's own differ too"))
+        return answer
+    log_once(who_differs(part, told, "nothing changes: the engine's own answers differ too"))
     return otherwise()
 
 
-def _try(answer_of: Callable[[], T], digest_of: Callable[[T], str]) -> tuple[Any, Said, Exception | None]:
-    """An answer and what to say of it, or why there is none."""
+def attempt(answer_of: Callable[[], T], digest_of: Callable[[T], str]) -> tuple[T, Said, Exception | None]:
+    """Return an answer and what to say of it to other ranks; where it raised, None, its words and the error."""
     try:
         answer = answer_of()
         return answer, Said(digest_of(answer), ""), None
     except Exception as error:
-        return None, Said("", f"{type(error).__name__}: {error}"), error
+        return cast(T, None), Said("", words(error)), error
 
 
 def _are_equal(told: Sequence[Said]) -> bool:

@@ -10,13 +10,12 @@ from typing import Any
 
 from eplb_core.adapters import hooking
 from eplb_core.adapters.sglang import context
-from eplb_core.adapters.sglang import moves as sglang_moves
+from eplb_core.adapters.sglang.maps import layout_of
 from eplb_core.adapters.sglang.record import CLAIM, SUFFIX
 from eplb_core.errors import EplbError
 from eplb_core.loading.record.client import LayoutClient
 from eplb_core.loading.record.record import LayoutRecord
 from eplb_core.loading.record.server import LayoutServer
-from eplb_core.topology import Topology
 
 PARAMETERS = {
     "serve": ("self",),
@@ -76,8 +75,8 @@ def keep_records(daemon_class: Any) -> str:
         if trouble:
             hooking.log_once(f"record is left to SGLang, written for 0.5.23: {trouble}", logging.ERROR)
             return trouble
-    daemon_class.serve = _around(daemon_class.serve, serve)
-    daemon_class._handle_connection = _around(daemon_class._handle_connection, answer_request)
+    for name, hook in (("serve", serve), ("_handle_connection", answer_request)):
+        setattr(daemon_class, name, _around(getattr(daemon_class, name), hook))
     setattr(daemon_class, _KEEPS, True)
     return ""
 
@@ -96,7 +95,7 @@ def serve(original: Callable[..., Any], daemon: Any) -> Any:
     if metadata is None:
         hooking.log_once("record: this model has no expert location, so none is kept", logging.INFO)
         return original(daemon)
-    layout = sglang_moves.layout_of(metadata, None, Topology(metadata.ep_size))
+    layout = layout_of(metadata)
     path = daemon.socket_path + SUFFIX
     with LayoutServer(path, LayoutRecord(layout), exports=_NothingMore()) as server:
         vars(daemon)["_eplb_core_server"] = server

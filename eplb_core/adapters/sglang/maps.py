@@ -5,8 +5,8 @@ Shapes as in SGLang 0.5.23: rows are the model's layers, dense ones too, and lis
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -130,23 +130,40 @@ def candidates(layout: ExpertLayout, rank: int | None, *, prefer_same_node: bool
     return torch.from_numpy(np.ascontiguousarray(narrowed[..., :most]))
 
 
-def static_table(
-    layout: ExpertLayout, rank: int, *, seed: int, prefer_same_node: bool, narrowed: bool, even: bool
-) -> torch.Tensor:
-    """One slot an expert for a rank, int64 `[L, E]`: SGLang's picks bit for bit, or the library's even table."""
-    if even:
+class Picks(NamedTuple):
+    """How a rank's static table is made."""
+
+    rank: int
+    seed: int = 42
+    prefer_same_node: bool = True
+    even: bool = False
+    """The library's even table instead of SGLang's picks."""
+
+
+def static_table(layout: ExpertLayout, picks: Picks, *, narrowed: bool = False) -> torch.Tensor:
+    """Return one slot per expert for a rank, int64 `[L, E]`; SGLang's picks are the same bit for bit."""
+    if picks.even:
         table = even_dispatch_table(layout)
     else:
-        how = "narrowed" if narrowed else "all"
-        table = static_dispatch_table(layout, seed, prefer_same_node=prefer_same_node, candidates=how)  # type: ignore[arg-type]
-    return torch.from_numpy(np.array(table[rank]))
+        candidates: Literal["narrowed", "all"] = "narrowed" if narrowed else "all"
+        table = static_dispatch_table(
+            layout, picks.seed, prefer_same_node=picks.prefer_same_node, candidates=candidates
+        )
+    return torch.from_numpy(np.array(table[picks.rank]))
+
+
+def layout_of(metadata: Any, layers: Sequence[int] | None = None, *, num_nodes: int = 1) -> ExpertLayout:
+    """Return the layout of these layers of SGLang's metadata; None = all layers."""
+    p2l = metadata.physical_to_logical_map_cpu
+    topology = Topology(metadata.ep_size, num_nodes)
+    return ExpertLayout(p2l if layers is None else p2l[list(layers)], metadata.num_logical_experts, topology=topology)
 
 
 def layout_of_candidates(l2p: torch.Tensor, num_slots: int, topology: Topology) -> ExpertLayout:
-    """The layout whose complete lists these are.
+    """Return the layout whose complete lists of slots these are.
 
     Raises:
-        ValueError: They have been narrowed, so not every slot is in them, or they are no inverse of a map.
+        ValueError: A slot is missing from the lists (they are narrowed for a rank), or is in them twice.
     """
     lists = to_ids(l2p, "logical_to_all_physical_map")
     p2l = np.full((len(lists), num_slots), -1, dtype=np.int64)

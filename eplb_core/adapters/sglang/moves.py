@@ -6,27 +6,25 @@ moves those that have experts. All ranks run the same passes, so all are in the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from eplb_core._arrays import ArrayLike, IntArray
 from eplb_core.adapters import hooking
-from eplb_core.adapters.sglang import maps as sglang_maps
-from eplb_core.adapters.vllm import maps as vllm_maps
+from eplb_core.adapters.sglang.maps import Picks, layout_of, static_table
+from eplb_core.adapters.vllm.maps import fold_window
 from eplb_core.dispatch.even import even_dispatch_table
 from eplb_core.errors import EplbError, MigrationError
 from eplb_core.layout import ExpertLayout, layer_rows
-from eplb_core.loading.agreement import Agreement
+from eplb_core.loading.agreement import Agreement, GroupAgreement
 from eplb_core.loading.moves.migrator import Migrator
 from eplb_core.loading.moves.recorder import MoveRecord
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.transport import Transport
-from eplb_core.topology import Topology
 
 TRANSPORTS = {
     "torch_distributed": "TorchDistributed",
@@ -39,15 +37,6 @@ TRANSPORTS = {
 FOR_THE_ENGINE = ("failed", "plan", "backup", "agreement")
 # Causes after which it does when they came so often in a row. Without passes for a while a migration ends as well.
 IN_A_ROW, TRIES = ("read", "peer"), 3
-
-
-class Picks(NamedTuple):
-    """How a rank's static table is made."""
-
-    rank: int
-    seed: int = 42
-    prefer_same_node: bool = True
-    even: bool = False
 
 
 def make_transport(name: str, group: Any, device: torch.device) -> Transport:
@@ -75,12 +64,6 @@ def stores_of(weights: Mapping[int, Sequence[torch.Tensor]]) -> tuple[list[int],
     if not layers:
         raise ValueError("the model has no `routed_experts_weights_of_layer`")
     return layers, [ExpertStore({str(i): tensor for i, tensor in enumerate(weights[layer])}) for layer in layers]
-
-
-def layout_of(metadata: Any, layers: Sequence[int] | None, topology: Topology) -> ExpertLayout:
-    """What SGLang's metadata says that these layers' slots hold; None = all layers."""
-    p2l = metadata.physical_to_logical_map_cpu
-    return ExpertLayout(p2l if layers is None else p2l[list(layers)], metadata.num_logical_experts, topology=topology)
 
 
 class LiveRows:
@@ -112,11 +95,7 @@ class LiveRows:
             return
         p2l = self._metadata.physical_to_logical_map_cpu.long().numpy().copy()
         p2l[self._layers] = target.physical_to_logical_map
-        whole = ExpertLayout(p2l, target.num_experts, topology=target.topology)
-        how = self._picks
-        table = sglang_maps.static_table(
-            whole, how.rank, seed=how.seed, prefer_same_node=how.prefer_same_node, narrowed=False, even=how.even
-        )
+        table = static_table(ExpertLayout(p2l, target.num_experts, topology=target.topology), self._picks)
         self._aimed = target.physical_to_logical_map, table.numpy()[self._layers]
 
     def install(
@@ -146,7 +125,7 @@ class LiveRows:
             static[layer].copy_(_to(picks, static.device), non_blocking=True)
         window = self._window()
         if window is not None:
-            vllm_maps.fold_window(window[:, layer], before, live.physical_to_logical_map[layer])
+            fold_window(window[:, layer], before, live.physical_to_logical_map[layer])
 
     def _picks_of(self, alone: ExpertLayout, row: int) -> IntArray:
         """This rank's slot of each expert, `[E]`; a row on the way to the target has even picks."""
@@ -195,14 +174,13 @@ class Moves:
         deadline: float = 60.0,
     ) -> None:
         self._weights, self._agreement, self._transport = weights, agreement, transport
-        topology = Topology(metadata.ep_size, num_nodes)
-        layers, self._stores = stores_of(weights())
-        self.layers = layers
-        self.rows = LiveRows(metadata, layers, picks, window)
-        kept = None if record is None else RowsRecord(record, layout_of(metadata, None, topology), layers)
+        self.layers, self._stores = stores_of(weights())
+        self.rows = LiveRows(metadata, self.layers, picks, window)
+        whole = layout_of(metadata, num_nodes=num_nodes)
+        kept = None if record is None else RowsRecord(record, whole, self.layers)
         self.migrator = Migrator(
             self._stores,
-            layout_of(metadata, layers, topology),
+            layout_of(metadata, self.layers, num_nodes=num_nodes),
             rank=picks.rank,
             transport=transport,
             agreement=agreement,
@@ -247,7 +225,7 @@ class Moves:
             self._target = ExpertLayout(p2l, live.num_experts, topology=live.topology)
             self.rows.aim(self._target)
         except Exception as error:
-            self._trouble = f"{type(error).__name__}: {error}"
+            self._trouble = hooking.words(error)
             raise
         return self._target
 
@@ -259,7 +237,7 @@ class Moves:
             except Exception as error:
                 if isinstance(error, MigrationError) or self.migrator.layout is before:
                     raise  # others may have installed what this rank has not: a pass would send tokens to other experts
-                hooking.log_once(f"moves: the maps are written again, since {type(error).__name__}: {error}")
+                hooking.log_once(f"moves: the maps are written again, since {hooking.words(error)}")
                 self.rows.install(self.migrator.layout)
             if not self.migrator.idle:
                 yield
@@ -282,7 +260,7 @@ class Moves:
 
     def _say_who_differs(self) -> None:
         own = hooking.Said("" if self._target is None else self._target.digest, hooking.failure_of("placement"))
-        told = [hooking.Said(*json.loads(blob)) for blob in self._agreement.gather(json.dumps(own).encode())]
+        told = hooking.gather_by(self._agreement)(own)
         hooking.log_once(hooking.who_differs("placement", told, "nothing moves, and SGLang's own algorithm places"))
 
     def before_weights(self) -> None:
@@ -365,72 +343,53 @@ def open_moves(
     transport: str,
     facts: Mapping[str, Any],
     num_nodes: int,
-    record: Any = None,
-    window: Callable[[], torch.Tensor | None] = lambda: None,
-    trouble: str = "",
+    trouble: Exception | None = None,
     patience: float = 600.0,
+    **more: Any,
 ) -> Moves:
-    """Moves over all processes of torch's default group, which are the EP ranks; collective.
+    """Make the moves over all processes of torch's default group, which are the EP ranks; collective.
 
     Args:
-        metadata: As `Moves`, and so the others.
-        weights: As there.
-        picks: As there.
+        metadata: As `Moves`.
+        weights: As `Moves`.
+        picks: As `Moves`.
         transport: Its name among `TRANSPORTS`.
         facts: What must be equal on all ranks, by name.
-        num_nodes: As there.
-        record: As there.
-        window: As there.
-        trouble: Why this rank cannot, if it knows already: it still has to say so to the others.
-        patience: Seconds for a rank that does not come; it may still compile.
+        num_nodes: As `Moves`.
+        trouble: Error for which this rank cannot make them; the other ranks are told.
+        patience: Seconds to wait for a rank, which may still be compiling.
+        more: Passed on to `Moves`: `record`, `window`.
 
     Raises:
         EplbError: Some rank cannot, or differs; on every rank.
     """
     import torch.distributed as dist
 
-    from eplb_core.loading.agreement import GroupAgreement
-
-    # By their ranks' names: a process that makes no such group does not shift the numbers of the engine's own.
+    # Named by their members: a process that makes no such groups does not shift the numbers of the engine's own.
     groups = [
         dist.new_group(backend="gloo", timeout=timedelta(seconds=patience), use_local_synchronization=True)
         for _ in range(3)
     ]
+    gather = hooking.gather_objects(groups[0])
 
-    def gather(own: Any) -> list[Any]:
-        answers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, own, group=groups[0])
-        return answers
+    def open_transport() -> Transport:
+        if trouble is not None:
+            raise trouble
+        device = stores_of(weights())[1][0].device
+        layout_of(metadata, num_nodes=num_nodes)
+        return make_transport(transport, groups[2], device)
+
+    def make() -> Moves:
+        agreement = GroupAgreement(groups[1], patience)
+        return Moves(metadata, weights, picks, num_nodes=num_nodes, transport=reader, agreement=agreement, **more)
 
     check_equal(gather(dict(facts)))
-    reader: Transport | None = None
+    reader = hooking.on_all_or_none(gather, open_transport, close=lambda reader: reader.close())
     try:
-        device = stores_of(weights())[1][0].device
-        layout_of(metadata, None, Topology(metadata.ep_size, num_nodes))
-        reader = make_transport(transport, groups[2], device)
-    except Exception as error:
-        trouble = trouble or f"{type(error).__name__}: {error}"
-    made: Moves | None = None
-    if not _first(gather(trouble)):
-        try:
-            made = Moves(
-                metadata,
-                weights,
-                picks,
-                num_nodes=num_nodes,
-                transport=cast(Transport, reader),
-                agreement=GroupAgreement(groups[1], patience),
-                record=record,
-                window=window,
-            )
-        except Exception as error:
-            trouble = f"{type(error).__name__}: {error}"
-    failed = _first(gather(trouble))
-    if failed or made is None:
-        if reader is not None:
-            reader.close()
-        raise EplbError(failed)
-    return made
+        return hooking.on_all_or_none(gather, make)
+    except EplbError:
+        reader.close()
+        raise
 
 
 def check_equal(facts: Sequence[Mapping[str, Any]]) -> None:
@@ -442,8 +401,3 @@ def check_equal(facts: Sequence[Mapping[str, Any]]) -> None:
                     f"{name} of rank {rank} (={each.get(name)}) must be as on rank 0 (={facts[0].get(name)}); give all "
                     "ranks the same eplb_core, variables and engine"
                 )
-
-
-def _first(troubles: Sequence[str]) -> str:
-    """The first rank's trouble, with its number, or nothing."""
-    return next((f"rank {rank}: {trouble}" for rank, trouble in enumerate(troubles) if trouble), "")

@@ -3,8 +3,8 @@
 SGLang fills the slots that a rank's dispatch list has, and that list leaves the second replica on a rank out. With the
 plug-in its loaders ask the layout instead. It is found through SGLang's own entry point group `sglang.srt.plugins` and
 acts only where the environment has `EPLB_CORE=sglang`. `EPLB_CORE_OFF` switches parts off: `loading`, `placement`,
-`maps`, `tables`, `update`, `dispatch`, `moves` (`sglang_rebalance`), `record` (`sglang_record`). An error inside one is
-logged once, and the engine's own code answers.
+`maps`, `tables`, `update`, `dispatch`, `moves` (`rebalance.py`), `record` (`record.py`). An error inside one is logged
+once, and the engine's own code answers.
 
     EPLB_CORE=sglang python -m sglang.launch_server ...
 
@@ -17,34 +17,31 @@ from __future__ import annotations
 import logging
 import pkgutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from eplb_core.adapters import hooking
-from eplb_core.adapters.sglang import context
-from eplb_core.adapters.sglang import daemon as sglang_daemon
+from eplb_core.adapters.sglang import context, record
 from eplb_core.adapters.sglang import maps as sglang_maps
-from eplb_core.adapters.sglang import moves as sglang_moves
-from eplb_core.adapters.sglang import rebalance as sglang_rebalance
-from eplb_core.adapters.sglang import record as sglang_record
-from eplb_core.adapters.sglang.context import context as _context
-from eplb_core.adapters.sglang.context import live_metadata as _live_metadata
-from eplb_core.adapters.sglang.context import options as _options
-from eplb_core.adapters.sglang.context import registered as _registered
+from eplb_core.adapters.sglang.daemon import spawn
+from eplb_core.adapters.sglang.moves import TRANSPORTS
+from eplb_core.adapters.sglang.rebalance import agree_on_metadata, around_weights, rebalance, register_after_load
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.topology import Topology
 
 PARTS = ("loading", "placement", "maps", "tables", "update", "dispatch", "moves", "record")
-_PLACE_OPTIONS: dict[str, Callable[[str], Any]] = {"min_gain": float, "transfer_price": float, "max_transfers": int}
 _OPTIONS = {
-    **_PLACE_OPTIONS,
+    **hooking.PLACE_OPTIONS,
     "tables": hooking.one_of("sglang", "even"),
-    "transport": hooking.one_of(*sglang_moves.TRANSPORTS),
+    "transport": hooking.one_of(*TRANSPORTS),
 }
+
+_PLACEMENT = "tokens_per_expert num_physical_experts num_local_physical_experts num_groups num_nodes algorithm"
+"""Parameters of SGLang's `rebalance_experts`."""
 
 # The layer whose loader is asking. Its slots are filtered to its rank's range here, where routed slots and shared
 # experts can still be told apart: after a scale-up the loader takes a new rank's slot for its own shared expert.
@@ -63,13 +60,13 @@ class _Hook(NamedTuple):
 
 def register() -> None:
     """Register the hooks; SGLang calls this in each of its processes. Does nothing unless `EPLB_CORE=sglang`."""
-    if not hooking.asked_for("sglang") or _registered:
+    if not hooking.asked_for("sglang") or context.registered:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     try:  # pragma: no cover  needs SGLang: tests/engines
         parts = hooking.parts_on(PARTS)
-        _options.update(hooking.options_from(_OPTIONS))
+        context.options.update(hooking.options_from(_OPTIONS))
     except ValueError as error:  # pragma: no cover
         hooking.log_once(f"not active: {error}", logging.ERROR)
         return
@@ -77,7 +74,7 @@ def register() -> None:
     for hook in _hooks():  # pragma: no cover
         if hook.part in parts or hook.part == "report":
             HookRegistry.register(hook.target, hook.hook, HookType.REPLACE if hook.replace else HookType.AROUND)
-            _registered.append(hook.target)
+            context.registered.append(hook.target)
 
 
 def _fits(part: str) -> bool:
@@ -99,68 +96,74 @@ def _found(name: str) -> object:
 def inactive_hooks() -> list[str]:  # pragma: no cover  needs SGLang: tests/engines
     """Targets that the plug-in should have changed and did not: SGLang only logs it. Empty = all are in effect."""
     by_target = {hook.target: hook for hook in _hooks()}
-    return [target for target in _registered if not _is_hooked(by_target[target])]
+    return [target for target in context.registered if not _is_hooked(by_target[target])]
 
 
 def active_parts() -> tuple[str, ...]:
     """The parts whose hooks are registered in this process; `inactive_hooks` says which did not take effect."""
-    return tuple(part for part in PARTS if any(h.part == part and h.target in _registered for h in _hooks()))
+    return tuple(part for part in PARTS if any(h.part == part and h.target in context.registered for h in _hooks()))
 
 
-def _hooks() -> tuple[_Hook, ...]:
-    location, algorithms = "sglang.srt.eplb.expert_location", "sglang.srt.eplb.eplb_algorithms"
-    dispatch, experts = "sglang.srt.eplb.expert_location_dispatch", "sglang.srt.layers"
-    metadata = f"{location}.ExpertLocationMetadata"
-    sizes = ("tokens_per_expert", "num_physical_experts", "num_local_physical_experts", "num_groups", "num_nodes")
-    weight = ("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id")
-    lists = ("logical_to_all_physical_map", "ep_size", "num_physical_experts", "ep_rank")
-    return (
-        _Hook("loading", f"{metadata}.logical_to_all_physical", ("self", "layer_id", "logical_expert_id"), resolve),
-        _Hook("loading", f"{experts}.moe.fused_moe_triton.layer.FusedMoE.weight_loader", weight, load_own_range),
-        _Hook("loading", f"{experts}.quantization.moe_wna16._local_expert_ids", ("layer", "expert_id"), load_own_range),
-        _Hook("placement", f"{algorithms}.rebalance_experts", (*sizes, "algorithm"), place_from_live),
-        _Hook(
+def _hooks() -> Iterator[_Hook]:
+    location, updater = "eplb.expert_location", "model_executor.model_runner_components.weight_updater.WeightUpdater"
+    metadata, manager = f"{location}.ExpertLocationMetadata", "eplb.eplb_manager.EPLBManager"
+    dispatch, loader = "eplb.expert_location_dispatch._topk_ids_logical_to_physical", "weight_cache.ipc_loader"
+    for part, target, hook, parameters in (
+        ("loading", f"{metadata}.logical_to_all_physical", resolve, "self layer_id logical_expert_id"),
+        (
+            "loading",
+            "layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader",
+            load_own_range,
+            "self param loaded_weight weight_name shard_id expert_id",
+        ),
+        ("loading", "layers.quantization.moe_wna16._local_expert_ids", load_own_range, "layer expert_id"),
+        ("placement", "eplb.eplb_algorithms.rebalance_experts", place_from_live, _PLACEMENT),
+        (
+            "placement",
+            f"{manager}._compute_expert_location_metadata",
+            agree_on_metadata,
+            "self logical_count broadcast_over_world",
+        ),
+        (
             "maps",
             f"{location}._compute_logical_to_all_physical_map",
-            ("physical_to_logical_map", "num_logical_experts", "ep_size", "moe_ep_rank"),
             build_candidates,
+            "physical_to_logical_map num_logical_experts ep_size moe_ep_rank",
         ),
-        _Hook("tables", f"{location}.compute_logical_to_rank_dispatch_physical_map", lists, build_static_table),
-        _Hook("update", f"{metadata}.update", ("self", "other", "update_layer_ids"), update_layers),
-        _Hook(
-            "dispatch",
-            f"{dispatch}._topk_ids_logical_to_physical_static",
-            ("topk_ids", "info"),
-            sglang_maps.dispatch_static,
-            replace=True,
+        (
+            "tables",
+            f"{location}.compute_logical_to_rank_dispatch_physical_map",
+            build_static_table,
+            "logical_to_all_physical_map ep_size num_physical_experts ep_rank",
         ),
-        _Hook(
-            "dispatch",
-            f"{dispatch}._topk_ids_logical_to_physical_dynamic",
-            ("topk_ids", "info"),
-            sglang_maps.dispatch_dynamic,
-            replace=True,
+        ("update", f"{metadata}.update", update_layers, "self other update_layer_ids"),
+        ("dispatch", f"{dispatch}_static", sglang_maps.dispatch_static, "topk_ids info"),
+        ("dispatch", f"{dispatch}_dynamic", sglang_maps.dispatch_dynamic, "topk_ids info"),
+        ("moves", f"{manager}.rebalance", rebalance, "self"),
+        ("moves", "model_executor.model_runner.ModelRunner.load_model", register_after_load, "self"),
+        ("moves", f"{updater}.update_weights_from_disk", around_weights, "self model_path load_format"),
+        ("moves", f"{updater}.load_weights_from_distributed", around_weights, "self named_tensors"),
+        ("moves", f"{updater}.update_weights_from_tensor", around_weights, "self named_tensors"),
+        ("moves", f"{updater}.update_weights_from_ipc", around_weights, "self recv_req"),
+        ("moves", f"{updater}.begin_weight_update", around_weights, "self"),
+        ("moves", f"{updater}.end_weight_update", around_weights, "self run_post_load"),
+        ("record", f"{loader}.IpcModelLoader._fetch_from_cache", record.fetch, "self model_config device_config"),
+        ("record", f"{loader}.send_msg", record.claim_layout, "sock obj"),
+        (
+            "record",
+            "weight_cache.daemon.spawn_weight_cache_daemon",
+            spawn,
+            "server_args gpu_id tp_rank pp_rank dist_init_method",
         ),
-        *_rebalance_hooks(),
-        _Hook("report", f"{location}.compute_initial_expert_location_metadata", (), report),
-    )
-
-
-def _rebalance_hooks() -> Iterator[_Hook]:
-    own: dict[str, tuple[str, Callable[..., Any]]] = {
-        "EPLBManager.rebalance": ("moves", sglang_rebalance.rebalance),
-        "EPLBManager._compute_expert_location_metadata": ("placement", sglang_rebalance.agree_on_metadata),
-        "ModelRunner.load_model": ("moves", sglang_rebalance.register_after_load),
-        "IpcModelLoader._fetch_from_cache": ("record", sglang_record.fetch),
-        "ipc_loader.send_msg": ("record", sglang_record.claim_layout),
-        "daemon.spawn_weight_cache_daemon": ("record", sglang_daemon.spawn),
-        "ExpertLocationUpdater.update": ("record", sglang_record.record_update),
-    }
-    for target, parameters in {**sglang_rebalance.PARAMETERS, **sglang_record.PARAMETERS}.items():
-        part, hook = own[".".join(target.rsplit(".", 2)[1:])]
-        yield _Hook(part, f"sglang.srt.{target}", parameters, hook)
-    for target, parameters in sglang_rebalance.UPDATES.items():
-        yield _Hook("moves", f"sglang.srt.{target}", parameters, sglang_rebalance.around_weights)
+        (
+            "record",
+            "eplb.expert_location_updater.ExpertLocationUpdater.update",
+            record.record_update,
+            "self routed_experts_weights_of_layer new_expert_location_metadata update_layer_ids nnodes rank",
+        ),
+        ("report", f"{location}.compute_initial_expert_location_metadata", report, ""),
+    ):
+        yield _Hook(part, f"sglang.srt.{target}", tuple(parameters.split()), hook, replace=part == "dispatch")
 
 
 def _is_hooked(hook: _Hook) -> bool:  # pragma: no cover  as above
@@ -186,15 +189,15 @@ def report(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # p
 
 def place_from_live(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around `rebalance_experts`: place from the map in use on; algorithms for dead ranks are left to the engine."""
-    names = next(hook.parameters for hook in _hooks() if hook.part == "placement")
-    asked = dict(zip(names, args, strict=False)) | kwargs
+    asked = dict(zip(_PLACEMENT.split(), args, strict=False)) | kwargs
+    engine_own = partial(original, *args, **kwargs)
 
     def place() -> Any:
         algorithm = asked["algorithm"].name
         if algorithm.startswith("elasticity") or context.bypassed.get():
-            return original(*args, **kwargs)
-        live = _live_metadata()
-        options = {name: value for name, value in _options.items() if name in _PLACE_OPTIONS}
+            return engine_own()
+        live = context.live_metadata()
+        options = {name: value for name, value in context.options.items() if name in hooking.PLACE_OPTIONS}
         return sglang_maps.rebalance(
             asked["tokens_per_expert"],
             asked["num_physical_experts"],
@@ -205,7 +208,7 @@ def place_from_live(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             **options,
         )
 
-    return hooking.guarded(place, lambda: original(*args, **kwargs), "placement")()
+    return hooking.guarded(place, engine_own, "placement")()
 
 
 def build_candidates(
@@ -218,7 +221,7 @@ def build_candidates(
     """Around `_compute_logical_to_all_physical_map`: without a Python loop over slots and a sync for each."""
 
     def build() -> torch.Tensor:
-        engine = _context()
+        engine = context.context()
         layout = ExpertLayout(
             physical_to_logical_map.cpu(), num_logical_experts, topology=Topology(ep_size, engine.num_nodes)
         )
@@ -228,9 +231,7 @@ def build_candidates(
         vars(lists)[_NOTED] = layout, rank  # the tables are built from it next
         return lists
 
-    def engine_own() -> torch.Tensor:
-        return original(physical_to_logical_map, num_logical_experts, ep_size, moe_ep_rank)
-
+    engine_own = partial(original, physical_to_logical_map, num_logical_experts, ep_size, moe_ep_rank)
     return hooking.guarded(build, engine_own, "maps")()
 
 
@@ -246,24 +247,16 @@ def build_static_table(
     given = logical_to_all_physical_map
 
     def build() -> torch.Tensor:
-        engine = _context()
+        engine = context.context()
         layout, rank = vars(given).get(_NOTED, (None, None))
         if layout is None:
             topology = Topology(ep_size, engine.num_nodes)
             layout = sglang_maps.layout_of_candidates(given, num_physical_experts, topology)
-        table = sglang_maps.static_table(
-            layout,
-            ep_rank,
-            seed=seed,
-            prefer_same_node=engine.prefer_same_node,
-            narrowed=rank is not None,
-            even=_options.get("tables") == "even",
-        )
+        picks = sglang_maps.Picks(ep_rank, seed, engine.prefer_same_node, context.options.get("tables") == "even")
+        table = sglang_maps.static_table(layout, picks, narrowed=rank is not None)
         return table.to(given.dtype).to(given.device)
 
-    def engine_own() -> torch.Tensor:
-        return original(given, ep_size, num_physical_experts, ep_rank, seed)
-
+    engine_own = partial(original, given, ep_size, num_physical_experts, ep_rank, seed)
     return hooking.guarded(build, engine_own, "tables")()
 
 
@@ -310,17 +303,8 @@ def resolve(
 
 def load_own_range(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Around a loader of one layer: while it runs, `resolve` answers with this rank's slots alone."""
-    with _asking(layer):
+    with hooking.setting(_loading, layer):
         return original(layer, *args, **kwargs)
-
-
-@contextmanager
-def _asking(layer: Any) -> Iterator[None]:
-    token = _loading.set(layer)
-    try:
-        yield
-    finally:
-        _loading.reset(token)
 
 
 def _resolver(metadata: Any) -> SlotResolver:
@@ -330,7 +314,6 @@ def _resolver(metadata: Any) -> SlotResolver:
     known = metadata.__dict__.get("_eplb_core_resolver")
     if known is not None and version is not None and known[0] is layout_map and known[1] == version:
         return known[2]  # type: ignore[no-any-return]
-    layout = ExpertLayout(layout_map, metadata.num_logical_experts, topology=Topology(num_ranks=metadata.ep_size))
-    resolver = SlotResolver(layout, 0)
+    resolver = SlotResolver(sglang_maps.layout_of(metadata), 0)
     metadata.__dict__["_eplb_core_resolver"] = (layout_map, version, resolver)
     return resolver

@@ -19,25 +19,8 @@ from eplb_core.adapters import hooking
 from eplb_core.adapters.sglang import context
 from eplb_core.adapters.sglang import moves as sglang_moves
 from eplb_core.adapters.sglang import record as sglang_record
+from eplb_core.adapters.sglang.maps import Picks, fold_passes
 
-PARAMETERS = {
-    "eplb.eplb_manager.EPLBManager.rebalance": ("self",),
-    "eplb.eplb_manager.EPLBManager._compute_expert_location_metadata": (
-        "self",
-        "logical_count",
-        "broadcast_over_world",
-    ),
-    "model_executor.model_runner.ModelRunner.load_model": ("self",),
-}
-_UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater"
-UPDATES = {
-    f"{_UPDATER}.update_weights_from_disk": ("self", "model_path", "load_format"),
-    f"{_UPDATER}.load_weights_from_distributed": ("self", "named_tensors"),
-    f"{_UPDATER}.update_weights_from_tensor": ("self", "named_tensors"),
-    f"{_UPDATER}.update_weights_from_ipc": ("self", "recv_req"),
-    f"{_UPDATER}.begin_weight_update": ("self",),
-    f"{_UPDATER}.end_weight_update": ("self", "run_post_load"),
-}
 _KEPT = "_eplb_core_moves"
 # Of this process: it has one model that moves experts. Drafts have no manager.
 _moves: list[sglang_moves.Moves] = []
@@ -48,12 +31,8 @@ def register_after_load(original: Callable[..., Any], runner: Any, *args: Any, *
     answer = original(runner, *args, **kwargs)
     manager = vars(runner).get("eplb_manager")
     if manager is not None:
-        hooking.guarded(_register, _leave, "moves")(runner, manager)
+        hooking.guarded(_register, hooking.do_nothing, "moves")(runner, manager)
     return answer
-
-
-def _leave(*_: Any) -> None:
-    """The engine's own way: it registers nothing."""
 
 
 def _register(runner: Any, manager: Any) -> None:
@@ -62,17 +41,17 @@ def _register(runner: Any, manager: Any) -> None:
     if reason:
         hooking.log_once(f"moves are left to SGLang: {reason}", logging.INFO)
         return
-    trouble = ""
+    trouble = None
     try:
         warm_up()  # compiled here, or the first migration would wait for it
-    except Exception as error:  # said to all ranks, which would wait for this one
-        trouble = f"{type(error).__name__}: {error}"
+    except Exception as error:  # all ranks are told, which would wait for this one
+        trouble = error
     engine, options = context.context(), context.options
     transport = options.get("transport", "torch_distributed")
     moves = sglang_moves.open_moves(
         metadata,
         lambda: runner.model.routed_experts_weights_of_layer,
-        sglang_moves.Picks(
+        Picks(
             torch.distributed.get_rank(),
             prefer_same_node=engine.prefer_same_node,
             even=options.get("tables") == "even",
@@ -144,10 +123,8 @@ def rebalance(original: Callable[..., Any], manager: Any) -> Generator[None, Non
     said = _recorded(manager)
     if not manager._check_rebalance_needed(said["average_utilization_rate_over_window"]):
         return
-    own = moves.disagreed
-    problem = _Problem(manager, said["logical_count"], fold=not own and _places())
     before = moves.migrator.layout
-    ended = yield from moves.rebalance(lambda: problem.solve(own=own))
+    ended = yield from moves.rebalance(_problem(manager, said["logical_count"], own=moves.disagreed))
     changed = int((before.physical_to_logical_map != moves.migrator.layout.physical_to_logical_map).sum())
     logging.getLogger("eplb_core").info("eplb_core: rebalance end: %d slots changed%s", changed, ended and f"; {ended}")
 
@@ -165,8 +142,6 @@ def _recorded(manager: Any) -> Any:  # pragma: no cover  needs SGLang: tests/eng
 
 def _counts(logical_count: torch.Tensor, *, fold: bool) -> Callable[[], torch.Tensor]:
     """The load for a worker thread, which must not wait on the stream of the passes."""
-    from eplb_core.adapters.sglang.maps import fold_passes
-
     counts = fold_passes(logical_count) if fold and logical_count.dim() == 3 else logical_count
     if counts.device.type != "cuda":
         return lambda: counts
@@ -182,31 +157,27 @@ def _counts(logical_count: torch.Tensor, *, fold: bool) -> Callable[[], torch.Te
     return wait  # pragma: no cover
 
 
-class _Problem:
-    """The load, and what SGLang asks its algorithm for, looked up on the thread of the passes; errors wait for `solve`.
+def _problem(manager: Any, logical_count: torch.Tensor, *, own: bool) -> Callable[[], torch.Tensor]:
+    """What a worker calls for the map to reach, `[L, P]`; `own`: by the engine's algorithm.
 
-    There it ends the migration on every rank; here it would leave the other ranks alone.
+    Load and settings are looked up here, on the thread of the passes. An error there is raised on the worker, which
+    ends the migration on every rank; raised here it would leave the other ranks alone.
     """
+    trouble: Exception | None = None
+    try:
+        counts_of = _counts(logical_count, fold=not own and _places())
+        asked = _asked_of(manager)
+    except Exception as error:
+        trouble = error
 
-    def __init__(self, manager: Any, logical_count: torch.Tensor, *, fold: bool) -> None:
-        self._asked: dict[str, Any] = {}
-        self._trouble: Exception | None = None
-        try:
-            self._counts = _counts(logical_count, fold=fold)
-            self._asked = _asked_of(manager)
-        except Exception as error:
-            self._trouble = error
+    def solve() -> torch.Tensor:
+        if trouble is not None:
+            raise trouble
+        counts = counts_of()
+        with hooking.setting(context.bypassed, own):
+            return _solve(counts if counts.dim() == 3 else counts[None], asked)
 
-    def solve(self, *, own: bool) -> torch.Tensor:
-        """The map to reach, `[L, P]`; `own`: by the engine's algorithm."""
-        if self._trouble is not None:
-            raise self._trouble
-        counts = self._counts()
-        token = context.bypassed.set(own)
-        try:
-            return _solve(counts if counts.dim() == 3 else counts[None], self._asked)
-        finally:
-            context.bypassed.reset(token)
+    return solve
 
 
 def _asked_of(manager: Any) -> dict[str, Any]:  # pragma: no cover  needs SGLang: tests/engines
@@ -249,18 +220,14 @@ def agree_on_metadata(
         return original(manager, logical_count, broadcast_over_world=False)
 
     def engine_own() -> Any:
-        token = context.bypassed.set(True)
-        try:
+        with hooking.setting(context.bypassed, True):
             return ours()
-        finally:
-            context.bypassed.reset(token)
 
     gather = hooking.gather_over(context.cpu_group())
-    return hooking.settle("placement", gather, ours, engine_own, digest_of=digest_of, otherwise=context.live_metadata)
+    return hooking.settle("placement", gather, ours, engine_own, digest_of=_digest, otherwise=context.live_metadata)
 
 
-def digest_of(metadata: Any) -> str:
-    """Names a map."""
+def _digest(metadata: Any) -> str:
     return hashlib.sha256(metadata.physical_to_logical_map_cpu.long().numpy().tobytes()).hexdigest()
 
 
@@ -294,7 +261,7 @@ def _unless_over(moves: sglang_moves.Moves, step: Callable[[], None]) -> None:
     try:
         step()
     except Exception as error:
-        moves.close(f"{type(error).__name__}: {error}")
+        moves.close(hooking.words(error))
         hooking.log_once(f"moves: SGLang's own rebalance goes on, since {moves.over}")
 
 

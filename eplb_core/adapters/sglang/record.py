@@ -23,33 +23,13 @@ import torch
 
 from eplb_core.adapters import hooking
 from eplb_core.adapters.sglang import context
-from eplb_core.adapters.sglang import moves as sglang_moves
+from eplb_core.adapters.sglang.maps import layout_of
 from eplb_core.errors import EplbError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.agreement import Agreement, GroupAgreement, LocalAgreement
 from eplb_core.loading.record.agree import agree_on_layout
 from eplb_core.loading.record.client import LayoutClient
-from eplb_core.topology import Topology
 
-PARAMETERS = {
-    "weight_cache.ipc_loader.IpcModelLoader._fetch_from_cache": ("self", "model_config", "device_config"),
-    "weight_cache.ipc_loader.send_msg": ("sock", "obj"),
-    "weight_cache.daemon.spawn_weight_cache_daemon": (
-        "server_args",
-        "gpu_id",
-        "tp_rank",
-        "pp_rank",
-        "dist_init_method",
-    ),
-    "eplb.expert_location_updater.ExpertLocationUpdater.update": (
-        "self",
-        "routed_experts_weights_of_layer",
-        "new_expert_location_metadata",
-        "update_layer_ids",
-        "nnodes",
-        "rank",
-    ),
-}
 SUFFIX = ".layout"
 """What the record's socket is called, after the daemon's."""
 CLAIM = "eplb_core"
@@ -85,7 +65,7 @@ def fetch(original: Callable[..., Any], loader: Any, model_config: Any, device_c
     if metadata is None or _kept:  # a model without experts, or a second one in this process: a draft
         return original(loader, model_config, device_config)
     try:
-        own = sglang_moves.layout_of(metadata, None, Topology(metadata.ep_size))
+        own = layout_of(metadata)
     except EplbError as error:  # equal on all ranks
         hooking.log_once(f"record: this layout is left to SGLang: {error}")
         return original(loader, model_config, device_config)
@@ -142,13 +122,11 @@ def _mapped(
     claim = None
     if presence is not None and presence.found is not None:
         claim = {"engine": presence.engine_id, "version": presence.adopted, "digest": layout.digest}
-    token = _claim.set(claim)
     try:
-        return original(loader, model_config, device_config), None
+        with hooking.setting(_claim, claim):
+            return original(loader, model_config, device_config), None
     except Exception as error:
         return None, error
-    finally:
-        _claim.reset(token)
 
 
 def _presence(loader: Any, device_config: Any) -> LayoutClient | None:
@@ -254,7 +232,7 @@ def record_update(
     if live.physical_to_logical_map.is_cuda:  # pragma: no cover  needs a GPU
         torch.cuda.synchronize()
     reply = kept.commit(layers, live.physical_to_logical_map_cpu[layers].numpy())
-    digest = sglang_moves.layout_of(live, None, Topology(live.ep_size)).digest
+    digest = layout_of(live).digest
     if reply.status != "ok" or reply.digest != digest:
         kept.refuse_moves(f"layers {layers[:4]} could not be recorded: {reply.reason or reply.digest}")
         hooking.log_once(
@@ -267,15 +245,4 @@ def record_update(
 def _gather(own: tuple[str, str]) -> list[tuple[str, str]]:
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        return [own]
-    return _gather_over(own)
-
-
-def _gather_over(own: tuple[str, str]) -> list[Any]:  # pragma: no cover  needs SGLang: tests/engines
-    import torch.distributed as dist
-
-    group = context.cpu_group()
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, own, group=group)
-    return answers
+    return hooking.gather_objects(context.cpu_group())(own) if dist.is_initialized() else [own]

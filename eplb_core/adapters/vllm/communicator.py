@@ -13,12 +13,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from eplb_core._arrays import ArrayLike, IntArray, to_ids
+from eplb_core._arrays import ArrayLike, to_ids
+from eplb_core.adapters.hooking import gather_objects, on_all_or_none
 from eplb_core.errors import TransportError
 from eplb_core.loading.transport import ReadBatch, ReadState, Region, Transport
 
-TRANSPORTS = ("shared_memory", "cuda_ipc", "nixl")
-_NAMES = {"shared_memory": "SharedMemory", "cuda_ipc": "CudaIpc", "nixl": "Nixl"}
+TRANSPORTS = {"shared_memory": "SharedMemory", "cuda_ipc": "CudaIpc", "nixl": "Nixl"}
+"""Classes of `eplb_core.transports` by the option's name."""
 
 
 class TransportCommunicator:
@@ -94,7 +95,7 @@ class TransportCommunicator:
             if self._stream is not None:
                 self._stream.synchronize()
         self._given_up = [each for each in self._given_up if not self._transport.poll(each[1]).state.is_end]
-        rows: IntArray = to_ids(old_indices, "old_indices").reshape(-1, self._slots)
+        rows = to_ids(old_indices, "old_indices").reshape(-1, self._slots)
         self._layer = layer_idx
         self._row_of = [{expert: row for row, expert in enumerate(rank) if expert >= 0} for rank in rows.tolist()]
 
@@ -161,7 +162,7 @@ class TransportCommunicator:
 
 
 class _PeerError(TransportError):
-    """Another rank cannot."""
+    """Another rank failed, and says so itself."""
 
 
 def _export(transport: Transport, tensors: Sequence[torch.Tensor]) -> bytes:
@@ -172,56 +173,35 @@ def _export(transport: Transport, tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def create(
-    name: str,
-    cpu_group: Any,
-    weights: Sequence[Sequence[torch.Tensor]],
-    buffer: Sequence[torch.Tensor],
+    name: str, cpu_group: Any, weights: Sequence[Sequence[torch.Tensor]], buffer: Sequence[torch.Tensor]
 ) -> TransportCommunicator:
-    """The communicator over a named transport for the ranks of a torch group; collective.
+    """Make the communicator over the transport `name` for the ranks of a torch group; collective.
 
     Raises:
-        TransportError: Some rank cannot; then it is raised on every rank, so that all go on in the same way.
+        TransportError: Some rank cannot make it; raised on every rank, so that all continue in the same way.
     """
     import torch.distributed as dist
 
     from eplb_core.loading import transports
-
-    def gather(own: Any) -> list[Any]:
-        answers: list[Any] = [None] * cpu_group.size()
-        dist.all_gather_object(answers, own, group=cpu_group)
-        return answers
 
     def barrier(fine: bool) -> bool:
         flag = torch.tensor([fine], dtype=torch.int32, device="cpu")
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=cpu_group)
         return bool(flag[0])
 
-    trouble = ""
-    transport: Any = None
-    made: TransportCommunicator | None = None
-    try:
-        transport = getattr(transports, _NAMES[name])()
-    except Exception as error:
-        trouble = f"rank {cpu_group.rank()}: {error}"
-    _agree(gather(trouble), transport)
-    try:
-        made = TransportCommunicator(
-            transport,
-            weights,
-            buffer,
-            rank=cpu_group.rank(),
-            gather=gather,
-            barrier=barrier,
-        )
-    except Exception as error:  # of a peer's trouble that rank says
-        trouble = "" if isinstance(error, _PeerError) else f"rank {cpu_group.rank()}: {error}"
-    _agree(gather(trouble), transport)
-    return cast(TransportCommunicator, made)  # None has trouble, and that has raised
+    rank, gather = cpu_group.rank(), gather_objects(cpu_group)
+    transport: Transport = on_all_or_none(
+        gather, lambda: getattr(transports, TRANSPORTS[name])(), TransportError, close=lambda made: made.close()
+    )
 
+    def make() -> TransportCommunicator | None:
+        try:
+            return TransportCommunicator(transport, weights, buffer, rank=rank, gather=gather, barrier=barrier)
+        except _PeerError:
+            return None
 
-def _agree(troubles: Sequence[str], transport: Transport | None) -> None:
-    found = [trouble for trouble in troubles if trouble]
-    if found:
-        if transport is not None:  # this rank could, and keeps nothing registered for that
-            transport.close()
-        raise TransportError("; ".join(found))
+    try:
+        return cast(TransportCommunicator, on_all_or_none(gather, make, TransportError))
+    except TransportError:  # this rank could perhaps, and keeps nothing registered for that
+        transport.close()
+        raise

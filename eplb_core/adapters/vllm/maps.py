@@ -115,17 +115,13 @@ def _repeated(
         shares, width = replica_shares(layout, load), max(width, most)
     if rank is not None:
         return hash_dispatch_table(layout, shares=shares, rank=rank, width=width)
-    maps = np.empty((layout.num_layers, layout.num_experts, width), dtype=np.int64)
-    count = np.empty(maps.shape[:2], dtype=np.int64)
+    by_layer = []
     for layer in range(layout.num_layers):
-        one = ExpertLayout(
-            layout.physical_to_logical_map[layer : layer + 1], layout.num_experts, topology=layout.topology
-        )
-        part = None if shares is None else shares[layer : layer + 1]
+        one = ExpertLayout(layout.physical_to_logical_map[[layer]], layout.num_experts, topology=layout.topology)
+        part = None if shares is None else shares[[layer]]
         turn = (first_layer + layer) % layout.topology.num_ranks
-        maps[layer : layer + 1], count[layer : layer + 1] = hash_dispatch_table(
-            one, shares=part, rank=turn, width=width
-        )
+        by_layer.append(hash_dispatch_table(one, shares=part, rank=turn, width=width))
+    maps, count = map(np.concatenate, zip(*by_layer, strict=True))
     return maps, count
 
 

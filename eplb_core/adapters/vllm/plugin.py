@@ -17,10 +17,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import partial, wraps
+from functools import partial, reduce, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +37,8 @@ from eplb_core.topology import Topology
 PARTS = ("policy", "maps", "dispatch", "fold")
 DISPATCH_MODES = ("rotated", "weighted", "even")
 _OPTIONS: dict[str, Callable[[str], Any]] = {
+    **hooking.PLACE_OPTIONS,
     "mode": hooking.one_of("place", "deepseek"),
-    "min_gain": float,
-    "transfer_price": float,
-    "max_transfers": int,
     "locality": hooking.one_of("engine", "none"),
     "dispatch": hooking.one_of(*DISPATCH_MODES),
     "transport": hooking.one_of(*vllm_communicator.TRANSPORTS),
@@ -127,8 +125,8 @@ def activate(state_module: Any) -> Active:
         state_module.compute_logical_maps = _maps_hook(state_module.compute_logical_maps, ours="maps" in parts)
     fold, dispatch = "fold" in parts, "dispatch" in parts
     if fold or dispatch:
-        state_module._commit_eplb_maps_for_layer = _commit_layer_hook(state_module._commit_eplb_maps_for_layer, fold)
-        state_module._commit_eplb_maps = _commit_hook(state_module._commit_eplb_maps, fold)
+        for name, _ in (_COMMIT, _COMMIT_LAYER):
+            setattr(state_module, name, _commit_hook(getattr(state_module, name), fold))
     if transport is not None and _fits("communicator", state_module):
         _replace_communicator(state_module, transport)
     active = Active(parts, policy, options, mode)
@@ -146,11 +144,8 @@ def _fits(part: str, state_module: Any) -> bool:
 
 
 def _find(state_module: Any, name: str) -> Any:
-    """What the module has by this name, dots and all, or None."""
-    target = state_module
-    for step in name.split("."):
-        target = getattr(target, step, None)
-    return target
+    """What the module has by this dotted name, or None."""
+    return reduce(lambda target, step: getattr(target, step, None), name.split("."), state_module)
 
 
 def _version() -> str:
@@ -243,7 +238,7 @@ def _group_of(state_module: Any, name: str, ranks: int) -> Any:
 
 
 def _digest(*tensors: torch.Tensor) -> str:
-    """Names them."""
+    """Return a hash of their values."""
     return hashlib.sha256(b"".join(t.cpu().long().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
 
 
@@ -311,11 +306,10 @@ def _dispatch_maps(
     )
 
 
-@contextmanager
-def _commit_of(model_state: Any, layer: int | None, *, alone: bool = False) -> Iterator[None]:
-    """While it runs, the inverse map is the router's. Models that no `add_model` of ours saw are left alone.
+def _commit_of(model_state: Any, layer: int | None, *, alone: bool = False) -> AbstractContextManager[None]:
+    """While it runs, whoever asks for the inverse map gets the router's tables.
 
-    `alone`: not all ranks are here, so nothing is compared.
+    Models that our `add_model` has not seen are left alone. `alone`: not all ranks are here, so none are compared.
     """
     sender = vars(model_state).get("_eplb_core_sender")
     if sender is not None and alone:
@@ -323,50 +317,34 @@ def _commit_of(model_state: Any, layer: int | None, *, alone: bool = False) -> I
     load = None
     if sender is not None and sender.mode == "weighted":
         load = model_state.last_expert_load if layer is None else model_state.last_expert_load[layer]
-    token = _committing.set(None if sender is None else (sender, layer or 0, load))
-    try:
-        yield
-    finally:
-        _committing.reset(token)
-
-
-def _commit_layer_hook(engine_own: Callable[..., Any], fold: bool) -> Callable[..., Any]:
-    @wraps(engine_own)
-    def commit_layer(model_state: Any, new_physical_to_logical_map: torch.Tensor, layer: int) -> Any:
-        before = model_state.physical_to_logical_map[layer].clone() if fold else None
-        with _commit_of(model_state, layer):
-            answer = engine_own(model_state, new_physical_to_logical_map, layer)
-        if before is not None:
-            hooking.guarded(_fold, _leave, "fold")(model_state, before[None], [layer])
-        return answer
-
-    return commit_layer
+    return hooking.setting(_committing, None if sender is None else (sender, layer or 0, load))
 
 
 def _commit_hook(engine_own: Callable[..., Any], fold: bool) -> Callable[..., Any]:
+    """Around both functions that write maps: of all layers, and of `layer` alone."""
+
     @wraps(engine_own)
-    def commit(model_state: Any, new_physical_to_logical_map: torch.Tensor) -> Any:
-        before = model_state.physical_to_logical_map.clone() if fold else None
-        with _commit_of(model_state, None):
-            answer = engine_own(model_state, new_physical_to_logical_map)
+    def commit(model_state: Any, new_physical_to_logical_map: torch.Tensor, layer: int | None = None) -> Any:
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        before = model_state.physical_to_logical_map[layers].clone() if fold else None
+        with _commit_of(model_state, layer):
+            given = () if layer is None else (layer,)
+            answer = engine_own(model_state, new_physical_to_logical_map, *given)
         if before is not None:
-            hooking.guarded(_fold, _leave, "fold")(model_state, before, range(len(before)))
+            hooking.guarded(_fold, hooking.do_nothing, "fold")(model_state, before, layer or 0)
         return answer
 
     return commit
 
 
-def _fold(model_state: Any, before: torch.Tensor, layers: Any) -> None:
+def _fold(model_state: Any, before: torch.Tensor, first_layer: int) -> None:
+    """Book the window's counts of these layers, whose maps were `before`, under the maps that they have now."""
     after = model_state.physical_to_logical_map
     window = vars(model_state).get("expert_load_window")
     if window is None or window.shape[-1] != before.shape[-1] or after.shape[-1] != before.shape[-1]:
         return  # ranks come or go: the engine pads the window itself
-    for row, layer in zip(before, layers, strict=True):
+    for layer, row in enumerate(before, first_layer):
         vllm_maps.fold_window(window[:, layer], row, after[layer])
-
-
-def _leave(*_: Any) -> None:
-    """The engine's own way to treat the window at a commit: not at all."""
 
 
 def _update_hook(engine_own: Callable[..., Any]) -> Callable[..., Any]:
@@ -384,7 +362,7 @@ def _add_model_hook(state_module: Any, active: Active) -> Callable[..., Any]:
     @wraps(engine_own)
     def add_model(self: Any, model: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
         answer = engine_own(self, model, model_config, *args, **kwargs)
-        hooking.guarded(_take_over, _leave, "dispatch")(state_module, active, self, model_config)
+        hooking.guarded(_take_over, hooking.do_nothing, "dispatch")(state_module, active, self, model_config)
         return answer
 
     return add_model
@@ -410,38 +388,39 @@ def _take_over(state_module: Any, active: Active, state: Any, model_config: Any)
 
 
 def _agree_on_sender(state_module: Any, active: Active, state: Any, model_state: Any) -> _Sender:
-    """Whose tables the model's are; where all ranks' must be equal, all ranks write them or none.
+    """Say whose tables the model's are; where those of all ranks must be equal, all ranks write them or none.
 
     Raises:
         EplbError: Some rank cannot, or has other settings; on every rank.
+        AttributeError: This rank writes tables of its own and the engine's objects lack what they need.
     """
     group = state_module.get_ep_group().device_group
     rank = vllm_maps.sender(state.parallel_config, group.rank())
-    sender, error = None, None
-    try:
-        room = model_state.logical_to_physical_map.shape[-1]
-        sender = _Sender(
+    group_of = partial(_group_of, state_module, "get_ep_group")
+
+    def make() -> _Sender:
+        return _Sender(
             rank,
             model_state.model.num_local_physical_experts,
             state_module.get_node_count(),
             active.dispatch,
-            min(room, 64),
-            lambda ranks: _group_of(state_module, "get_ep_group", ranks),
+            min(model_state.logical_to_physical_map.shape[-1], 64),
+            group_of,
         )
-    except Exception as failure:
-        error = failure
-    cpu_group = _group_of(state_module, "get_ep_group", group.size()) if rank is None else None
-    if cpu_group is not None:
-        said = "" if sender is None else f"eplb_core {__version__}, {', '.join(active.parts)}, {sender[1:5]}"
-        told = hooking.gather_over(cpu_group)(hooking.Said(said, "" if error is None else repr(error)))
-        for other, each in enumerate(told):
-            if each != told[0] or each.failure:
-                raise EplbError(
-                    f"rank {other} has {each.failure or each.digest} and rank 0 {told[0].failure or told[0].digest}; "
-                    "give all ranks the same eplb_core, variables and engine"
-                )
-    if sender is None:
-        raise EplbError(str(error))
+
+    cpu_group = group_of(group.size()) if rank is None else None
+    if cpu_group is None:
+        return make()
+    sender, said, _ = hooking.attempt(
+        make, lambda sender: f"eplb_core {__version__}, {', '.join(active.parts)}, {sender[1:5]}"
+    )
+    told = hooking.gather_over(cpu_group)(said)
+    for other, each in enumerate(told):
+        if each != told[0] or each.failure:
+            raise EplbError(
+                f"rank {other} has {each.failure or each.digest} and rank 0 {told[0].failure or told[0].digest}; "
+                "give all ranks the same eplb_core, variables and engine"
+            )
     return sender
 
 

@@ -8,7 +8,6 @@ go, the last ones); the answer has no empty slot and lies on the CPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,7 @@ def rebalance(
         answer = rebalance_experts(torch.as_tensor(weight), num_replicas, num_groups, num_nodes, num_ranks)[0].numpy()
         return torch.from_numpy(answer if live is None else preserve_intragpu_slots(answer, num_ranks, live))
     load = to_numpy(weight, "weight")
-    topology = _topology(num_ranks, num_nodes)
+    topology = Topology(num_ranks, num_nodes)
     stride = num_replicas // num_ranks
     current = None if live is None else _live_layout(live, load, topology, stride)
     active = None
@@ -112,11 +111,6 @@ def _live_layout(live: IntArray, load: npt.NDArray[Any], topology: Topology, str
         return ExpertLayout(live, load.shape[1], topology=topology)
     except LayoutError:
         return None  # ids of nobody, or an expert that nobody holds: placed anew
-
-
-@lru_cache(maxsize=8)
-def _topology(num_ranks: int, num_nodes: int) -> Topology:
-    return Topology(num_ranks, num_nodes)
 
 
 def _in_groups(experts: int, num_groups: int, topology: Topology) -> bool:

@@ -75,11 +75,9 @@ def test_static_tables_are_sglang_s_or_even() -> None:
     for narrowed, how in ((True, "narrowed"), (False, "all")):
         expected = eplb.static_dispatch_table(layout, candidates=how)  # type: ignore[arg-type]
         for rank in (0, 1):
-            table = sglang_maps.static_table(
-                layout, rank, seed=42, prefer_same_node=True, narrowed=narrowed, even=False
-            )
+            table = sglang_maps.static_table(layout, sglang_maps.Picks(rank), narrowed=narrowed)
             assert table.tolist() == expected[rank].tolist()
-    even = sglang_maps.static_table(layout, 1, seed=42, prefer_same_node=True, narrowed=True, even=True)
+    even = sglang_maps.static_table(layout, sglang_maps.Picks(1, even=True), narrowed=True)
     assert even.tolist() == eplb.even_dispatch_table(layout)[1].tolist()
 
 

@@ -40,7 +40,7 @@ def metadata_of(rows: list[list[int]], rank: int, *, static: bool = True, ranks:
     layout = eplb.ExpertLayout(rows, EXPERTS, topology=eplb.Topology(ranks))
     lists = torch.full((len(rows), EXPERTS, SLOTS), -1)
     lists[:, :, : layout.logical_to_physical_map.shape[2]] = torch.tensor(layout.logical_to_physical_map)
-    table = sglang_maps.static_table(layout, rank, seed=42, prefer_same_node=True, narrowed=False, even=False)
+    table = sglang_maps.static_table(layout, sglang_maps.Picks(rank))
     return SimpleNamespace(
         physical_to_logical_map=torch.tensor(rows),
         physical_to_logical_map_cpu=torch.tensor(rows),
@@ -360,9 +360,9 @@ def test_moves_are_opened_over_the_default_group_or_not_at_all() -> None:
     options: dict[str, Any] = {"transport": "torch_distributed", "facts": {"eplb_core": "1"}, "num_nodes": 1}
     moves = sglang_moves.open_moves(metadata, lambda: weights, sglang_moves.Picks(0), **options)
     assert moves.close("the test is over")
-    with pytest.raises(EplbError, match="rank 0: no transport today"):
+    with pytest.raises(EplbError, match="rank 0: EplbError: no transport today"):
         sglang_moves.open_moves(
-            metadata, lambda: weights, sglang_moves.Picks(0), **{**options, "trouble": "no transport today"}
+            metadata, lambda: weights, sglang_moves.Picks(0), **{**options, "trouble": EplbError("no transport today")}
         )
     options["transport"] = "shared_memory"
     with pytest.raises(EplbError, match="rank 0: ValueError: "):

@@ -35,7 +35,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hooking, "_logged", set())
     monkeypatch.setattr(hooking, "_log", [logging.getLogger("eplb_core")])
-    monkeypatch.setattr(sglang, "_options", {})
+    monkeypatch.setattr(_sglang, "options", {})
 
 
 def test_every_replica_is_named() -> None:
@@ -115,7 +115,7 @@ def test_hooks_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.setattr(sglang, "_registered", [])
+    monkeypatch.setattr(_sglang, "registered", [])
     monkeypatch.setenv("EPLB_CORE", "sglang")
     sglang.register()
     sglang.register()
@@ -140,12 +140,12 @@ def asked(algorithm: str, load: torch.Tensor, **more: Any) -> dict[str, Any]:
 
 def test_the_placement_starts_from_the_metadata_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     live = metadata([[0, 1, 2, 3, 0, 1]])
-    monkeypatch.setattr(sglang, "_live_metadata", lambda: live)
+    monkeypatch.setattr(_sglang, "live_metadata", lambda: live)
     load = torch.tensor([[[10, 10, 10, 10]]])
     p2l, _, count = sglang.place_from_live(refuse, **asked("deepseek", load))
     assert p2l.tolist() == [[0, 1, 2, 3, 0, 1]]
     assert count.tolist() == [[2, 2, 1, 1]]
-    monkeypatch.setattr(sglang, "_options", {"min_gain": -1.0, "tables": "even"})
+    monkeypatch.setattr(_sglang, "options", {"min_gain": -1.0, "tables": "even"})
     assert sglang.place_from_live(lambda **_: "engine", **asked("deepseek", load)) == "engine"
 
 
@@ -156,7 +156,7 @@ def test_algorithms_for_dead_ranks_are_the_engine_s(caplog: pytest.LogCaptureFix
 
 
 def test_an_algorithm_that_ranks_have_not_agreed_on_is_the_engine_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "_live_metadata", lambda: None)
+    monkeypatch.setattr(_sglang, "live_metadata", lambda: None)
     token = _sglang.bypassed.set(True)
     try:
         assert sglang.place_from_live(lambda **_: "engine", **asked("deepseek", torch.ones(1, 1, 4))) == "engine"
@@ -169,7 +169,7 @@ def test_lists_and_tables_are_built_from_one_layout(monkeypatch: pytest.MonkeyPa
     row = torch.tensor([[0, 1, 2, 3, 3, 0]])
     layout = eplb.ExpertLayout(row, 4, topology=eplb.Topology(2))
     for narrows, how in ((True, "narrowed"), (False, "all")):
-        monkeypatch.setattr(sglang, "_context", context(narrows=narrows))
+        monkeypatch.setattr(_sglang, "context", context(narrows=narrows))
         lists = sglang.build_candidates(refuse, row, 4, 2, 1)
         expected = sglang_maps.candidates(layout, 1 if narrows else None, prefer_same_node=True)
         assert torch.equal(lists, expected)
@@ -179,7 +179,7 @@ def test_lists_and_tables_are_built_from_one_layout(monkeypatch: pytest.MonkeyPa
     table = sglang.build_static_table(refuse, whole, 2, 6, 0, 7)
     assert table.dtype == torch.int32
     assert table.tolist() == eplb.static_dispatch_table(layout, 7)[0].tolist()
-    monkeypatch.setattr(sglang, "_options", {"tables": "even"})
+    monkeypatch.setattr(_sglang, "options", {"tables": "even"})
     assert sglang.build_static_table(refuse, whole, 2, 6, 0).tolist() == eplb.even_dispatch_table(layout)[0].tolist()
 
 
@@ -188,7 +188,7 @@ def test_a_table_at_start_is_drawn_from_narrowed_lists(monkeypatch: pytest.Monke
     row = [1, 2, 0, 1, 0, 3, 2, 0]
     rows = torch.tensor([row, row[::-1]])
     layout = eplb.ExpertLayout(rows, 4, topology=eplb.Topology(4))
-    monkeypatch.setattr(sglang, "_context", context())
+    monkeypatch.setattr(_sglang, "context", context())
     for rank in range(4):
         lists = sglang.build_candidates(refuse, rows, 4, 4, rank)
         table = sglang.build_static_table(refuse, lists, 4, 8, rank).tolist()
@@ -199,7 +199,7 @@ def test_a_table_at_start_is_drawn_from_narrowed_lists(monkeypatch: pytest.Monke
 def test_maps_that_are_no_layout_are_the_engine_s(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sglang, "_context", context())
+    monkeypatch.setattr(_sglang, "context", context())
     own = torch.tensor([[[7]]])
     with caplog.at_level(logging.WARNING):
         assert sglang.build_candidates(lambda *_: own, torch.tensor([[0, 0, 2, 2]]), 3, 2, 0) is own

@@ -220,7 +220,7 @@ def test_a_registered_model_says_what_is_in_effect(
     assert "in effect in SGLang: moves by a Migrator over shared_memory: 2 layers of 64 bytes a slot" in caplog.text
     assert given["picks"] == sglang_moves.Picks(3, prefer_same_node=False, even=True)
     assert (given["num_nodes"], given["transport"], given["weights"]) == (2, "shared_memory", {0: []})
-    assert given["trouble"] == "OSError: no room for compiled code"  # said to all ranks, which wait for this one
+    assert str(given["trouble"]) == "no room for compiled code"  # said to all ranks, which wait for this one
     assert given["facts"]["options"] == [("tables", "even"), ("transport", "shared_memory")]
     assert runner.eplb_manager._eplb_core_moves.layers == [1, 2]
 

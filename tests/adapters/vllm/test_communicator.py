@@ -231,8 +231,8 @@ def test_what_one_rank_cannot_do_is_said_on_every_rank(alone: Any, monkeypatch: 
     rank = Rank(0)
     for module in ("nixl", "nixl_cu12", "nixl_cu13"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(TransportError, match="rank 0: NIXL cannot be imported"):
+    with pytest.raises(TransportError, match="rank 0: TransportError: NIXL cannot be imported"):
         create("nixl", alone, rank.weights, rank.buffer)
     strided = [[tensor.t() for tensor in layer] for layer in rank.weights]
-    with pytest.raises(TransportError, match=r"rank 0: tensor 0 \(shape \[4, 2\]\) must be contiguous"):
+    with pytest.raises(TransportError, match=r"rank 0: ValueError: tensor 0 \(shape \[4, 2\]\) must be contiguous"):
         create("shared_memory", alone, strided, rank.buffer)
