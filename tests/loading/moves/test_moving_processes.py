@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch.distributed", reason="ranks agree over gloo")
 HERE = Path(__file__)
-ROOT = HERE.parents[2]
+ROOT = HERE.parents[3]
 
 
 def run(scenario: str, size: int, folder: Path, option: int) -> list[Any]:
