@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -18,6 +17,7 @@ import torch
 
 import eplb_core as eplb
 from benchmarks import measure
+from benchmarks.ranks import Peer, collect
 
 LAYERS, EXPERTS, SLOTS, EVERY = 16, 128, 144, 10
 """The model of `traces.drift_load`, and the windows from one rebalance to the next."""
@@ -40,36 +40,25 @@ def run(ranks: int, plugin: Mapping[str, str], serve: Callable[..., Row], *argum
     Raises:
         RuntimeError: a rank failed, or `digests` differ between ranks.
     """
-    fork = multiprocessing.get_context("fork")
-    answers: dict[int, Row] = {}
     with tempfile.TemporaryDirectory() as folder:
-        said = fork.SimpleQueue()
-        processes = [
-            fork.Process(target=_rank, args=(said, plugin, serve, rank, ranks, folder, *arguments))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            while len(answers) < ranks:
-                rank, answer = said.get()
-                if isinstance(answer, str):
-                    raise RuntimeError(f"rank {rank}: {answer}")
-                answers[rank] = answer
-        finally:
-            for process in processes:
-                process.kill()
-    if len({answer["digests"] for answer in answers.values()}) != 1:
+        job = (ranks, folder, *arguments)
+        peers = [Peer(_rank, plugin, serve, rank, *job, method="fork") for rank in range(ranks)]
+        answers, _ = collect(peers, 3600.0)
+    failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if not isinstance(answer, dict)]
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    if len({answer["digests"] for answer in answers}) != 1:
         raise RuntimeError("the ranks' maps differ")
-    return [answers[rank] for rank in range(ranks)]
+    return answers
 
 
-def _rank(said: Any, plugin: Mapping[str, str], serve: Callable[..., Row], rank: int, *arguments: object) -> None:
+def _rank(pipe: Any, plugin: Mapping[str, str], serve: Callable[..., Row], rank: int, *arguments: object) -> None:
     os.environ.update(plugin)
     try:
-        said.put((rank, serve(rank, *arguments)))
+        pipe.send(serve(rank, *arguments))
     except BaseException:
-        said.put((rank, traceback.format_exc()))
+        pipe.send(traceback.format_exc())
+    os._exit(0)  # groups of an engine may wait for peers
 
 
 def weights(layer: int, experts: Any) -> list[torch.Tensor]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -139,7 +137,8 @@ def checkpoint_times(shape: dict[str, int], calls: int) -> dict[str, Any]:
         del tensors
         modes = {}
         for mode in ("plain copy", "load_checkpoint"):
-            runs = [worker(mode, file, shape) for _ in range(calls)]
+            own = ("-m", "benchmarks.loading", "--worker", mode, str(file), json.dumps(shape))
+            runs = [measure.json_of(*own) for _ in range(calls)]
             fastest = min(runs, key=lambda run: run["seconds"])
             modes[mode] = {
                 "mb_s": fastest["bytes"] / fastest["seconds"] / 1e6,
@@ -149,12 +148,6 @@ def checkpoint_times(shape: dict[str, int], calls: int) -> dict[str, Any]:
             }
     total = experts * 6 * inner * hidden
     return {"shape": shape, "bytes": total, "part_bytes": 2 * inner * hidden, "modes": modes}
-
-
-def worker(mode: str, file: Path, shape: dict[str, int]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.loading", "--worker", mode, str(file), json.dumps(shape)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
-    return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
 def in_worker(mode: str, file: Path, shape: dict[str, int]) -> dict[str, Any]:

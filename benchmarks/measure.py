@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
+ROOT = Path(__file__).parent.parent
 
 
 class Times(NamedTuple):
@@ -58,6 +60,14 @@ def timed(call: Callable[[], T], *, calls: int, budget_s: float) -> tuple[T, Tim
         call()
         each.append(time.perf_counter() - start)
     return answer, Times(first, statistics.median(each), min(each), len(each))
+
+
+def json_of(*arguments: str, **environment: str) -> Any:
+    """What a new Python process with these arguments prints as its last line, read as JSON."""
+    run_in = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=run_in, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def milliseconds(seconds: float) -> str:

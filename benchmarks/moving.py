@@ -163,12 +163,8 @@ def poll_times(calls: int) -> dict[str, tuple[float, float]]:
 
 def each(call: Callable[[], object], calls: int) -> tuple[float, float]:
     """Median and minimum in microseconds."""
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times), min(times)
+    times = measure.timed(call, calls=calls, budget_s=60.0)[1]
+    return times.median * 1e6, times.minimum * 1e6
 
 
 # ---- installs --------------------------------------------------------------------------------------------------------

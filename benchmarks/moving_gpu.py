@@ -41,14 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = measure.parser("moving_gpu", __doc__, quick="few small layers, as always without a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--passes", type=int, default=0)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for the ranks")
     options = parser.parse_args(argv)
     on_gpu = options.device == "cuda"
     quick = options.quick or not on_gpu  # 20 GB of weights are nothing for a processor
     sizes: dict[str, Any] = dict(SMALL if quick else FULL)
     sizes["device"] = options.device
-    sizes["passes"] = options.passes or (24 if quick else 300)
+    sizes["passes"] = 24 if quick else 300
     sizes["migrations"] = 1 if quick else 2
     record: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "the CPU", "sizes": sizes}
     calls: dict[str, Callable[[], Any]] = {
@@ -58,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     failed = 0
     for part in options.parts:
-        start = time.perf_counter()
         print(f"---- {part}", flush=True)
         try:
             record[part] = calls[part]()
@@ -66,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             record[f"{part}_error"] = traceback.format_exc()
             print(record[f"{part}_error"], flush=True)
         failed += f"{part}_error" in record or 'error": "' in json.dumps(record[part])
-        record.setdefault("part_s", {})[part] = time.perf_counter() - start
         measure.write_json(options.json, record)
     record["summary"] = summary_of(record)
     print(tables_of(record))
@@ -102,22 +99,14 @@ def measure_installs(pipe: Any, sizes: dict[str, Any]) -> None:
     moved = shape.per_rank * stores[0].slot_bytes
     record["from staging"] = by_kernel(installer, every, moved)
     record["circle in place"] = by_kernel(installer, circle, moved)
-    # Two buffers of a layer's size and more, to be out of the cache as the layers are.
-    source, target = (torch.empty(8 * moved, dtype=torch.uint8, device=shape.device) for _ in range(2))
+    # Targets are out of the cache, as the layers are.
+    source, target = (torch.empty(size * moved, dtype=torch.uint8, device=shape.device) for size in (1, 8))
     random_bytes(source)
 
     def copy(number: int) -> None:
-        target[number % 8 * moved :][:moved].copy_(source[:moved])
-
-    def copy_others(number: int) -> None:
-        part = slice(number % 8 * moved, (number % 8 + 1) * moved)
-        target[part].copy_(source[part])
+        target[number % 8 * moved :][:moved].copy_(source)
 
     record["plain copy"] = rate(copy, moved, on_gpu)
-    record["plain copy, another source each time"] = rate(copy_others, moved, on_gpu)
-    record["prepare_us"] = 1e6 * statistics.median(
-        timed(lambda: installer._prepare(0, every, NOTHING)) for _ in range(20)
-    )
     pipe.send(record)
 
 
@@ -127,18 +116,7 @@ NOTHING = np.empty((0, 2), dtype=np.int64)
 def by_kernel(installer: Installer, slots: IntArray, moved: int) -> dict[str, Any]:
     on_gpu = installer.stores[0].device.type == "cuda"
     prepared = [Copies(slots, NOTHING, installer._prepare(layer, slots, NOTHING)) for layer in range(2)]
-    record: dict[str, Any] = {
-        "kernel": rate(lambda number: installer.run(number % 2, prepared[number % 2]), moved, on_gpu),
-    }
-    if on_gpu:
-        record["launches"] = launches(lambda: installer.run(0, prepared[0]))
-    return record
-
-
-def timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    return {"kernel": rate(lambda number: installer.run(number % 2, prepared[number % 2]), moved, on_gpu)}
 
 
 def random_bytes(tensor: torch.Tensor) -> None:
@@ -195,16 +173,6 @@ def rate(call: Callable[[int], Any], nbytes: int, on_gpu: bool, times: int = 40)
             device.append(host[-1])
     median = statistics.median(device)
     return {"gb_s": nbytes / median / 1e9, "us": median * 1e6, "host_us": statistics.median(host) * 1e6}
-
-
-def launches(call: Callable[[], Any]) -> list[str]:
-    """Names of what runs on the device."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        call()
-        torch.cuda.synchronize()
-    return [str(event.name)[:60] for event in found.events() if "CUDA" in str(event.device_type)]
 
 
 # ---- four ranks ------------------------------------------------------------------------------------------------------
@@ -305,18 +273,9 @@ def tables_of(record: dict[str, Any]) -> str:
         rows = []
         for name, entry in rank.get("decode", {}).items():
             each = entry.get("moving", entry["all"])
-            rows.append(
-                [
-                    name,
-                    *(f"{each[key]:.2f}" for key in ("p50", "p99", "worst")),
-                    f"{entry['hook_worst_ms']:.2f}",
-                    str(entry["tokens_equal"]),
-                    str(entry.get("check", "")),
-                ]
-            )
-        parts.append(
-            measure.table(["pass ms", "p50", "p99", "worst", "worst outside the graph", "tokens equal", "bytes"], rows)
-        )
+            cells = (f"{each[key]:.2f}" for key in ("p50", "p99", "worst"))
+            rows.append([name, *cells, str(entry["tokens_equal"]), str(entry.get("check", ""))])
+        parts.append(measure.table(["pass ms", "p50", "p99", "worst", "tokens equal", "bytes"], rows))
         for name, entries in rank.get("ipc", {}).items():
             parts.append(f"{name}: {json.dumps(entries)}")
     return "\n\n".join(parts)

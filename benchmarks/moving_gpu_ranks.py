@@ -276,8 +276,6 @@ class Rank:
                         "seconds": seconds,
                         "gb_s": moved / seconds / 1e9,
                         "reading_gb_s": moved / reading / 1e9 if reading else 0.0,
-                        "installs": now.installed,
-                        "install_us": 1e6 * (now.install_s - before.install_s) / max(now.installed, 1),
                         "check": self.check(),
                     }
                 )
@@ -297,11 +295,10 @@ class Rank:
     def decode(self, passes: int, hook: Callable[[int], bool | None]) -> dict[str, Any]:
         """Passes from the same first tokens; `hook` runs at the start of each and says whether a move is under way."""
         ids = torch.arange(self.shape.tokens) * 37 % VOCABULARY
-        times, moving, hashes, hooks = [], [], [], []
+        times, moving, hashes = [], [], []
         for number in range(passes):
             start = time.perf_counter()
             moving.append(bool(hook(number)))
-            hooks.append(time.perf_counter() - start)
             total = self.forward(ids)
             bits = total.numpy().view(np.uint32).transpose(1, 0, 2).reshape(self.shape.tokens, -1)
             odd = 2 * np.arange(bits.shape[1], dtype=np.uint64) + 1
@@ -313,7 +310,7 @@ class Rank:
             )
             times.append(time.perf_counter() - start)
             hashes.append(zlib.crc32(ids.numpy().tobytes(), zlib.crc32(bits.tobytes())))
-        return {"times": times, "moving": moving, "hashes": hashes, "hooks": hooks}
+        return {"times": times, "moving": moving, "hashes": hashes}
 
     def part_decode(self) -> None:
         """Passes without moves, and with each way of moving."""
@@ -331,7 +328,6 @@ class Rank:
                 **summary(run),
                 "passes": len(run["times"]),
                 "tokens_equal": all(same),
-                "first_difference": -1 if all(same) else same.index(False),
                 **more,
             }
             self.say(f"{name}: {json.dumps(rounded(out[name]))}")
@@ -346,20 +342,15 @@ class Rank:
                 mig.poll()
 
             note(f"idle poll, {name}", self.decode(passes // 4, look))
-            before = mig.status
             targets = [self.next_layout() for _ in range(self.options["migrations"])]
-            done = 0
 
             def hook(number: int, mig: Migrator = mig, targets: list[ExpertLayout] = targets) -> bool:
-                nonlocal done
                 mig.poll()
                 if mig.idle and targets and number >= 5:
-                    done += 1
                     mig.start(targets.pop(0))
                 return not mig.idle
 
             run = self.decode(passes, hook)
-            status = mig.status
             while not mig.idle:  # it did not end within the passes
                 mig.poll()
             if self.on_gpu:
@@ -370,11 +361,7 @@ class Rank:
                 run,
                 check=self.check(),
                 cause=mig.status.cause,
-                migrations=done,
-                last_installed=status.installed,
-                install_us=1e6 * (status.install_s - before.install_s) / max(1, status.installed),
-                worst_install_us=1e6 * status.worst_install_s,
-                reading_gb_s=status.read_gb_s,
+                reading_gb_s=mig.status.read_gb_s,
                 stopped=mig.stop(30.0),
             )
         note("off, again", self.decode(passes // 2, lambda number: None))
@@ -405,7 +392,6 @@ class Rank:
         buffers = Buffered(self, transport)
         run = self.decode(passes // 3, lambda number: number in at and buffers.move(self.next_layout()))
         note("temporary buffers and device synchronize", run, check=self.check())
-        note("off, at the end", self.decode(passes // 6, lambda number: None))
 
 
 class Buffered:
@@ -477,12 +463,7 @@ class Buffered:
 def summary(run: dict[str, Any]) -> dict[str, Any]:
     """Percentiles of the passes, of those with a move and those without; milliseconds."""
     times, moving = np.array(run["times"]) * 1e3, np.array(run["moving"])
-    out: dict[str, Any] = {"all": percentiles(times), "hook_worst_ms": float(np.max(run["hooks"]) * 1e3)}
-    if moving.any():
-        out["moving"] = percentiles(times[moving])
-        out["moving_passes"] = int(moving.sum())
-        out["hook_moving_ms"] = percentiles(np.array(run["hooks"])[moving] * 1e3)
-    return out
+    return {"all": percentiles(times), **({"moving": percentiles(times[moving])} if moving.any() else {})}
 
 
 def rounded(value: Any) -> Any:
@@ -542,13 +523,11 @@ def be_host(pipe: Any, options: dict[str, Any]) -> None:
 
 def be_engine(pipe: Any, options: dict[str, Any]) -> None:
     """Attach, then answer: `pass`, `move`, `state`."""
-    born = time.perf_counter()
     shape = Shape(options)
     if shape.device.type == "cuda":
         torch.zeros(1, device=shape.device)
         torch.mm(*(torch.zeros(64, 64, device=shape.device, dtype=torch.bfloat16) for _ in range(2)))
         torch.cuda.synchronize()
-    context = time.perf_counter()
     from eplb_core.loading.record.client import LayoutClient
     from eplb_core.loading.sharing.attach import attach_weights
 
@@ -574,12 +553,9 @@ def be_engine(pipe: Any, options: dict[str, Any]) -> None:
     pipe.send(
         {
             "attach_s": done - imported,
-            "context_s": context - born,
-            "import_s": imported - context,
             "bytes": attached.num_bytes,
             "version": state.version,
             "wrong": wrong,
-            "engines": list(state.engines),
         }
     )
     decoder: Any = None

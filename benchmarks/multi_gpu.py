@@ -48,8 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = measure.parser("multi_gpu", __doc__, quick="few small layers")
     parser.add_argument("--transport", choices=["ipc", "nccl"], default="ipc")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--passes", type=int, default=0)
-    parser.add_argument("--migrations", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for the ranks")
     options = parser.parse_args(argv)
     gpus = torch.cuda.device_count()
@@ -57,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes: dict[str, Any] = {**(FULL if on_gpus and not options.quick else SMALL), "ranks": gpus if on_gpus else 2}
     sizes["transport"] = options.transport
     sizes["experts"] = sizes["ranks"] * sizes["per_rank"] * 3 // 4
-    sizes["passes"] = options.passes or (200 if on_gpus else 24)
-    sizes["migrations"] = options.migrations or (3 if on_gpus else 1)
+    sizes["passes"] = 200 if on_gpus else 24
+    sizes["migrations"] = 3 if on_gpus else 1
     sizes["grid_migrations"] = 1000 if on_gpus and not options.quick else 3
     sizes["parts"] = options.parts
     record: dict[str, Any] = {"device": f"{gpus} x {torch.cuda.get_device_name()}" if on_gpus else "the CPU"}

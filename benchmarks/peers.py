@@ -78,68 +78,54 @@ def load_peers(folder: Path, deepseek_file: Path | None) -> tuple[list[Policy], 
     return policies, absent
 
 
-def deepseek_function(file: Path) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """`rebalance_experts` of a copy of DeepSeek's file."""
+def _policy(name: str, call: Callable[[torch.Tensor, int, int, torch.Tensor], torch.Tensor]) -> Policy:
+    """From a function of load, slots, ranks and the map in use, all as torch has them."""
+
+    def prepare(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
+        weight, old_map = torch.from_numpy(load), torch.from_numpy(old.copy())
+        return lambda: call(weight, slots, ranks, old_map).numpy()
+
+    return Policy(name, prepare)
+
+
+def _deepseek(file: Path) -> Policy:
     spec = importlib.util.spec_from_file_location("_peer_deepseek_eplb", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"`--peer` (={file}) must be a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    function: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = module.rebalance_experts
-    return function
-
-
-def _deepseek(file: Path) -> Policy:
-    function = deepseek_function(file)
-
-    def prepare(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
-        weight = torch.from_numpy(load)
-        return lambda: function(weight, slots, 1, 1, ranks)[0].numpy()
-
-    return Policy("DeepSeek EPLB", prepare)
+    return _policy("DeepSeek EPLB", lambda load, slots, ranks, _: module.rebalance_experts(load, slots, 1, 1, ranks)[0])
 
 
 def _vllm(folder: Path) -> list[Policy]:
-    policy = _import_with_stubs(folder, "vllm.distributed.eplb.policy.default").DefaultEplbPolicy
-
-    def from_nothing(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
-        weight = torch.from_numpy(load)
-        return lambda: policy.rebalance_experts(weight, slots, 1, 1, ranks).numpy()
-
-    def given_old(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
-        weight, old_map = torch.from_numpy(load), torch.from_numpy(old.copy())
-        return lambda: policy.rebalance_experts(weight, slots, 1, 1, ranks, old_map).numpy()
-
+    call = _import_with_stubs(folder, "vllm.distributed.eplb.policy.default").DefaultEplbPolicy.rebalance_experts
     name = f"vLLM {WHEELS['vllm']}"
-    return [Policy(name, from_nothing), Policy(f"{name}, given the old map", given_old)]
+    return [
+        _policy(name, lambda load, slots, ranks, _: call(load, slots, 1, 1, ranks)),
+        _policy(f"{name}, given the old map", lambda load, slots, ranks, old: call(load, slots, 1, 1, ranks, old)),
+    ]
 
 
 def _sglang(folder: Path) -> list[Policy]:
-    home = "sglang.srt.eplb.eplb_algorithms"
+    home, name, flat = "sglang.srt.eplb.eplb_algorithms", f"SGLang {WHEELS['sglang']}", {"enable_hierarchical": False}
     one, vec, elastic = (
-        _import_with_stubs(folder, f"{home}.{m}") for m in ("deepseek", "deepseek_vec", "elasticity_aware")
+        _import_with_stubs(folder, f"{home}.{module}").rebalance_experts
+        for module in ("deepseek", "deepseek_vec", "elasticity_aware")
     )
 
-    def deepseek(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
-        weight = torch.from_numpy(load)
-        return lambda: one.rebalance_experts(weight, slots, 1, 1, ranks, enable_hierarchical=False)[0].numpy()
+    def elasticity_aware(load: torch.Tensor, slots: int, ranks: int, old: torch.Tensor) -> torch.Tensor:
+        alive = torch.ones(ranks, dtype=torch.int32)
+        ids: torch.Tensor = elastic(load, slots, 1, 1, ranks, **flat, active_ranks=alive)[0]
+        return ids
 
-    def deepseek_vec(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
-        weight = torch.from_numpy(load[None])
-        return lambda: (
-            vec.rebalance_experts(weight, slots, slots // ranks, None, 1, enable_hierarchical=False)[0]
-            .to(torch.int64)
-            .numpy()
-        )
-
-    def elasticity_aware(load: Ids, slots: int, ranks: int, old: Ids) -> Call:
-        weight, alive = torch.from_numpy(load), torch.ones(ranks, dtype=torch.int32)
-        return lambda: elastic.rebalance_experts(
-            weight, slots, 1, 1, ranks, enable_hierarchical=False, active_ranks=alive
-        )[0].numpy()
-
-    prepares = {"deepseek": deepseek, "deepseek_vec": deepseek_vec, "elasticity_aware": elasticity_aware}
-    return [Policy(f"SGLang {WHEELS['sglang']} {name}", prepare) for name, prepare in prepares.items()]
+    return [
+        _policy(f"{name} deepseek", lambda load, slots, ranks, _: one(load, slots, 1, 1, ranks, **flat)[0]),
+        _policy(
+            f"{name} deepseek_vec",
+            lambda load, slots, ranks, _: vec(load[None], slots, slots // ranks, None, 1, **flat)[0].long(),
+        ),
+        _policy(f"{name} elasticity_aware", elasticity_aware),
+    ]
 
 
 def flashlb(folder: Path) -> Callable[[int, int], Any] | str:

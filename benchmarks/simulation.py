@@ -16,17 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 import eplb_core as eplb
 from benchmarks import measure
-from eplb_core.simulation import POLICIES, Traffic
+from eplb_core.simulation import POLICIES, Simulation, Traffic
 from eplb_core.simulation.load.generator import stream_generated
 
 # Windows, layers, experts, slots, ranks, nodes, windows between rebalances.
@@ -43,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(answer))
         return 0
     sizes = SCALE_QUICK if options.quick else SCALE_SIZE
-    answers = {question: asked(question, options.quick) for question in ("policies", "scale")}
+    own = ["-m", "benchmarks.simulation", *(["--quick"] if options.quick else []), "--question"]
+    answers = {question: measure.json_of(*own, question) for question in ("policies", "scale")}
     rows = [
         [
             name,
@@ -70,15 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def asked(question: str, quick: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.simulation", "--question", question, *(["--quick"] if quick else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
 def policies(quick: bool) -> dict[str, Any]:
     windows, layers, experts, slots, ranks, nodes, interval = POLICY_QUICK if quick else POLICY_SIZE
     third = windows // 3
@@ -86,18 +76,8 @@ def policies(quick: bool) -> dict[str, Any]:
     trace = eplb.generate_trace(kinds, num_layers=layers, num_experts=experts, window_tokens=8192)
     topology = eplb.Topology(ranks, nodes)
     check(trace.load[: 3 * interval], topology, slots, interval)
-    begun, worked = time.perf_counter(), time.process_time()
-    runs = eplb.compare_policies(trace, POLICIES, topology=topology, num_slots=slots, interval=interval, workers=2)
-    seconds = time.perf_counter() - begun
-    return {
-        "trace": [windows, layers, experts],
-        "seconds": seconds,
-        "cpu_s": time.process_time() - worked,
-        "peak_mb": peak_mb(),
-        "rows": [
-            {"policy": sim.policy, "total": sim.total_balancedness, "transfers": sim.total_transfers} for sim in runs
-        ],
-    }
+    options: Any = {"topology": topology, "num_slots": slots, "interval": interval, "workers": 2}
+    return measured(lambda: eplb.compare_policies(trace, POLICIES, **options), [windows, layers, experts])
 
 
 def scale(quick: bool) -> dict[str, Any]:
@@ -105,14 +85,22 @@ def scale(quick: bool) -> dict[str, Any]:
     kinds = [Traffic(windows // 2), Traffic(windows - windows // 2, domain="b", blend=windows / 10)]
     stream = stream_generated(kinds, num_layers=layers, num_experts=experts, window_tokens=65_536)
     topology = eplb.Topology(ranks, nodes)
+    options: Any = {"topology": topology, "num_slots": slots, "interval": interval}
+    return measured(lambda: [eplb.simulate(stream, policy="once", **options)], [windows, layers, experts])
+
+
+def measured(call: Callable[[], Iterable[Simulation]], shape: Sequence[int]) -> dict[str, Any]:
+    """Time and peak memory of a replay, and what it found."""
     begun, worked = time.perf_counter(), time.process_time()
-    sim = eplb.simulate(stream, topology=topology, num_slots=slots, policy="once", interval=interval)
+    runs = list(call())
     return {
-        "trace": [windows, layers, experts],
+        "trace": shape,
         "seconds": time.perf_counter() - begun,
         "cpu_s": time.process_time() - worked,
-        "peak_mb": peak_mb(),
-        "rows": [{"policy": sim.policy, "total": sim.total_balancedness, "transfers": sim.total_transfers}],
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "rows": [
+            {"policy": sim.policy, "total": sim.total_balancedness, "transfers": sim.total_transfers} for sim in runs
+        ],
     }
 
 
@@ -132,11 +120,6 @@ def check(load: Any, topology: eplb.Topology, slots: int, interval: int) -> None
         raise AssertionError(
             f"the replay has {sim.total_transfers}, {sim.total_balancedness}; the loop {moved}, {means / tops}"
         )
-
-
-def peak_mb() -> float:
-    """Most memory that the process ever held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 if __name__ == "__main__":

@@ -5,17 +5,10 @@ python -m benchmarks.startup --json startup.json
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import eplb_core as eplb
 from benchmarks import measure
 
 IMPORT = """
@@ -42,24 +35,19 @@ CALLS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="leave out the runs that compile, and repeats")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(argv)
-    imports = [in_new_process(IMPORT) for _ in range(1 if options.quick else 3)]
+    options = measure.parser("startup", __doc__, quick="leave out the runs that compile, and repeats").parse_args(argv)
+    imports = [measure.json_of("-c", IMPORT) for _ in range(1 if options.quick else 3)]
     fastest = min(imports, key=lambda entry: entry["import_s"])
     lines = [f"import eplb_core: {fastest['import_s']:.3f} s, torch imported: {fastest['torch_imported']}"]
     record: dict[str, Any] = {"import": fastest}
     for name, call in CALLS.items():
-        if not hasattr(eplb, name):
-            continue
         code = FIRST_CALL.replace("CALL;", f"eplb.{name};").replace("CALL(load)", f"{call}(load)")
         if not options.quick:
-            in_new_process(code)  # fills the cache
-        record[name] = {"cached": in_new_process(code)}
+            measure.json_of("-c", code)  # fills the cache
+        record[name] = {"cached": measure.json_of("-c", code)}
         if not options.quick:
             with tempfile.TemporaryDirectory() as cache:
-                record[name]["compiled"] = in_new_process(code, NUMBA_CACHE_DIR=cache)
+                record[name]["compiled"] = measure.json_of("-c", code, NUMBA_CACHE_DIR=cache)
         for state, times in record[name].items():
             lines.append(
                 f"{name}, kernels {state}: modules {times['modules_s']:.2f} s, first call {times['first_s']:.3f} s, "
@@ -68,16 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(lines))
     measure.write_json(options.json, {"summary": lines, **record})
     return 0
-
-
-def in_new_process(code: str, **environment: str) -> dict[str, Any]:
-    """Run `code` and read what it prints as JSON."""
-    root = Path(__file__).parent.parent
-    run_in = {**os.environ, "PYTHONPATH": str(root), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env=run_in, capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

@@ -37,12 +37,6 @@ SKEWS = {
     "decode_in500out1500": Skew((0.471, 0.596, 0.760), (3.35, 5.34, 8.62), 0.575),
     "decode_in2000out100": Skew((0.461, 0.682, 0.836), (3.46, 5.79, 9.34), 0.587),
 }
-LOG_CORRELATION = {
-    "prefill and its decode": 0.91,
-    "short and long prompts": 0.897,
-    "short prefill and long decode": 0.667,
-}
-"""Correlation of the log loads of two workloads of one model, measured between the loads above."""
 
 
 def generated_load(
