@@ -406,6 +406,15 @@ def _asynchronous(decode: Record) -> dict[str, float]:
     raise KeyError("asynchronous")
 
 
+def _against(record: Record) -> Iterator[Claim]:
+    rows = record["rows"]
+    yield Claim(f"answers of {len(rows)} calls that are equal to those of 0.1.0", sum(row["equal"] for row in rows))
+    slow = max(rows, key=lambda row: row["this_s"] / row["other_s"])
+    yield Claim(
+        f"... the slowest beside it: {slow['case']}", slow["this_s"] * 1e3, "ms", slow["other_s"] * 1e3, "0.1.0"
+    )
+
+
 # In the order of the page.
 CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "placement": _placement,
@@ -428,6 +437,7 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "soak_moves": _soak_moves,
     "simulation": _simulation,
     "startup": _startup,
+    "against": _against,
     "dispatch_gpu": _dispatch_gpu,
     "fingerprint_gpu": _fingerprint_gpu,
     "moving_gpu": _moving_gpu,
