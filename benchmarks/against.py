@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
     later = eplb.place(load[1], **own, current=live)
     demo = eplb.load_trace(Path(eplb.__file__).parent / "data" / "moe128_demo.npz").load
     shares = eplb.replica_shares(live, load[0])
+    ids = torch.from_numpy(random.integers(0, 256, (512, 8)).astype(np.int32))
 
     def placed(windows: Any, **options: Any) -> Any:
         p = eplb.place(windows, **{**own, **options})
@@ -44,6 +46,13 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
     def planned() -> Any:
         plan = eplb.plan_pull(live, later.layout, rank=3)
         return np.asarray(plan.kind), plan.source_slot, plan.num_reads
+
+    def mapped(layer: eplb.LayerTables) -> Any:
+        return (eplb.topk_to_slots(ids, layer),)
+
+    def replayed() -> Any:
+        run = eplb.simulate(demo[:48], topology=eplb.Topology(16, 2), num_slots=144, interval=8)
+        return run.balancedness, run.transfers
 
     yield "place", 1, lambda: placed(load[0])
     yield "place, unequal speeds", 1, lambda: placed(load[0], topology=uneven)
@@ -59,13 +68,10 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
     resolver = eplb.SlotResolver(live, 3)
     yield "local_slots", 100, lambda: (np.array([len(resolver.local_slots(5, expert)) for expert in range(256)]),)
     yield "fingerprints", 1, lambda: (eplb.fingerprints([eplb.ExpertStore({"w": torch.arange(9.0)[:, None]})]),)
-    ids = torch.from_numpy(random.integers(0, 256, (512, 8)).astype(np.int32))
     for mode in ("static", "even", "row", "weighted", "quota"):
         tables = eplb.DispatchTables(live, rank=3, mode=mode, shares=shares if mode == "weighted" else None)
-        layer = tables.layer(5)
-        yield f"topk_to_slots, {mode}", 50, lambda layer=layer: (eplb.topk_to_slots(ids, layer),)
-    small: dict[str, Any] = {"topology": eplb.Topology(16, 2), "num_slots": 144, "interval": 8}
-    yield "simulate", 1, lambda: (lambda s: (s.balancedness, s.transfers))(eplb.simulate(demo[:48], **small))
+        yield f"topk_to_slots, {mode}", 50, partial(mapped, tables.layer(5))
+    yield "simulate", 1, replayed
 
 
 def child() -> None:
