@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import fcntl
 import logging
 import os
@@ -21,9 +20,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -41,11 +42,9 @@ from eplb_core.loading.record.record import LayoutRecord
 from eplb_core.loading.record.server import MAX_CONNECTIONS, LayoutServer
 from eplb_core.loading.record.state import RecordState
 from tests.loading.engine_process import Engine, container, until
+from tests.loading.record.keeper_process import LAYOUT, ROW, keeper
 from tests.loading.record.test_keeper import Weights
 
-RANKS = Topology(num_ranks=2)
-LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=RANKS)
-ROW = [3, 2, 1, 0, 0, 3]
 ONE = f"this side speaks 1, of eplb_core {eplb_core.__version__}"
 
 
@@ -60,9 +59,33 @@ def server(path: Path) -> Iterator[LayoutServer]:
         yield server
 
 
-def state_of(server: LayoutServer) -> RecordState:
-    assert server.state is not None
-    return server.state
+@pytest.fixture
+def client(server: LayoutServer, path: Path) -> Iterator[LayoutClient]:
+    with LayoutClient(path, "a") as client:
+        yield client
+
+
+def known(state: RecordState | None) -> RecordState:
+    assert state is not None
+    return state
+
+
+@contextmanager
+def bound(path: Path, backlog: int | None = 8) -> Iterator[socket.socket]:
+    """Somebody else's socket at the path; without a backlog nobody listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        if backlog is not None:
+            listener.listen(backlog)
+        yield listener
+
+
+@contextmanager
+def interrupted(place: object, name: str) -> Iterator[None]:
+    """As when a signal's handler raises there."""
+    patched = patch.object(place, name, side_effect=KeyboardInterrupt)
+    with patched, pytest.raises(KeyboardInterrupt):
+        yield
 
 
 def watching(server: LayoutServer) -> int:
@@ -76,14 +99,14 @@ def raw(path: Path) -> socket.socket:
     return connection
 
 
-def ask(connection: socket.socket, message: bytes | dict[str, Any]) -> dict[str, Any] | None:
-    """One reply, or None if the server ends the connection."""
+def ask(connection: socket.socket, message: bytes | dict[str, Any]) -> dict[str, Any]:
+    """One reply; empty if the server ends the connection."""
     connection.sendall(message if isinstance(message, bytes) else wire.pack(message))
     inbox = wire.Inbox()
     while (body := inbox.take(wire.MAX_REPLY)) is None:
         data = connection.recv(1 << 16)
         if not data:
-            return None
+            return {}
         inbox.add(data)
     return wire.unpack(body)
 
@@ -95,30 +118,26 @@ def test_an_engine_that_the_server_cuts_off_may_still_read(server: LayoutServer,
     with raw(path) as connection, LayoutClient(path, "b") as other:
         ask(connection, {"do": "attach", "engine": "a"})
         ask(connection, struct.pack("!I", 1 << 30))
-        until(lambda: state_of(server).engines == ("b",))
+        until(lambda: known(server.state).engines == ("b",))
         assert "'a (its connection was ended)'" in other.begin([0], 0).reason
 
 
-def test_a_client_sees_the_record_and_moves_experts(server: LayoutServer, path: Path) -> None:
+def test_a_client_sees_the_record_and_moves_experts(server: LayoutServer, path: Path, client: LayoutClient) -> None:
     """R3."""
-    with LayoutClient(path, "a") as client:
-        assert client.found is not None
-        assert (client.found.version, client.found.layout, client.found.engines) == (0, LAYOUT, ("a",))
-        assert client.begin([0], 0) == ("ok", "", 0, LAYOUT.digest)
-        with LayoutClient(path, "b") as late:
-            assert late.found is not None
-            assert late.found.pending == ("a", (0,), 0)
-            assert late.begin([1], 0).status == "busy"
-        reply = client.commit([0], [ROW])
-        assert (reply.status, reply.version, client.adopted) == ("ok", 1, 1)
-        state = client.query()
-        assert state is not None
-        assert state.layout.physical_to_logical_map[0].tolist() == ROW
-        assert reply.digest == state.digest
-        until(lambda: state_of(server).engines == ("a",))
-        assert client.begin([1], 1).status == "ok"
-        assert client.abort([1]).status == "ok"
-        assert client.begin([7], 1).status == "refused"
+    assert attrgetter("version", "layout", "engines")(client.found) == (0, LAYOUT, ("a",))
+    assert client.begin([0], 0) == ("ok", "", 0, LAYOUT.digest)
+    with LayoutClient(path, "b") as late:
+        assert known(late.found).pending == ("a", (0,), 0)
+        assert late.begin([1], 0).status == "busy"
+    reply = client.commit([0], [ROW])
+    assert (reply.status, reply.version, client.adopted) == ("ok", 1, 1)
+    state = known(client.query())
+    assert state.layout.physical_to_logical_map[0].tolist() == ROW
+    assert reply.digest == state.digest
+    until(lambda: known(server.state).engines == ("a",))
+    assert client.begin([1], 1).status == "ok"
+    assert client.abort([1]).status == "ok"
+    assert client.begin([7], 1).status == "refused"
 
 
 def test_an_engine_that_restarts_under_its_name_is_a_second_engine(server: LayoutServer, path: Path) -> None:
@@ -137,43 +156,28 @@ def test_a_name_need_not_be_unique_however_long_it_is_and_whoever_has_the_next_o
     assert names == ["a", "a#3", "a#3.1", "x" * 200, "x" * 198 + "#5"]
 
 
-def test_a_reply_that_was_not_listened_to_answers_no_other_request(
-    server: LayoutServer, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when a signal's handler raises: the next request would take the reply that is still to come for its own."""
-
-    def interrupted(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
+def test_a_reply_that_was_not_listened_to_answers_no_other_request(server: LayoutServer, path: Path) -> None:
+    """The next request would take the reply that is still to come for its own."""
     with LayoutClient(path, "a") as a, LayoutClient(path, "b") as b:
-        with monkeypatch.context() as patch:
-            patch.setattr(layout_client, "_receive", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                a.query()
+        with interrupted(layout_client, "_receive"):
+            a.query()
         assert a.begin([0], 0).reason == f"the keeper at {path} was interrupted in an answer"
         assert a.present
         assert b.begin([0], 0).reason.startswith("engine 'a' is attached too")
 
 
-def test_a_move_whose_answer_was_not_listened_to_does_not_stay(
-    server: LayoutServer, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
+def test_a_move_whose_answer_was_not_listened_to_does_not_stay(server: LayoutServer, path: Path) -> None:
     with LayoutClient(path, "a") as a, LayoutClient(path, "b") as b:
         assert b.follow(LAYOUT.digest).status == "ok"
         for begun, (place, name) in enumerate([(time, "sleep"), (layout_client, "_receive")], 1):
-            with monkeypatch.context() as patch:
-                patch.setattr(place, name, interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    a.begin([0], 0)
-            until(lambda: state_of(server).begun == begun and state_of(server).pending is None)  # noqa: B023
+            with interrupted(place, name):
+                a.begin([0], 0)
+            until(lambda: known(server.state).begun == begun and known(server.state).pending is None)  # noqa: B023
         assert not a.connected
 
 
-def test_a_forked_child_waits_for_no_thread_of_its_parent(server: LayoutServer, path: Path) -> None:
-    with LayoutClient(path, "a") as client, ThreadPoolExecutor(1) as threads:
+def test_a_forked_child_waits_for_no_thread_of_its_parent(path: Path, client: LayoutClient) -> None:
+    with ThreadPoolExecutor(1) as threads:
         client._lock.acquire()  # as a request has that is under way at the fork
         client._process += 1
         try:
@@ -219,7 +223,6 @@ def test_who_watches_hears_of_one_that_left_while_others_were_told(
         leaver = raw(path)
         ask(leaver, {"do": "attach", "engine": "leaver"})
         seen = ask(leaver, {"do": "watch", "seen": -1})
-        assert seen is not None
         leaver.sendall(wire.pack({"do": "watch", "seen": seen["number"]}))
         watchers = [stack.enter_context(raw(path)) for _ in range(16)]
         for each in watchers:
@@ -233,13 +236,12 @@ def test_who_watches_hears_of_one_that_left_while_others_were_told(
         gate.set()
         for each in watchers:
             news = ask(each, b"")
-            while news is not None and "leaver" in news["state"]["engines"]:
+            while "leaver" in news["state"]["engines"]:
                 news = ask(each, {"do": "watch", "seen": news["number"]})
-            assert news is not None
 
 
-def test_requests_of_many_threads_queue_up(server: LayoutServer, path: Path) -> None:
-    with LayoutClient(path, "a") as client, ThreadPoolExecutor(4) as threads:
+def test_requests_of_many_threads_queue_up(client: LayoutClient) -> None:
+    with ThreadPoolExecutor(4) as threads:
         replies = list(threads.map(lambda _: client.begin([0], 0).status, range(200)))
     assert replies.count("ok") == 1
     assert replies.count("refused") == 199
@@ -277,11 +279,7 @@ def test_a_server_that_goes_ends_moves_and_says_so(path: Path) -> None:
 
 
 def test_a_server_that_accepts_nobody_is_an_error_and_not_absent(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as queue:
-        listener.bind(str(path))
-        listener.listen(0)
-        waiting = queue.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        waiting.connect(str(path))
+    with bound(path, 0), raw(path):
         client = LayoutClient(path, "a", deadline=0.02)
     assert client.present
     assert client.begin([0], 0) == ("refused", f"{path} accepts nobody", None, None)
@@ -314,9 +312,7 @@ def test_a_keeper_that_cannot_write_down_who_is_there_lets_nobody_in(path: Path,
 
 
 def test_a_server_that_does_not_answer_is_lost_after_the_deadline(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(str(path))
-        listener.listen()
+    with bound(path):
         client = LayoutClient(path, "a", deadline=0.05)
         client.close()
     assert str(client.error) == f"the keeper at {path} has not answered for 0.05 s"
@@ -345,9 +341,7 @@ def test_a_server_that_talks_nonsense_is_an_error_with_words(path: Path, reply: 
             connection.recv(1 << 16)
             connection.sendall(reply)
 
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(str(path))
-        listener.listen()
+    with bound(path) as listener:
         thread = threading.Thread(target=serve_once)
         thread.start()
         with LayoutClient(path, "a") as client:
@@ -364,7 +358,6 @@ def test_a_keeper_of_another_time_has_no_record(path: Path) -> None:
         assert client.query() is None
         with raw(path) as connection:
             reply = ask(connection, {"do": "expert_layout_attach"})
-            assert reply is not None
             assert (reply["status"], reply["reason"]) == ("refused", "Unknown request type: 'expert_layout_attach'")
             assert reply["code"] == "unknown_request"
 
@@ -375,71 +368,55 @@ def test_a_keeper_of_another_time_has_no_record(path: Path) -> None:
 @pytest.mark.slow
 def test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_not(path: Path, tmp_path: Path) -> None:
     """It may serve on, so nobody may move under it; and what it did not hear of must not stay pending."""
-    keeper = serve(path, tmp_path / "record.json", tmp_path)
-    try:
-        with LayoutClient(path, "a", wait=30.0, deadline=2.0) as client, ExitStack() as late:
-            keeper.send_signal(signal.SIGSTOP)
-            client._deadline = 0.05
-            assert client.begin([0], 0).reason.endswith("has not answered for 0.05 s")
-            assert client.begin([0], 0).status == "refused"
-            assert not client.connected
-            keeper.send_signal(signal.SIGCONT)
-            other = late.enter_context(LayoutClient(path, "b"))  # what the first one sent is answered before
-            assert other.found is not None
-            assert (other.found.pending, other.found.engines) == (None, ("a", "b"))
+    with keeper(path, tmp_path / "record.json") as process, LayoutClient(path, "a", deadline=2.0) as client:
+        process.send_signal(signal.SIGSTOP)
+        client._deadline = 0.05
+        assert client.begin([0], 0).reason.endswith("has not answered for 0.05 s")
+        assert client.begin([0], 0).status == "refused"
+        assert not client.connected
+        process.send_signal(signal.SIGCONT)
+        with LayoutClient(path, "b") as other:  # what the first one sent is answered before
+            assert (known(other.found).pending, known(other.found).engines) == (None, ("a", "b"))
             assert other.begin([0], 0).reason.startswith("engine 'a' is attached too")
             client.close()
             until(lambda: other.begin([0], 0).status == "ok")
-    finally:
-        keeper.kill()
-        keeper.wait()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("contained", [False, True])
 def test_a_process_killed_after_begin_leaves_a_dirty_record(
-    server: LayoutServer, path: Path, caplog: pytest.LogCaptureFixture
+    server: LayoutServer, path: Path, caplog: pytest.LogCaptureFixture, contained: bool
 ) -> None:
-    """I2, R4: seen by the end of the connection alone; old and new engines are refused, and the log says why."""
-    with Engine(path, "a") as engine, caplog.at_level(logging.ERROR, "eplb_core"):
+    """I2, I5, R4: seen by the end of the connection alone, since a container's process number means nothing out here;
+    old and new engines are refused, and the log says why."""
+    inside = container() if contained else ()
+    with Engine(path, "a", inside=inside) as engine, caplog.at_level(logging.ERROR, "eplb_core"):
         assert engine.ask("begin", [1], 0)[0] == "ok"
+        assert known(server.state).engines == ("a",)
         engine.kill()
-        dirty = until(lambda: state_of(server).dirty)
+        dirty = until(lambda: known(server.state).dirty)
         until(lambda: dirty in caplog.text)  # said by the server's thread, after the state is there
     assert dirty == "the move of layer 1 by engine 'a' from version 0 was pending when the engine left"
     with LayoutClient(path, "b") as late:
         assert late.begin([0], 0).status == "refused"
-        assert late.found is not None
-        assert late.found.dirty == dirty
-
-
-@pytest.mark.slow
-def test_a_process_killed_between_moves_leaves_a_clean_record(server: LayoutServer, path: Path) -> None:
-    with Engine(path, "a") as engine:
-        engine.ask("begin", [0], 0)
-        assert engine.ask("commit", [0], [ROW])[2] == 1
-        engine.kill()
-    until(lambda: state_of(server).engines == ())
-    with LayoutClient(path, "b") as late:
-        assert late.found is not None
-        assert (late.found.version, late.found.dirty) == (1, "")
-        assert late.begin([1], 1).status == "ok"
+        assert known(late.found).dirty == dirty
 
 
 @pytest.mark.slow
 def test_a_warm_standby_pauses_moves_and_takes_over(server: LayoutServer, path: Path) -> None:
     with Engine(path, "active") as active:
         active.ask("begin", [0], 0)
-        active.ask("commit", [0], [ROW])
+        assert active.ask("commit", [0], [ROW])[2] == 1
         with LayoutClient(path, "standby") as standby:
-            assert standby.found is not None
-            assert standby.found.version == 1
+            assert attrgetter("version", "dirty")(standby.found) == (1, "")
             for _ in range(3):
                 assert active.ask("begin", [1], 1)[:2] == [
                     "busy",
                     "engine 'standby' is attached too; experts may move only while every other engine follows",
                 ]
-            active.kill()
-            until(lambda: state_of(server).engines == ("standby",))
+            active.kill()  # between moves
+            until(lambda: known(server.state).engines == ("standby",))
+            assert attrgetter("version", "dirty")(standby.query()) == (1, "")
             assert standby.begin([1], 0).status == "refused"
             assert standby.begin([1], 1).status == "ok"
 
@@ -452,9 +429,9 @@ def test_a_forked_child_keeps_moves_paused_and_makes_nothing_wrong(server: Layou
         engine.kill()
         with LayoutClient(path, "b") as late:
             assert late.begin([0], 0).reason.startswith("engine 'a' is attached too")
-            assert state_of(server).dirty == ""
+            assert known(server.state).dirty == ""
             os.kill(child, signal.SIGKILL)
-            until(lambda: state_of(server).engines == ("b",))
+            until(lambda: known(server.state).engines == ("b",))
             assert late.begin([0], 0).status == "ok"
 
 
@@ -463,32 +440,15 @@ def test_a_forked_child_that_closes_the_client_leaves_the_parent_present(server:
     with Engine(path, "a") as engine:
         assert engine.ask("fork and close") == 0
         assert engine.ask("begin", [0], 0)[0] == "ok"
-        assert state_of(server).engines == ("a",)
-
-
-def test_a_client_is_not_used_from_a_forked_child(server: LayoutServer, path: Path) -> None:
-    with LayoutClient(path, "a") as client:
-        client._process += 1  # as the child sees it
-        assert client.begin([0], 0).reason == f"{path}: the connection is that of the parent process"
-        client._process -= 1
-
-
-@pytest.mark.slow
-def test_an_engine_in_another_container_is_seen_to_die(server: LayoutServer, path: Path) -> None:
-    """I5, R4: its process number means nothing out here."""
-    with Engine(path, "a", inside=container()) as engine:
-        assert engine.ask("begin", [1], 0)[0] == "ok"
-        assert state_of(server).engines == ("a",)
-        engine.kill()
-        assert "layer 1 by engine 'a'" in until(lambda: state_of(server).dirty)
+        assert known(server.state).engines == ("a",)
 
 
 # ---- clients that are slow, hostile or broken ------------------------------------------------------------------------
 
 
-def test_a_slow_client_blocks_nobody_and_is_read_no_further(server: LayoutServer, path: Path) -> None:
+def test_a_slow_client_blocks_nobody_and_is_read_no_further(path: Path, client: LayoutClient) -> None:
     """R65."""
-    with raw(path) as half, raw(path) as deaf, LayoutClient(path, "a") as client:
+    with raw(path) as half, raw(path) as deaf:
         half.sendall(wire.LENGTH.pack(1000) + b"{")
         assert send_until_blocked(deaf, wire.pack({"do": "query"})) < 1 << 19
         assert client.begin([0], 0).status == "ok"
@@ -514,7 +474,7 @@ def send_until_blocked(connection: socket.socket, message: bytes) -> int:
     """Send it over and over; bytes sent when the other side has taken none for a while."""
     requests, sent = message * (1 << 12), 0
     connection.settimeout(0.3)
-    with contextlib.suppress(TimeoutError):
+    with suppress(TimeoutError):
         while sent < 1 << 22:
             sent += connection.send(requests[sent % len(message) :])
     return sent
@@ -525,13 +485,12 @@ def test_too_many_connections_are_closed_and_cost_nothing(server: LayoutServer, 
     with LayoutClient(path, "a") as client, raw(path) as watcher:
         crowd = [raw(path) for _ in range(MAX_CONNECTIONS - 2)]
         for connection in crowd:
-            assert ask(connection, {"do": "attach", "engine": "b"}) is not None
+            assert ask(connection, {"do": "attach", "engine": "b"})
         news = ask(watcher, {"do": "watch", "seen": -1})
-        assert news is not None
         watcher.sendall(wire.pack({"do": "watch", "seen": news["number"]}))
         until(lambda: watching(server))
         assert LayoutClient(path, "late").error is not None
-        assert len(state_of(server).engines) == MAX_CONNECTIONS - 1
+        assert len(known(server.state).engines) == MAX_CONNECTIONS - 1
         assert client.query() is not None
         for connection in crowd:
             connection.close()
@@ -557,18 +516,17 @@ def test_a_crowd_that_idles_keeps_no_engine_out(server: LayoutServer, path: Path
             connection.sendall(said[number % len(said)])
         with LayoutClient(path, "late") as late:
             assert late.found is not None
-            assert state_of(server).engines == ("a", "late")
+            assert known(server.state).engines == ("a", "late")
         assert client.begin([0], 0).status == "ok"
         assert client.commit([0], [ROW]).version == 1
-        state = look.query()  # its connection was ended before all others
-        assert state is not None
+        state = known(look.query())  # its connection was ended before all others
         assert (state.version, look.error) == (1, None)
 
 
 def test_who_speaks_now_and_then_outlasts_a_crowd_that_does_not(server: LayoutServer, path: Path) -> None:
     with raw(path) as busy, ExitStack() as crowd:
         for _ in range(2 * MAX_CONNECTIONS):
-            assert ask(busy, QUERY) is not None
+            assert ask(busy, QUERY)
             crowd.enter_context(raw(path)).sendall(QUERY)
 
 
@@ -582,8 +540,7 @@ def test_only_who_looks_goes_on_with_another_keeper(path: Path) -> None:
             )
             seen = watcher.watch(-1)
         with LayoutServer(path, LayoutRecord(LAYOUT, version=7)):
-            state = look.query()
-            assert state is not None
+            state = known(look.query())
             assert (state.version, state.engines) == (7, ())
             assert f"the keeper at {path} closed the connection" in engine.begin([0], 0).reason
             with pytest.raises(RecordLostError, match=f"the keeper at {path} closed the connection"):
@@ -593,9 +550,7 @@ def test_only_who_looks_goes_on_with_another_keeper(path: Path) -> None:
 
 
 def test_who_is_closed_while_it_asks_does_not_come_back(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ThreadPoolExecutor(2) as threads:
-        listener.bind(str(path))
-        listener.listen()
+    with bound(path) as listener, ThreadPoolExecutor(2) as threads:
         made = threads.submit(LayoutClient, path, "a", attach=False)
         connection, _ = listener.accept()
         with connection:
@@ -612,48 +567,32 @@ def test_who_is_closed_while_it_asks_does_not_come_back(path: Path) -> None:
             listener.accept()
 
 
-def test_a_thousand_who_come_and_go_do_not_disturb(server: LayoutServer, path: Path) -> None:
-    with LayoutClient(path, "a") as client:
-        for number in range(1000):
-            with raw(path) as connection, contextlib.suppress(BrokenPipeError):
-                connection.send((b"", b"\xff\xff\xff\xff", wire.LENGTH.pack(9) + b"{", b"\0")[number % 4])
-            if number % 100 == 0:
-                assert client.query() is not None
-        assert client.begin([0], 0).status == "ok"
-        assert client.commit([0], [ROW]).version == 1
-        assert state_of(server).engines == ("a",)
-
-
-CROWDED = """
-import resource, socket, sys
-soft = 64
-resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-from eplb_core import ExpertLayout, LayoutRecord, LayoutServer, Topology
-layout = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=Topology(2))
-taken = [open("/dev/null") for _ in range(int(sys.argv[3]))]
-server = LayoutServer(sys.argv[1], LayoutRecord(layout), state_file=sys.argv[2])
-print("ready", flush=True)
-sys.stdin.read()
-"""
+def test_a_thousand_who_come_and_go_do_not_disturb(server: LayoutServer, path: Path, client: LayoutClient) -> None:
+    for number in range(1000):
+        with raw(path) as connection, suppress(BrokenPipeError):
+            connection.send((b"", b"\xff\xff\xff\xff", wire.LENGTH.pack(9) + b"{", b"\0")[number % 4])
+        if number % 100 == 0:
+            assert client.query() is not None
+    assert client.begin([0], 0).status == "ok"
+    assert client.commit([0], [ROW]).version == 1
+    assert known(server.state).engines == ("a",)
 
 
 @pytest.mark.parametrize("taken", [0, 28])
 def test_a_crowd_beyond_the_descriptors_keeps_nobody_from_moving(path: Path, tmp_path: Path, taken: int) -> None:
     """64 descriptors, 100 that idle: the state's file is written all the same; with 28 taken none is left."""
-    arguments = [sys.executable, "-c", CROWDED, str(path), str(tmp_path / "state.json"), str(taken)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
-        assert keeper.stdout is not None
-        assert keeper.stdin is not None
-        assert keeper.stdout.readline() == "ready\n"
-        with LayoutClient(path, "a") as client, contextlib.ExitStack() as crowd:
-            for number in range(100):
-                crowd.enter_context(raw(path)).sendall(QUERY[: number % 2 * len(QUERY)])
-                if not taken and number > 30:  # also when the crowd has just taken the last one
-                    assert client.begin([0], 0).status == "ok"
-                    assert client.abort([0]).status == "ok"
-            with LayoutClient(path, "late", wait=5.0) as late:
-                assert late.connected
-        keeper.stdin.close()
+    with (
+        keeper(path, tmp_path / "state.json", "--descriptors", "64", "--taken", str(taken)),
+        LayoutClient(path, "a") as client,
+        ExitStack() as crowd,
+    ):
+        for number in range(100):
+            crowd.enter_context(raw(path)).sendall(QUERY[: number % 2 * len(QUERY)])
+            if not taken and number > 30:  # also when the crowd has just taken the last one
+                assert client.begin([0], 0).status == "ok"
+                assert client.abort([0]).status == "ok"
+        with LayoutClient(path, "late", wait=5.0) as late:
+            assert late.connected
 
 
 def test_a_server_whose_thread_cannot_start_leaves_its_path(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -669,14 +608,12 @@ def test_a_server_whose_thread_cannot_start_leaves_its_path(path: Path, monkeypa
         assert client.connected
 
 
-def test_an_endless_message_ends_its_connection_alone(server: LayoutServer, path: Path) -> None:
+def test_an_endless_message_ends_its_connection_alone(path: Path, client: LayoutClient) -> None:
     with raw(path) as connection:
         reply = ask(connection, struct.pack("!I", 1 << 30))
-        assert reply is not None
         assert reply["reason"] == "a message of 1,073,741,824 bytes; at most 65,632 make sense here"
         assert connection.recv(1) == b""
-    with LayoutClient(path, "a") as client:
-        assert client.connected
+    assert client.query() is not None
 
 
 def test_a_malformed_message_is_answered_and_the_connection_stays(server: LayoutServer, path: Path) -> None:
@@ -701,15 +638,13 @@ def test_a_malformed_message_is_answered_and_the_connection_stays(server: Layout
             (b'{"protocol":1,"do":"commit","layers":[0],"rows":"AAAA"}', "`rows` hold 3 bytes; 1 rows of 6 slots"),
             (b'{"protocol":1,"do":"fetch","config":{}}', "keeps a record and no weights"),
         ]:
-            before = state_of(server)
+            before = known(server.state)
             reply = ask(connection, wire.LENGTH.pack(len(body)) + body)
-            assert reply is not None
             assert reply["status"] == "refused"
             assert reason in reply["reason"]
-            assert state_of(server) is before
+            assert known(server.state) is before
         rows = wire.encode_rows(LAYOUT.physical_to_logical_map[:1])
         done = ask(connection, {"do": "commit", "layers": [0], "rows": rows})
-        assert done is not None
         assert (done["status"], done["version"]) == ("ok", 1)
 
 
@@ -725,7 +660,7 @@ def test_a_keeper_of_a_record_needs_neither_a_gpu_nor_torch() -> None:
 def test_a_fault_of_the_server_costs_the_one_who_met_it(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with LayoutServer(path, LayoutRecord(LAYOUT), exports=Weights()) as server, LayoutClient(path, "a") as client:
         with raw(path) as connection, caplog.at_level(logging.ERROR, "eplb_core"):
-            assert ask(connection, {"do": "fetch", "config": {"fault": True}}) is None
+            assert ask(connection, {"do": "fetch", "config": {"fault": True}}) == {}
         assert "ZeroDivisionError: a fault" in caplog.text
         assert client.begin([0], 0).status == "ok"
         assert server.state is not None
@@ -742,7 +677,6 @@ def test_no_bytes_stop_the_server(server: LayoutServer, path: Path, data: list[b
             pass  # it declared a message too long
     with raw(path) as connection:
         reply = ask(connection, {"do": "query"})
-    assert reply is not None
     assert (reply["version"], reply["digest"]) == (0, LAYOUT.digest)
 
 
@@ -753,14 +687,13 @@ def test_the_socket_is_for_this_user_alone(server: LayoutServer, path: Path) -> 
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_second_server_on_the_path_is_an_error_and_the_first_stays(server: LayoutServer, path: Path) -> None:
+def test_a_second_server_on_the_path_is_an_error_and_the_first_stays(path: Path, client: LayoutClient) -> None:
     with pytest.raises(
         SocketInUseError, match=rf"{path} is served by another process \(process {os.getpid()}"
     ) as caught:
         LayoutServer(path, LayoutRecord(LAYOUT))
     assert caught.value.path == str(path)
-    with LayoutClient(path, "a") as client:
-        assert client.connected
+    assert client.query() is not None
 
 
 def test_two_servers_cannot_keep_their_records_in_one_file(path: Path, tmp_path: Path) -> None:
@@ -779,8 +712,8 @@ def test_two_servers_cannot_keep_their_records_in_one_file(path: Path, tmp_path:
 
 def test_a_stale_socket_is_replaced(path: Path) -> None:
     """R65."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
-        dead.bind(str(path))
+    with bound(path, None):
+        pass
     assert LayoutClient(path, "a").present is False
     with LayoutServer(path, LayoutRecord(LAYOUT)), LayoutClient(path, "a") as client:
         assert client.connected
@@ -792,16 +725,13 @@ def test_a_path_where_something_else_lives_is_left_alone(path: Path) -> None:
         LayoutServer(path, LayoutRecord(LAYOUT))
     assert path.read_text() == "notes"
     path.unlink()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-        other.bind(str(path))
-        other.listen()
-        with pytest.raises(SocketInUseError, match="is served by a process that holds no lock"):
-            LayoutServer(path, LayoutRecord(LAYOUT))
+    with bound(path), pytest.raises(SocketInUseError, match="is served by a process that holds no lock"):
+        LayoutServer(path, LayoutRecord(LAYOUT))
 
 
 def test_a_socket_of_somebody_else_is_neither_used_nor_removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
-        dead.bind(str(path))
+    with bound(path, None):
+        pass
     if os.geteuid() == 0:
         os.chown(path, 4242, 4242)
         uid = 4242
@@ -874,34 +804,21 @@ def test_a_move_is_on_disk_before_begin_is_answered(path: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_keeper_killed_with_its_memory_kept_knows_what_it_holds(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "record.json"
-    for died_during, version in (("nothing", 1), ("a move", 1)):
+    for died_in_a_move in (False, True):
         file.unlink(missing_ok=True)
-        keeper = serve(path, file, tmp_path)
-        with LayoutClient(path, "a", wait=30.0) as client:
+        with keeper(path, file) as process, LayoutClient(path, "a") as client:
             client.begin([0], 0)
             client.commit([0], [ROW])
-            if died_during == "a move":
+            if died_in_a_move:
                 client.begin([1], 1)
-            keeper.kill()
-            keeper.wait()
+            process.kill()
+            process.wait()
             assert client.begin([1], 1).status == "refused"
         record = record_file.open_record(file, LAYOUT, memory="m1")
-        assert record.version == version
+        assert record.version == 1
         assert record.layout.physical_to_logical_map[0].tolist() == ROW
         assert record.state.num_non_followers == 1
-        assert ("was pending when the keeper of the record died" in record.state.dirty) == (died_during == "a move")
-
-
-def serve(path: Path, file: Path, folder: Path) -> subprocess.Popen[bytes]:
-    code = (
-        "import sys, eplb_core as e\n"
-        "from eplb_core.loading.record.file import open_record\n"
-        f"layout = e.ExpertLayout({LAYOUT.physical_to_logical_map.tolist()}, 4, topology=e.Topology(2))\n"
-        "record = open_record(sys.argv[2], layout, memory='m1')\n"
-        "server = e.LayoutServer(sys.argv[1], record, state_file=sys.argv[2], memory='m1')\n"
-        "server._thread.join()\n"
-    )
-    return subprocess.Popen([sys.executable, "-c", code, str(path), str(file)], cwd=Path(__file__).parents[3])
+        assert ("was pending when the keeper of the record died" in record.state.dirty) == died_in_a_move
 
 
 def test_a_keeper_says_when_it_does_not_know(tmp_path: Path) -> None:

@@ -41,11 +41,6 @@ def changed(blob: bytes, **changes: object) -> bytes:
     return json.dumps({**json.loads(blob), **changes}).encode()
 
 
-def test_every_transport_is_one() -> None:
-    transport, _ = started()
-    assert isinstance(transport, Transport)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -74,14 +69,8 @@ def test_a_refused_batch_names_value_operation_and_rank() -> None:
     bad = {
         "dst_region": (7, r"`batch.dst_region` \(=7\) must be one of 1 own at operation 1"),
         "src_region": (-1, r"`batch.src_region` \(=-1\) must be one of 1 of rank 0 at operation 1"),
-        "dst_offset": (
-            100,
-            r"`batch.dst_offset` \(=100, 1 bytes\) must end inside of region 0 \(=100 bytes\) of 1 own",
-        ),
-        "src_offset": (
-            -3,
-            r"`batch.src_offset` \(=-3, 1 bytes\) must end inside of region 0 \(=100 bytes\) of 1 of rank 0",
-        ),
+        "dst_offset": (100, r"`batch.dst_offset` \(=100, 1 bytes\) must end inside of region 0 .* of 1 own"),
+        "src_offset": (-3, r"`batch.src_offset` \(=-3, 1 bytes\) must end inside of region 0 .* of 1 of rank 0"),
         "nbytes": (-5, r"`batch.nbytes` \(=-5\) must be at least 0 at operation 1"),
     }
     for name, (value, message) in bad.items():
@@ -108,6 +97,7 @@ def test_empty_operations_are_left_out() -> None:
 
 def test_an_end_is_final_whatever_comes_later() -> None:
     transport, ticket = started()
+    assert isinstance(transport, Transport)
     assert transport.poll(ticket).state is ReadState.PENDING
     ticket.finish(DONE)
     transport.abandon(ticket)
@@ -180,21 +170,18 @@ def test_connecting_again_reaches_a_peer_anew_only_if_reads_from_it_were_lost() 
     assert transport.calls == ["attach", "detach", "attach"]
 
 
-def test_a_read_that_was_given_up_on_and_ended_unseen_counts_as_lost() -> None:
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_read_that_ended_unseen_or_did_not_begin_counts_as_lost(begins: bool) -> None:
     transport, blob = wired()
-    ticket = transport.read(0, BATCH)
-    transport.abandon(ticket)
-    ticket.finish(Status(ReadState.LOST_PEER, "the connection was reset"))
-    transport.read(0, BATCH)  # looks after what was given up on
-    transport.connect(0, blob)
-    assert transport.calls == ["attach", "detach", "attach"]
-
-
-def test_a_read_that_did_not_begin_counts_as_lost() -> None:
-    transport, blob = wired()
-    transport.refuses = True
-    with pytest.raises(TransportError, match="no connection"):
-        transport.read(0, BATCH)
+    if begins:
+        ticket = transport.read(0, BATCH)
+        transport.abandon(ticket)
+        ticket.finish(Status(ReadState.LOST_PEER, "the connection was reset"))
+        transport.read(0, BATCH)  # looks after what was given up on
+    else:
+        transport.refuses = True
+        with pytest.raises(TransportError, match="no connection"):
+            transport.read(0, BATCH)
     transport.connect(0, blob)
     assert transport.calls == ["attach", "detach", "attach"]
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -98,10 +99,14 @@ def test_mooncake_that_does_not_start_is_named_with_its_code(engine: type[Engine
         Mooncake("127.0.0.1")
 
 
-def test_mooncake_that_is_not_there_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
-    with pytest.raises(TransportError, match=r"Mooncake cannot be imported .*eplb-core\[mooncake\]"):
-        Mooncake("127.0.0.1")
+@pytest.mark.parametrize(("engine", "make"), [("Mooncake", lambda: Mooncake("127.0.0.1")), ("NIXL", Nixl)])
+def test_an_engine_that_is_not_there_is_named_with_what_to_install(
+    engine: str, make: Callable[[], Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mooncake.engine", "nixl", "nixl_cu12", "nixl_cu13"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(TransportError, match=rf"{engine} cannot be imported .*eplb-core\[{engine.lower()}\]"):
+        make()
 
 
 def test_a_peer_of_mooncake_that_does_not_answer_is_not_waited_for_without_end(engine: type[Engine]) -> None:
@@ -246,36 +251,20 @@ def nixl_pair(metadata: str | None = "YWJvdXQ=") -> Any:
     return transport
 
 
-def test_nixl_that_is_not_there_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nixl", "nixl_cu12", "nixl_cu13"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(TransportError, match=r"NIXL cannot be imported .*eplb-core\[nixl\]"):
-        Nixl()
-
-
-def test_nixl_that_does_not_start_says_why(agent: type[Agent]) -> None:
-    agent.fails["start"] = RuntimeError("no UCX here")
-    with pytest.raises(TransportError, match=r"NIXL cannot start its back-end 'UCX': RuntimeError\('no UCX here'\)"):
-        Nixl()
-
-
-def test_memory_that_nixl_does_not_take_is_refused_with_its_reason(agent: type[Agent]) -> None:
-    agent.fails["register"] = RuntimeError("no")
-    with pytest.raises(TransportError, match=r"NIXL cannot register 2 regions: RuntimeError\('no'\)"):
-        Nixl().export(OWN)
+@pytest.mark.parametrize(
+    ("call", "cannot"),
+    [("start", "start its back-end 'UCX'"), ("register", "register 2 regions"), ("read", "read from")],
+)
+def test_what_nixl_does_not_do_is_said_with_its_reason(agent: type[Agent], call: str, cannot: str) -> None:
+    agent.fails[call] = RuntimeError("no memory")
+    with pytest.raises(TransportError, match=rf"NIXL cannot {cannot}.*: RuntimeError\('no memory'\)"):
+        read(nixl_pair())
 
 
 @pytest.mark.parametrize("metadata", [None, "?"])
 def test_a_blob_that_nixl_cannot_use_is_refused(agent: type[Agent], metadata: str | None) -> None:
     with pytest.raises(TransportError, match="NIXL cannot connect to rank 1: "):
         nixl_pair(metadata)
-
-
-def test_a_read_that_nixl_does_not_begin_is_refused(agent: type[Agent]) -> None:
-    transport = nixl_pair()
-    agent.fails["read"] = RuntimeError("no memory")
-    with pytest.raises(TransportError, match=r"NIXL cannot read from rank 1: RuntimeError\('no memory'\)"):
-        read(transport)
 
 
 @pytest.mark.parametrize("error", [None, NotFound(), nixlRemoteDisconnectError()])

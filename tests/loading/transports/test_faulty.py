@@ -155,12 +155,14 @@ def test_what_the_inner_transport_refuses_is_refused_under_every_fault(fault: st
 
 
 def test_faults_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`faults` \(='crash'\) must be of none, delay, drop"):
-        Faulty(SharedMemory(), ["crash"])
-    with pytest.raises(ValueError, match=r"`faults` \(=1.1 in all\) must sum to at most 1"):
-        Faulty(SharedMemory(), {"tear": 0.6, "drop": 0.5})
-    with pytest.raises(ValueError, match=r"`polls` \(=-1\) must be at least 0"):
-        Faulty(SharedMemory(), [], polls=-1)
+    bad: list[tuple[Any, int, str]] = [
+        (["crash"], 3, r"`faults` \(='crash'\) must be of none, delay, drop"),
+        ({"tear": 0.6, "drop": 0.5}, 3, r"`faults` \(=1.1 in all\) must sum to at most 1"),
+        ([], -1, r"`polls` \(=-1\) must be at least 0"),
+    ]
+    for faults, polls, said in bad:
+        with pytest.raises(ValueError, match=said):
+            Faulty(SharedMemory(), faults, polls=polls)
 
 
 class Slow:
@@ -189,35 +191,23 @@ def test_reads_that_were_held_back_are_over_when_the_transport_closes(fault: str
     assert pair.faulty.poll(ticket).state is ReadState.DRAINED
 
 
-def test_a_read_that_fails_by_itself_is_not_torn_too() -> None:
-    pair = Slow("tear")
-    ticket = pair.read()
-    pair.inner.fail("the cable was cut")
-    assert pair.faulty.poll(ticket).state is ReadState.FAILED
-    assert pair.memory.tolist() == list(range(8))
-
-
-def test_a_read_that_was_given_up_on_does_not_fail_any_more() -> None:
-    pair = Slow("fail")
-    ticket = pair.read()
-    pair.faulty.abandon(ticket)
-    pair.inner.fail("the cable was cut")
-    assert pair.faulty.poll(ticket).state is ReadState.DRAINED
-    assert pair.memory.tolist() == list(range(8))
-
-
-def test_a_late_read_from_a_peer_that_has_gone_meanwhile_writes_nothing() -> None:
-    pair = Slow("late")
-    ticket = pair.read()
-    pair.faulty.abandon(ticket)
-    pair.faulty.disconnect(0)
-    assert pair.faulty.poll(ticket).state is ReadState.DRAINED
-    assert pair.memory.tolist() == list(range(8))
-
-
-def test_a_read_of_nothing_fails_without_garbage() -> None:
-    pair = Slow("fail")
-    ticket = pair.read(0)
-    pair.inner.complete()
-    assert pair.faulty.poll(ticket).state is ReadState.FAILED
+@pytest.mark.parametrize(
+    ("fault", "nbytes", "given_up", "then", "state"),
+    [
+        ("tear", 4, False, "fail", ReadState.FAILED),  # by itself: it is not torn too
+        ("fail", 4, True, "fail", ReadState.DRAINED),
+        ("late", 4, True, "disconnect", ReadState.DRAINED),  # its peer has gone meanwhile
+        ("fail", 0, False, "complete", ReadState.FAILED),  # no byte, no garbage
+    ],
+)
+def test_a_read_that_nothing_is_left_to_do_for_writes_nothing(
+    fault: str, nbytes: int, given_up: bool, then: str, state: ReadState
+) -> None:
+    pair = Slow(fault)
+    ticket = pair.read(nbytes)
+    if given_up:
+        pair.faulty.abandon(ticket)
+    ends: dict[str, Any] = {"fail": lambda: pair.inner.fail("cut"), "disconnect": lambda: pair.faulty.disconnect(0)}
+    ends.get(then, pair.inner.complete)()
+    assert pair.faulty.poll(ticket).state is state
     assert pair.memory.tolist() == list(range(8))
