@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from eplb_core import ExpertLayout, Topology
 from eplb_core.loading.record.record import LayoutRecord
-from eplb_core.loading.record.state import NAMES_KEPT, Move, RecordState, Reply
+from eplb_core.loading.record.state import NAMES_KEPT, RecordState, Reply
 
 RANKS = Topology(num_ranks=2)
 LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=RANKS)
@@ -53,15 +52,6 @@ def test_a_commit_stores_the_rows_and_counts_one_version() -> None:
     assert record.layout == expected
 
 
-def test_an_abort_changes_nothing_and_the_same_move_may_begin_again() -> None:
-    record = record_of("a")
-    before = record.state
-    record.begin("a", [0], 0)
-    assert record.abort("a", [0]) == ("ok", "", 0, LAYOUT.digest)
-    assert record.state == before._replace(begun=1)
-    assert record.begin("a", [0], 0).status == "ok"
-
-
 def test_a_later_engine_is_given_the_layout_that_the_former_left() -> None:
     """I1, R12: the second engine routes by the record, and nothing else is served to it."""
     record = moved(record_of("a"))
@@ -91,23 +81,6 @@ def test_an_engine_that_leaves_during_its_move_leaves_a_dirty_record() -> None:
     assert record.begin("b", [0], 1).status == "refused"
 
 
-def test_an_engine_that_leaves_between_moves_leaves_a_clean_record() -> None:
-    record = moved(record_of("a"))
-    record.detach("a")
-    assert record.query().status == "ok"
-    record.attach("b")
-    assert record.begin("b", [0], 1).status == "ok"
-
-
-def test_a_second_engine_that_leaves_during_a_move_leaves_it_pending() -> None:
-    record = record_of("a")
-    record.begin("a", [0], 0)
-    record.attach("b")
-    record.detach("b")
-    assert record.state.pending == Move("a", (0,), 0)
-    assert record.commit("a", [0], [ROW]).status == "ok"
-
-
 # ---- one mover -------------------------------------------------------------------------------------------------------
 
 
@@ -131,18 +104,6 @@ def test_another_engines_move_is_busy_and_names_engine_layers_and_version() -> N
     record.attach("b")
     for reply in (record.begin("b", [0], 0), record.query(), record.check_fetch("b", 0, LAYOUT.digest)):
         assert reply[:2] == ("busy", "the move of layer 1 by engine 'a' from version 0 is pending")
-
-
-def test_a_reason_to_refuse_is_decided_before_a_reason_to_wait() -> None:
-    """R8."""
-    record = record_of("a", "b")
-    assert record.begin("a", [0], 7).status == "refused"
-    assert record.begin("a", [9], 0).status == "refused"
-    record.detach("b")
-    record.begin("a", [0], 0)
-    record.attach("b")
-    assert record.begin("b", [0], 5).status == "refused"
-    assert record.check_fetch("b", 0, "another digest").status == "refused"
 
 
 @pytest.mark.parametrize(
@@ -191,13 +152,6 @@ def test_what_cannot_be_shown_is_refused_in_words() -> None:
     assert "is at version 0, not some list;" in record.begin("a", [0], endless).reason  # type: ignore[arg-type]
     assert "not some int;" in record.begin("a", [0], 10**5000).reason
     assert record.begin("a", "x\n" * 99, 0).reason.startswith("`layers` (=x x x")  # type: ignore[arg-type]
-
-
-def test_a_second_begin_of_the_same_engine_is_refused_and_the_first_stays() -> None:
-    record = record_of("a")
-    record.begin("a", [0], 0)
-    assert "the move of layer 0 by engine 'a' from version 0 is pending; commit" in record.begin("a", [1], 0).reason
-    assert record.state.pending == Move("a", (0,), 0)
 
 
 @pytest.mark.parametrize(
@@ -261,14 +215,6 @@ def test_an_engine_without_a_digest_is_refused_once_experts_have_moved() -> None
     assert record.state.num_non_followers == 0
 
 
-def test_the_digest_decides_and_not_the_version() -> None:
-    """R11."""
-    record = moved(record_of("a"))
-    assert record.check_fetch("a", 99, record.digest).status == "ok"
-    assert record.check_fetch("a", 1, LAYOUT.digest).status == "refused"
-    assert record.begin("a", [0], 1).status == "ok"
-
-
 def test_many_non_followers_are_counted_and_few_are_kept_by_name() -> None:
     record = record_of()
     for number in range(100):
@@ -311,14 +257,6 @@ def test_a_move_that_was_pending_when_the_keeper_died_is_in_doubt() -> None:
         "the move of layer 1 by engine 'a' from version 0 was pending when the keeper",
         LayoutRecord.restarted(record.state).query().reason,
     )
-
-
-def test_a_dirty_record_stays_dirty_for_its_first_reason() -> None:
-    record = record_of("a")
-    record.begin("a", [1], 0)
-    record.detach("a")
-    again = LayoutRecord.restarted(record.state)
-    assert again.state.dirty == record.state.dirty
 
 
 def test_a_record_is_of_a_layout() -> None:
@@ -374,22 +312,6 @@ def test_followers_hold_for_each_move_anew() -> None:
     assert record.begin("a", [0], 0).status == "ok"
 
 
-def test_a_follower_that_dies_is_not_waited_for() -> None:
-    record = followed("b")
-    record.begin("a", [0], 0)
-    record.detach("b")
-    assert record.begin("a", [0], 0).status == "ok"
-
-
-def test_a_mover_that_dies_before_all_hold_has_written_nothing() -> None:
-    record = followed("b")
-    record.begin("a", [0], 0)
-    hold(record, "b")
-    record.detach("a")
-    assert record.query() == ("ok", "", 0, LAYOUT.digest)
-    assert record.begin("b", [0], 0).status == "ok"
-
-
 def test_a_mover_that_dies_after_all_hold_leaves_a_dirty_record() -> None:
     record = followed("b")
     record.begin("a", [0], 0)
@@ -409,16 +331,6 @@ def test_only_the_same_request_asks_again() -> None:
     assert record.abort("a", [0]).status == "ok"
 
 
-def test_an_engine_that_attaches_while_followers_are_asked_stops_the_move() -> None:
-    record = followed("b")
-    record.begin("a", [0], 0)
-    hold(record, "b")
-    record.attach("late")
-    assert record.begin("a", [0], 0).reason.startswith("engine 'late' is attached too")
-    record.detach("late")
-    assert record.begin("a", [0], 0).status == "ok"
-
-
 @pytest.mark.parametrize(
     ("engine", "digest", "reason"),
     [
@@ -433,16 +345,6 @@ def test_who_is_on_another_layout_does_not_follow(engine: str, digest: str | Non
     assert reply.status == "refused"
     assert_matches(reason, reply.reason)
     assert record.state.followers == ()
-
-
-def test_following_begins_between_moves() -> None:
-    record = record_of("a")
-    record.begin("a", [0], 0)
-    record.attach("b")
-    assert record.follow("b", LAYOUT.digest).status == "busy"
-    record.abort("a", [0])
-    assert [record.follow("b", LAYOUT.digest).status for _ in range(2)] == ["ok", "ok"]
-    assert record.state.followers == ("b",)
 
 
 def test_only_who_is_asked_holds() -> None:
@@ -464,62 +366,67 @@ def test_an_engine_whose_connection_was_ended_from_here_may_still_read() -> None
     assert_matches("1 engine .*'b .its connection was ended.'", record.begin("a", [0], 0).reason)
 
 
-def test_a_restarted_keeper_knows_that_a_move_that_was_only_asked_for_wrote_nothing() -> None:
-    record = followed("b")
-    record.begin("a", [0], 0)
-    again = LayoutRecord.restarted(record.state)
-    assert (again.state.dirty, again.state.pending, again.state.followers) == ("", None, ())
-    assert again.state.num_non_followers == 2
-
-
 # ---- against a model -------------------------------------------------------------------------------------------------
 
 ENGINES = ["a", "b", "c"]
 ROWS = [ROW, [0, 1, 2, 3, 3, 0], [1, 1, 0, 2, 3, -1], [0, 1, 2, 3]]  # the last has the wrong length
-layer_lists = st.lists(st.integers(-1, 2), max_size=3)
+LAYERS = [[0], [1], [0, 1], [1, 0]]
+BAD_LAYERS = [[], [2], [-1], [0, 0]]
 
 
-class RecordAndModel(RuleBasedStateMachine):
-    """The record and the rules of the protocol written down once more as plain values; a crash is a detach."""
+class Model:
+    """The rules of the protocol written down once more as plain values; a crash is a detach.
 
-    def __init__(self) -> None:
-        super().__init__()
+    R8: a reason to refuse is decided before a reason to wait. R11: the digest decides, not the version.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
         self.record = LayoutRecord(LAYOUT)
         self.rows = LAYOUT.physical_to_logical_map.tolist()
         self.version, self.present, self.strangers, self.lost = 0, set[str](), 0, False
         self.move: tuple[str, set[int]] | None = None
         self.order: list[int] = []
         self.following, self.stopped, self.writing = set[str](), set[str](), False
+        self.begun, self.dirty = 0, ""
 
-    @rule(engine=st.sampled_from(ENGINES))
-    def attach(self, engine: str) -> None:
+    def seldom(self, share: float = 0.1) -> bool:
+        return self.random.random() < share
+
+    def one_of(self, names: Iterable[str]) -> str:
+        """An engine, mostly one for which the request makes sense."""
+        return self.random.choice(ENGINES if self.seldom() else sorted(names) or ENGINES)
+
+    def mover(self) -> set[str]:
+        return {self.move[0]} if self.move else set()
+
+    def attach(self) -> None:
+        engine = self.one_of(set(ENGINES) - self.present)
         expected = "refused" if engine in self.present else "ok"
         assert self.record.attach(engine).status == expected
         self.present.add(engine)
 
-    @rule(engine=st.sampled_from(ENGINES))
-    def leave_or_crash(self, engine: str) -> None:
+    def leave_or_crash(self) -> None:
+        engine = self.one_of(self.present)
         expected = "ok" if engine in self.present else "refused"
         assert self.record.detach(engine).status == expected
-        if self.move and self.move[0] == engine:
-            self.lost, self.move = self.lost or self.writing, None
         self.gone(engine)
 
-    def gone(self, engine: str) -> None:
-        for names in (self.present, self.following, self.stopped):
-            names.discard(engine)
-
-    @rule(engine=st.sampled_from(ENGINES))
-    def connection_is_ended_by_the_keeper(self, engine: str) -> None:
+    def connection_is_ended_by_the_keeper(self) -> None:
+        engine = self.one_of(self.present)
         self.strangers += engine in self.present
-        if self.move and self.move[0] == engine:
-            self.lost, self.move = self.lost or self.writing, None
         self.record.lose(engine)
         self.gone(engine)
 
-    @rule(engine=st.sampled_from(ENGINES), knows=st.sampled_from(["current", "current", "initial"]))
-    def follow(self, engine: str, knows: str) -> None:
-        digest = LAYOUT.digest if knows == "initial" else self.record.digest
+    def gone(self, engine: str) -> None:
+        if self.move and self.move[0] == engine:
+            self.lost, self.move = self.lost or self.writing, None
+        for names in (self.present, self.following, self.stopped):
+            names.discard(engine)
+
+    def follow(self) -> None:
+        engine = self.one_of(self.present)
+        digest = LAYOUT.digest if self.seldom() else self.record.digest
         if self.lost or engine not in self.present or digest != self.record.digest:
             expected = "refused"
         elif self.move:
@@ -529,8 +436,9 @@ class RecordAndModel(RuleBasedStateMachine):
             self.following.add(engine)
         assert self.record.follow(engine, digest).status == expected
 
-    @rule(engine=st.sampled_from(ENGINES), behind=st.sampled_from([0, 0, 1]), late=st.sampled_from([0, 0, 1]))
-    def hold(self, engine: str, behind: int, late: int) -> None:
+    def hold(self) -> None:
+        engine = self.one_of(self.following - self.stopped - self.mover())
+        behind, late = self.seldom(), self.seldom()
         asked = self.move is not None and self.move[0] != engine and engine in self.following
         good = asked and not self.lost and not behind and not late
         reply = self.record.hold(engine, self.version - behind, self.record.state.begun - late)
@@ -538,30 +446,29 @@ class RecordAndModel(RuleBasedStateMachine):
         if good:
             self.stopped.add(engine)
 
-    @rule(
-        engine=st.sampled_from(ENGINES), layers=layer_lists, behind=st.sampled_from([0, 0, 0, 1]), again=st.booleans()
-    )
-    def begin(self, engine: str, layers: list[int], behind: int, again: bool) -> None:
-        if again and self.move:
+    def begin(self) -> None:
+        engine, behind = self.one_of(self.present), self.seldom(0.05)
+        layers = self.random.choice(BAD_LAYERS if self.seldom(0.05) else LAYERS)
+        if self.move and self.seldom(0.5):
             engine, layers = self.move[0], self.order
-        valid = layers and set(layers) <= {0, 1} and len(set(layers)) == len(layers)
         mine = self.move is not None and self.move[0] == engine
-        other = mine and (self.writing or self.move != (engine, set(layers)) or self.order != layers)
-        if self.lost or engine not in self.present or behind or not valid or self.strangers or other:
+        other = mine and (self.writing or self.order != layers)
+        bad = layers in BAD_LAYERS
+        if self.lost or engine not in self.present or behind or bad or self.strangers or other:
             expected = "refused"
         elif (self.move and not mine) or self.present - self.following - {engine}:
             expected = "busy"
         else:
             if not mine:
                 self.move, self.order, self.stopped = (engine, set(layers)), layers, set()
+                self.begun += 1
             self.writing = self.stopped >= self.following - {engine}
             expected = "ok" if self.writing else "busy"
         assert self.record.begin(engine, layers, self.version - behind).status == expected
 
-    @rule(engine=st.sampled_from(ENGINES), layers=layer_lists, row=st.sampled_from(ROWS), same=st.booleans())
-    def commit(self, engine: str, layers: list[int], row: list[int], same: bool) -> None:
-        if same and self.move:
-            layers = sorted(self.move[1])
+    def commit(self) -> None:
+        engine, row = self.one_of(self.mover()), self.random.choice(ROWS)
+        layers = self.random.choice(LAYERS + BAD_LAYERS if self.seldom(0.3) else [sorted(self.order)])
         mine = self.move and self.move[0] == engine and self.move[1] == set(layers) and len(layers) == len(set(layers))
         good = mine and len(row) == 6 and self.writing
         assert self.record.commit(engine, layers, [row] * len(layers)).status == ("ok" if good else "refused")
@@ -570,19 +477,19 @@ class RecordAndModel(RuleBasedStateMachine):
                 self.rows[layer] = row
             self.version, self.move = self.version + 1, None
 
-    @rule(engine=st.sampled_from(ENGINES))
-    def abort(self, engine: str) -> None:
+    def abort(self) -> None:
+        engine = self.one_of(self.mover())
         mine = self.move and self.move[0] == engine
-        assert self.record.abort(engine, sorted(self.move[1]) if self.move else [0]).status == (
-            "ok" if mine else "refused"
-        )
+        assert self.record.abort(engine, self.order or [0]).status == ("ok" if mine else "refused")
         if mine:
             self.move = None
 
-    @rule(engine=st.sampled_from([*ENGINES, None]), knows=st.sampled_from(["current", "initial", "nothing"]))
-    def fetch(self, engine: str | None, knows: str) -> None:
+    def fetch(self) -> None:
         now = ExpertLayout(self.rows, 4, topology=RANKS).digest
-        digest = {"current": now, "initial": LAYOUT.digest, "nothing": None}[knows]
+        engine: str | None = self.random.choice([*ENGINES, None])
+        digest = self.random.choice([now, LAYOUT.digest, None])
+        if self.present and not self.seldom(0.05):
+            engine, digest = self.random.choice(sorted(self.present)), digest or now
         if self.lost or (digest is None and self.version) or (digest is not None and digest != now):
             expected = "refused"
         elif self.move:
@@ -590,31 +497,45 @@ class RecordAndModel(RuleBasedStateMachine):
         else:
             expected = "ok"
             self.strangers += digest is None or engine not in self.present
-        assert self.record.check_fetch(engine, self.version, digest).status == expected
+        assert self.record.check_fetch(engine, self.random.randrange(3), digest).status == expected
 
-    @precondition(lambda self: self.version > 0)
-    @rule()
     def keeper_restarts(self) -> None:
         self.record = LayoutRecord.restarted(self.record.state)
         self.lost |= self.move is not None and self.writing
         self.strangers += len(self.present)
-        self.move, self.present, self.following = None, set(), set()
+        self.move, self.present, self.following, self.begun = None, set(), set(), 0
 
-    @invariant()
-    def both_say_the_same(self) -> None:
+    def step(self) -> None:
+        sensible = [self.begin, self.hold, self.commit] if self.move else [self.begin, self.attach, self.follow]
+        others = [self.attach, self.follow, self.hold, self.commit, self.fetch, self.abort, self.leave_or_crash]
+        ends_all_moves = [self.keeper_restarts, self.connection_is_ended_by_the_keeper]
+        self.random.choice(ends_all_moves if self.seldom(0.01) else others if self.seldom(0.3) else sensible)()
+
+    def check(self) -> None:
         state: RecordState = self.record.state
         assert np.array_equal(state.layout.physical_to_logical_map, self.rows)
         assert (state.version, set(state.engines)) == (self.version, self.present)
-        assert (state.num_non_followers, bool(state.dirty)) == (self.strangers, self.lost)
+        assert (state.num_non_followers, bool(state.dirty), state.begun) == (self.strangers, self.lost, self.begun)
+        self.dirty = self.dirty or state.dirty
+        assert state.dirty == self.dirty  # the first reason stays
         assert (state.pending and (state.pending.engine, set(state.pending.layers))) == self.move
         assert (set(state.followers), state.asking) == (self.following, self.move is not None and not self.writing)
+        assert len(state.followers) == len(self.following)
         if self.move:
             assert set(state.holding) == self.stopped & self.following
         assert (self.record.query().status == "ok") == (not self.lost and self.move is None)
 
 
-TestRecordAndModel = RecordAndModel.TestCase
-TestRecordAndModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_record_does_as_its_model(seed: int) -> None:
+    moves = 0
+    for schedule in range(60):
+        model = Model(100 * seed + schedule)
+        for _ in range(40):
+            model.step()
+            model.check()
+        moves += model.version
+    assert moves > 10
 
 
 @pytest.mark.parametrize("strange", [None, 3, [1], {}, np.zeros(3), [10**5000], np.array(["a", "a"])])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from eplb_core import (
     LayoutServer,
     SlotResolver,
     SocketInUseError,
-    Topology,
     WeightHost,
     agree_on_layout,
     attach_weights,
@@ -40,11 +37,11 @@ from eplb_core.loading.modules import NamedTensor, module_tensors
 from eplb_core.loading.sharing.host import weight_config
 from eplb_core.loading.sharing.memory import SharedMemory, map_tensors
 from tests.loading.engine_process import Engine, container, until
+from tests.loading.record.keeper_process import LAYOUT, RANKS, ROW, keeper
 from tests.loading.record.test_agree import on_all_ranks
 from tests.loading.record.test_keeper import Weights
+from tests.loading.worlds import on_threads
 
-TOPOLOGY = Topology(num_ranks=2)
-LAYOUT = ExpertLayout([[0, 1, 2, 3, 3, 0], [0, 1, 2, 3, 1, 2]], 4, topology=TOPOLOGY)
 CONFIG: dict[str, Any] = {"model": "toy", "dtype": "float32", "seed": 7}
 HIDDEN = 8
 
@@ -82,8 +79,29 @@ def host(stack: ExitStack, path: str, rank: int = 0, **more: Any) -> WeightHost:
     return stack.enter_context(WeightHost(path, arguments.pop("load", load), **arguments))
 
 
+@pytest.fixture
+def client(stack: ExitStack, path: str) -> LayoutClient:
+    """Of a plain host."""
+    host(stack, path)
+    return stack.enter_context(LayoutClient(path, "a"))
+
+
 def attach(client: LayoutClient | None, target: Any, **more: Any) -> Any:
     return attach_weights(client, target, **{"config": CONFIG, "layout": LAYOUT, **more})
+
+
+def mapped(stack: ExitStack, client: LayoutClient, **more: Any) -> dict[str, torch.Tensor]:
+    """What a host has, by name."""
+    tensors: dict[str, torch.Tensor] = {}
+    stack.callback(attach(client, tensors, **more).close)
+    return tensors
+
+
+def refused(client: LayoutClient, said: str, target: Any = None, **more: Any) -> str | None:
+    """The field for which the host refuses."""
+    with pytest.raises(HostRefused, match=said) as caught:
+        attach(client, {} if target is None else target, **more)
+    return caught.value.field
 
 
 # ---- one engine of two ranks -----------------------------------------------------------------------------------------
@@ -131,7 +149,7 @@ class Serving:
             return replies
         p2l = self.layout.physical_to_logical_map.copy()
         p2l[layer] = row
-        self.layout = ExpertLayout(p2l, 4, topology=TOPOLOGY)
+        self.layout = ExpertLayout(p2l, 4, topology=RANKS)
         replies = [client.commit([layer], [row]) for client in self.clients]
         assert {reply.digest for reply in replies} == {self.layout.digest}
         self.version += 1
@@ -157,9 +175,6 @@ def paths(stack: ExitStack, tmp_path: Path) -> list[str]:
     for rank, path in enumerate(found):
         host(stack, path, rank)
     return found
-
-
-ROW = [3, 2, 1, 0, 0, 3]
 
 
 @pytest.mark.slow
@@ -212,9 +227,8 @@ def test_an_engine_that_dies_in_a_move_leaves_weights_that_nobody_maps(
         LayoutAgreementError, match=r"nobody knows.*the move of layer 1 by engine 'first' from version 1"
     ):
         Serving(stack, paths, "second")
-    with LayoutClient(paths[0], "stubborn") as client, pytest.raises(HostRefused, match="nobody knows") as caught:
-        attach(client, {})
-    assert caught.value.field == "layout"
+    with LayoutClient(paths[0], "stubborn") as client:
+        assert refused(client, "nobody knows") == "layout"
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -238,69 +252,41 @@ def test_engines_in_processes_share_one_copy_and_one_load(stack: ExitStack, path
         a.kill()
     until(lambda: kept.state is not None and kept.state.engines == ())
     with LayoutClient(path, "b") as client:
-        tensors: dict[str, torch.Tensor] = {}
         assert client.found is not None
-        stack.callback(attach(client, tensors, layout=client.found.layout).close)
-        assert tensors["0.w"][0].eq(5.0).all()
-        with pytest.raises(HostRefused, match=r"routes by layout .* \(version 0\), the weights hold .* \(version 1\)"):
-            attach(client, {})
+        assert mapped(stack, client, layout=client.found.layout)["0.w"][0].eq(5.0).all()
+        refused(client, r"routes by layout .* \(version 0\), the weights hold .* \(version 1\)")
     assert loads == [0]
 
 
 @pytest.mark.slow
-def test_an_engine_in_another_container_maps_the_same_memory(stack: ExitStack, path: str) -> None:
-    host(stack, path)
-    client = stack.enter_context(LayoutClient(path, "here"))
-    tensors: dict[str, torch.Tensor] = {}
-    stack.callback(attach(client, tensors).close)
+def test_an_engine_in_another_container_maps_the_same_memory(stack: ExitStack, path: str, client: LayoutClient) -> None:
+    tensors = mapped(stack, client)
     with Engine(path, "there", inside=container()) as engine:
         engine.ask("map", CONFIG)
         tensors["1.w"][2].fill_(3.0)
         assert torch.tensor(engine.ask("read", "1.w"))[2].eq(3.0).all()
 
 
-HOST = """
-import sys, torch, eplb_core as e
-layout = e.ExpertLayout([[0, 1, 1, 0]], 2, topology=e.Topology(2))
-host = e.WeightHost(sys.argv[1], lambda layout, rank: {"w": torch.arange(6.0).view(2, 3)},
-                    config={"model": "toy"}, layout=layout, rank=1, state_file=sys.argv[2])
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.slow
 def test_an_engine_outlives_its_host_and_a_new_host_says_who_keeps_the_memory(
-    path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layout = ExpertLayout([[0, 1, 1, 0]], 2, topology=TOPOLOGY)
     file = str(tmp_path / "state")
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOST, path, file],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[3],
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with LayoutClient(path, "survivor", wait=60.0) as client:
+    with keeper(path, file, "--host") as process, LayoutClient(path, "survivor") as client:
         tensors: dict[str, torch.Tensor] = {}
-        attached = attach_weights(client, tensors, config={"model": "toy"}, layout=layout, rank=1)
+        attached = attach(client, tensors, config={"model": "toy"}, rank=1)
         process.kill()
         process.wait()
-        process.stdin.close()
-        process.stdout.close()
         tensors["w"][0, 0] = 7.0
         assert tensors["w"].tolist() == [[7.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
         assert client.begin([0], 0).status == "refused"
         with pytest.raises(HostAbsent, match="closed the connection"):
-            attach_weights(client, {}, config={"model": "toy"}, layout=layout)
+            attach(client, {}, config={"model": "toy"})
         with caplog.at_level(logging.WARNING, "eplb_core"):
-            anew = WeightHost(path, lambda *_: {"w": torch.zeros(1)}, config={}, layout=layout, rank=1, state_file=file)
-        with anew:
-            assert "engines 'survivor' were attached to the former host" in caplog.text
-            assert anew.state is not None
-            assert (anew.state.version, anew.state.engines, anew.state.num_non_followers) == (0, (), 0)
+            anew = host(stack, path, 1, load=lambda *_: {"w": torch.zeros(1)}, config={}, state_file=file)
+        assert "engines 'survivor' were attached to the former host" in caplog.text
+        assert anew.state is not None
+        assert (anew.state.version, anew.state.engines, anew.state.num_non_followers) == (0, (), 0)
         attached.close()
 
 
@@ -374,40 +360,29 @@ def test_a_module_that_does_not_fit_stays_as_it_was(stack: ExitStack, path: str,
     engine = Block("meta", processed=False)
     engine.extra = torch.nn.Parameter(torch.empty(2, device="meta"))
     before = dict(engine.named_parameters())
-    with pytest.raises(
-        HostRefused, match="tensor 'extra' is on the meta device and the host has none for it"
-    ) as caught:
-        attach(client, engine)
-    assert caught.value.field == "extra"
+    assert refused(client, "tensor 'extra' is on the meta device and the host has none for it", engine) == "extra"
     assert all(engine.get_parameter(name) is parameter for name, parameter in before.items())
     del engine.extra, engine.inner
-    with pytest.raises(HostRefused, match=r"tensor 'inner.weight' of the host has no place in this module"):
-        attach(client, engine)
+    refused(client, r"tensor 'inner.weight' of the host has no place in this module", engine)
 
 
-def test_a_dict_receives_what_it_names(stack: ExitStack, path: str) -> None:
-    host(stack, path)
-    client = stack.enter_context(LayoutClient(path, "a"))
+def test_a_dict_receives_what_it_names(stack: ExitStack, client: LayoutClient) -> None:
     some: dict[str, Any] = {"1.w": torch.empty(3, HIDDEN, HIDDEN, device="meta")}
     stack.callback(attach(client, some).close)
     assert list(some) == ["1.w"]
     assert some["1.w"].equal(load(LAYOUT, 0)["1.w"])
-    refused: list[tuple[dict[str, Any], str]] = [
+    unfit: list[tuple[dict[str, Any], str]] = [
         ({"2.w": None}, "the host has no tensor '2.w'; it has 0.w, 1.w"),
         ({"1.w": torch.empty(3)}, r"is torch.float32 \[3, 8, 8\] at the host and torch.float32 \[3\] here"),
         ({"1.w": torch.empty(3, HIDDEN, HIDDEN, dtype=torch.float16)}, "and torch.float16"),
     ]
-    for bad, said in refused:
-        with pytest.raises(HostRefused, match=said) as caught:
-            attach(client, dict(bad))
-        assert caught.value.field == next(iter(bad))
+    for bad, said in unfit:
+        assert refused(client, said, dict(bad)) == next(iter(bad))
     with pytest.raises(TypeError, match=r"`module_or_dict` \(=list\) must be a module or a dict"):
         attach(client, [])
 
 
-def test_handles_say_where_peers_find_the_bytes(stack: ExitStack, path: str) -> None:
-    host(stack, path)
-    client = stack.enter_context(LayoutClient(path, "a"))
+def test_handles_say_where_peers_find_the_bytes(client: LayoutClient) -> None:
     tensors: dict[str, torch.Tensor] = {}
     attached = attach(client, tensors)
     assert attached.names == ("0.w", "1.w")
@@ -438,18 +413,15 @@ def test_a_difference_in_any_field_is_refused_and_named(stack: ExitStack, path: 
     config = full_config()
     kept = host(stack, path, config=config)
     client = stack.enter_context(LayoutClient(path, "a"))
-    stack.callback(attach(client, {}, config=config, rank=0).close)
+    mapped(stack, client, config=config, rank=0)
     other = {**config, name: "another"}
     if name in ("ep_size", "ep_rank", "num_redundant_experts"):
         with pytest.raises(ValueError, match=rf"`config\['{name}'\]` \(='another'\) must be [02], as layout and rank"):
             attach(client, {}, config=other, rank=0)
         return
-    with pytest.raises(HostRefused, match=rf"`{name}` differs: the host says .*, the engine \"another\"") as caught:
-        attach(client, {}, config=other)
-    assert caught.value.field == name
+    assert refused(client, rf"`{name}` differs: the host says .*, the engine \"another\"", config=other) == name
     del other[name]
-    with pytest.raises(HostRefused, match=rf"`{name}` differs: the host says .*, the engine nothing") as caught:
-        attach(client, {}, config=other)
+    assert refused(client, rf"`{name}` differs: the host says .*, the engine nothing", config=other) == name
     assert kept.state is not None
     assert kept.state.num_non_followers == 0
 
@@ -459,20 +431,16 @@ def test_the_host_of_another_rank_is_refused(stack: ExitStack, path: str) -> Non
     host(stack, path, rank=1)
     client = stack.enter_context(LayoutClient(path, "a"))
     client.rank = 0
-    with pytest.raises(HostRefused, match="`ep_rank` differs: the host has 1, the engine 0") as caught:
-        attach(client, {})
-    assert caught.value.field == "ep_rank"
-    wider = ExpertLayout.trivial(2, 4, num_slots=8, topology=TOPOLOGY)
-    with pytest.raises(HostRefused, match="`num_slots` differs: the host has 6, the engine 8"):
-        attach(client, {}, layout=wider, rank=1)
+    assert refused(client, "`ep_rank` differs: the host has 1, the engine 0") == "ep_rank"
+    wider = ExpertLayout.trivial(2, 4, num_slots=8, topology=RANKS)
+    refused(client, "`num_slots` differs: the host has 6, the engine 8", layout=wider, rank=1)
 
 
 def test_values_that_look_alike_are_not_the_same(stack: ExitStack, path: str) -> None:
     host(stack, path, config={"flag": 1})
     client = stack.enter_context(LayoutClient(path, "a"))
     for value in (True, 1.0, "1", [1]):
-        with pytest.raises(HostRefused, match="`flag` differs"):
-            attach(client, {}, config={"flag": value})
+        assert refused(client, "differs", config={"flag": value}) == "flag"
 
 
 def test_no_host_is_absent(path: str, stack: ExitStack) -> None:
@@ -501,9 +469,7 @@ def test_a_host_without_balancing_keeps_no_record_and_serves(stack: ExitStack, p
     client = stack.enter_context(LayoutClient(path, "a"))
     assert kept.state is None
     assert client.found is None
-    tensors: dict[str, torch.Tensor] = {}
-    stack.callback(attach(client, tensors, layout=None).close)
-    assert tensors["w"].eq(1.0).all()
+    assert mapped(stack, client, layout=None)["w"].eq(1.0).all()
     assert client.begin([0], 0).status == "refused"
 
 
@@ -511,20 +477,17 @@ def test_host_and_engine_start_in_one_layout_by_one_function(stack: ExitStack, p
     """R62, R63: each makes it by itself; one that was given another is refused."""
 
     def first(rank: int, slots: int = 6) -> tuple[ExpertLayout, dict[str, Any]]:
-        layout = ExpertLayout.trivial(2, 4, num_slots=slots, topology=TOPOLOGY)
+        layout = ExpertLayout.trivial(2, 4, num_slots=slots, topology=RANKS)
         return layout, {"initial_layout": layout.digest, "ep_rank": rank, "ep_size": 2}
 
     layout, config = first(1)
     host(stack, path, 1, layout=layout, config=config)
     client = stack.enter_context(LayoutClient(path, "a"))
     layout, config = first(1)
-    tensors: dict[str, torch.Tensor] = {}
-    stack.callback(attach(client, tensors, layout=layout, config=config, rank=1).close)
+    tensors = mapped(stack, client, layout=layout, config=config, rank=1)
     assert tensors["0.w"].equal(load(layout, 1)["0.w"])
     layout, config = first(1, slots=8)
-    with pytest.raises(HostRefused) as caught:
-        attach(client, {}, layout=layout, config=config, rank=1)
-    assert caught.value.field == "initial_layout"
+    assert refused(client, "`initial_layout` differs", layout=layout, config=config, rank=1) == "initial_layout"
 
 
 def test_a_second_host_fails_before_it_loads(stack: ExitStack, path: str) -> None:
@@ -606,9 +569,7 @@ def test_views_of_one_storage_share_one_span_and_odd_kinds_come_back() -> None:
     memory.close()
     for name, tensor in tensors.items():
         assert (mapped[name].dtype, mapped[name].stride()) == (tensor.dtype, tensor.stride())
-        assert torch.equal(
-            mapped[name].float() if name == "fp8" else mapped[name], tensor.float() if name == "fp8" else tensor
-        )
+        assert mapped[name].tolist() == tensor.tolist()
     mapped["over"][6] = -1.0
     assert mapped["view"][1, 0] == -1.0
     assert again["over"].tensor[6] == -1.0
@@ -655,13 +616,11 @@ def test_memory_that_the_system_does_not_give_costs_no_descriptor() -> None:
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_host_that_cannot_write_its_record_gives_its_memory_back(path: str, tmp_path: Path) -> None:
+def test_a_host_that_cannot_write_its_record_gives_its_memory_back(stack: ExitStack, path: str, tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(IsADirectoryError):
-        WeightHost(
-            path, lambda *_: {"w": torch.ones(8)}, config={}, layout=LAYOUT, rank=0, state_file=tmp_path / "state"
-        )
+        host(stack, path, state_file=tmp_path / "state")
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
@@ -681,17 +640,11 @@ def test_no_engine_can_cut_the_memory_of_the_others() -> None:
 
 def test_threads_of_engines_attach_at_once(stack: ExitStack, path: str) -> None:
     host(stack, path)
-    found: list[bool] = []
 
-    def run(number: int) -> None:
+    def run(number: int) -> bool:
         with LayoutClient(path, f"e{number}") as client:
             tensors: dict[str, torch.Tensor] = {}
             attach(client, tensors).close()
-            found.append(tensors["0.w"].equal(load(LAYOUT, 0)["0.w"]))
+            return tensors["0.w"].equal(load(LAYOUT, 0)["0.w"])
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 8
+    assert on_threads([partial(run, number) for number in range(8)]) == [True] * 8
