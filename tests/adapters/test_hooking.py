@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import logging
-import threading
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,15 @@ import pytest
 import torch.distributed
 
 from eplb_core.adapters import hooking
+from eplb_core.errors import EplbError, TransportError
+from eplb_core.loading.agreement import LocalAgreement
+from tests.adapters.fakes import on_ranks
+from tests.loading.worlds import on_threads
 
 dist: Any = torch.distributed
 
 
 def test_parts_are_on_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("EPLB_CORE_OFF", raising=False)
     assert hooking.parts_on(("policy", "maps")) == ("policy", "maps")
     monkeypatch.setenv("EPLB_CORE_OFF", " maps ,")
     assert hooking.parts_on(("policy", "maps")) == ("policy",)
@@ -26,7 +28,6 @@ def test_parts_are_on_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_are_read_or_refused_by_name_and_value(monkeypatch: pytest.MonkeyPatch) -> None:
     known: dict[str, Any] = {"mode": hooking.one_of("place", "deepseek"), "min_gain": float}
-    monkeypatch.delenv("EPLB_CORE_OPTIONS", raising=False)
     assert hooking.options_from(known) == {}
     monkeypatch.setenv("EPLB_CORE_OPTIONS", "mode=deepseek, min_gain = 0.5")
     assert hooking.options_from(known) == {"mode": "deepseek", "min_gain": 0.5}
@@ -65,105 +66,102 @@ def test_an_error_is_logged_once_and_the_engine_answers(caplog: pytest.LogCaptur
         return "ours"
 
     call = hooking.guarded(ours, lambda value: "the engine's", "part")
-    with caplog.at_level(logging.WARNING):
-        assert [call(1), call(-3), call(-3)] == ["ours", "the engine's", "the engine's"]
-    lines = [record.message for record in caplog.records]
-    assert lines == ["eplb_core: part: the engine's own code goes on, since ours raised ValueError: -3 is negative"]
+    assert [call(1), call(-3), call(-3)] == ["ours", "the engine's", "the engine's"]
+    (line,) = caplog.messages
+    assert line.startswith("eplb_core: part: ")
+    assert line.endswith("ValueError: -3 is negative")
 
 
 # ---- one answer on all ranks -----------------------------------------------------------------------------------------
 
 
-def given(answer: str | Exception) -> str:
+def given(answer: Any) -> Any:
     if isinstance(answer, Exception):
         raise answer
     return answer
 
 
 def settled(answers: list[Any], own: list[Any], failures: list[str]) -> list[Any]:
-    """What ranks with these answers settle on, or raise; their words go by one table."""
-    rooms: dict[int, list[Any]] = {}
-    barrier = threading.Barrier(len(answers))
-    got: list[Any] = [""] * len(answers)
+    """What ranks with these answers settle on, or raise; by `failures` ours fell back to the engine's before."""
+    members = LocalAgreement.group(len(answers))
 
-    def rank_does(rank: int) -> None:
-        turn = iter(range(9))
-
+    def rank_does(rank: int) -> Any:
         def gather(said: hooking.Said) -> list[hooking.Said]:
-            room = rooms.setdefault(next(turn), [None] * len(answers))
-            room[rank] = said if said.failure else said._replace(failure=failures[rank])
-            barrier.wait(60)
-            return list(room)
+            said = said if said.failure else said._replace(failure=failures[rank])
+            return hooking.gather_by(members[rank])(said)
 
-        try:
-            got[rank] = hooking.settle(
-                "policy",
-                gather,
-                lambda: given(answers[rank]),
-                lambda: given(own[rank]),
-                digest_of=lambda answer: answer.encode().hex(),
-                otherwise=lambda: f"as it was on {rank}",
-            )
-        except KeyError as error:
-            got[rank] = error
+        return hooking.settle(
+            "policy",
+            gather,
+            lambda: given(answers[rank]),
+            lambda: given(own[rank]),
+            digest_of=lambda answer: answer.encode().hex(),
+            otherwise=lambda: f"as it was on {rank}",
+        )
 
-    threads = [threading.Thread(target=rank_does, args=(rank,)) for rank in range(len(answers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return got
+    return on_threads([partial(rank_does, rank) for rank in range(len(answers))])
 
 
 def test_ranks_that_agree_use_their_answer_and_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert settled(["a"] * 3, ["own"] * 3, ["", "KeyError: x", ""]) == ["a"] * 3
+    assert settled(["a"] * 3, ["own"] * 3, ["", "KeyError: x", ""]) == ["a"] * 3
     assert not caplog.records
 
 
 def test_where_one_rank_fell_back_all_take_the_engine_s_and_the_line_names_it(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert settled(["own", "a"], ["own"] * 2, ["MemoryError: no room", ""]) == ["own"] * 2
-    lines = {record.message for record in caplog.records}
-    assert lines == {
-        "eplb_core: policy: rank 0 (6f776e: MemoryError: no room) computed another map than the other ranks (61), so "
-        "all ranks take the engine's own; look into that rank's log, and give all ranks the same eplb_core, variables "
-        "and engine"
-    }
+    assert settled(["own", "a"], ["own"] * 2, ["MemoryError: no room", ""]) == ["own"] * 2
+    (line,) = set(caplog.messages)
+    assert "policy: rank 0 (6f776e: MemoryError: no room)" in line
+    assert "than the other ranks (61), so all ranks take the engine's own" in line
 
 
 def test_where_the_engine_s_own_answers_differ_too_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert settled(["a", "a", "b"], ["x", "x", "y"], [""] * 3) == [f"as it was on {rank}" for rank in range(3)]
-    assert "policy: rank 2 (62) computed another map than the other ranks (61)" in caplog.text
-    assert "policy: rank 2 (79) computed another map than the other ranks (78), so nothing changes" in caplog.text
+    assert settled(["a", "a", "b"], ["x", "x", "y"], [""] * 3) == [f"as it was on {rank}" for rank in range(3)]
+    first, second = dict.fromkeys(caplog.messages)
+    assert "rank 2 (62) computed another map than the other ranks (61)" in first
+    assert "rank 2 (79) computed another map than the other ranks (78), so nothing changes" in second
 
 
 def test_a_rank_whose_answer_raises_says_so_first_and_leaves_no_other_waiting(caplog: pytest.LogCaptureFixture) -> None:
     """Ours and, in its place, the engine's own: the other ranks would wait for its word until they gave up."""
     error = KeyError("no load")
-    with caplog.at_level(logging.WARNING):
-        assert settled([error, "a"], ["own"] * 2, [""] * 2) == ["own"] * 2
-        assert "policy: rank 0 (no map: KeyError: 'no load') computed another map" in caplog.text
-        assert settled(["a", error], ["own", error], [""] * 2) == ["as it was on 0", error]
-        assert settled([error] * 2, [error] * 2, [""] * 2) == [error] * 2
-        assert settled([error] * 2, ["own"] * 2, [""] * 2) == ["own"] * 2
+    assert settled([error, "a"], ["own"] * 2, [""] * 2) == ["own"] * 2
+    assert "rank 0 (no map: KeyError: 'no load')" in caplog.text
+    assert settled(["a", error], ["own", error], [""] * 2) == ["as it was on 0", error]
+    assert settled([error] * 2, [error] * 2, [""] * 2) == [error] * 2
+    assert settled([error] * 2, ["own"] * 2, [""] * 2) == ["own"] * 2
+
+
+def test_what_some_rank_cannot_make_no_rank_keeps() -> None:
+    closed: list[int] = []
+
+    def made(failing: set[int]) -> list[Any]:
+        members = LocalAgreement.group(3)
+
+        def rank_does(rank: int) -> Any:
+            def make() -> int:
+                return int(given(KeyError(rank) if rank in failing else rank))
+
+            gather = hooking.gather_by(members[rank])
+            try:
+                return hooking.on_all_or_none(gather, make, TransportError, close=closed.append)
+            except EplbError as error:
+                return type(error), str(error)
+
+        return on_ranks(rank_does, 3)
+
+    assert made(set()) == [0, 1, 2]
+    assert not closed
+    assert made({1}) == [(TransportError, "rank 1: KeyError: 1")] * 3
+    assert sorted(closed) == [0, 2]
+    assert made({1, 2}) == [(TransportError, "rank 1: KeyError: 1 [1 more]")] * 3
 
 
 def test_words_go_over_a_group_of_torch(tmp_path: Path) -> None:
-    said: list[Any] = [None, None]
+    def rank_does(rank: int) -> Any:
+        group = dist.ProcessGroupGloo(dist.FileStore(f"{tmp_path}/store", 2), rank, 2, timedelta(seconds=30))
+        return hooking.gather_over(group)(hooking.Said(f"{rank}" * 3, f"failure of {rank}"))
 
-    def rank_does(rank: int) -> None:
-        store = dist.FileStore(str(tmp_path / "store"), 2)
-        group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
-        said[rank] = hooking.gather_over(group)(hooking.Said(f"{rank}" * 3, f"failure of {rank}"))
-
-    threads = [threading.Thread(target=rank_does, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert said == [[hooking.Said("000", "failure of 0"), hooking.Said("111", "failure of 1")]] * 2
+    assert on_ranks(rank_does) == [[("000", "failure of 0"), ("111", "failure of 1")]] * 2
 
 
 def test_what_a_part_failed_by_is_known_until_it_works_again() -> None:

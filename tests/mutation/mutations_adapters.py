@@ -16,7 +16,7 @@ MUTATIONS = [
         "rule 11",
     ),
     (HOOKING, "            return engine_own(", "            raise\n            (", TEST_HOOKING, "rule 11"),
-    (HOOKING, "_try(engine_own, digest_of)", "_try(lambda: answer, digest_of)", FELL_BACK, "rule 4"),
+    (HOOKING, "attempt(engine_own, digest_of)", "attempt(lambda: answer, digest_of)", FELL_BACK, "rule 4"),
     (HOOKING, "if error is None and _are_equal(told):", "if _are_equal(told):", SPEAKS_FIRST),
     (
         f"{A}vllm/policy.py",
@@ -43,7 +43,7 @@ MUTATIONS = [
         f"{A}sglang/moves.py",
         'told = self._agreement.gather(b"moved" if moved else b"")',
         'told = [b"moved" if moved else b""]',
-        f"{T}sglang/test_moves.py::test_experts_that_lie_in_other_tensors_after_an_update_end_the_moves_on_all_ranks",
+        f"{T}sglang/test_moves.py::test_experts_that_lie_elsewhere_after_an_update_end_the_moves_and_later_updates_are_the_engine_s",
     ),
     (
         RECORD,

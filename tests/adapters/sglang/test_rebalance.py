@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +16,10 @@ from eplb_core.adapters.sglang import maps as sglang_maps
 from eplb_core.adapters.sglang import moves as sglang_moves
 from eplb_core.adapters.sglang import rebalance as sglang_rebalance
 from eplb_core.adapters.sglang import record as sglang_record
+from eplb_core.adapters.sglang.maps import Picks
 from eplb_core.errors import EplbError
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooking, "_logged", set())
-    monkeypatch.setattr(hooking, "_failures", {})
-    monkeypatch.setattr(hooking, "_log", [logging.getLogger("eplb_core")])
-    monkeypatch.setattr(sglang_rebalance, "_moves", [])
+from eplb_core.loading.agreement import LocalAgreement
+from tests.adapters.fakes import metadata_of, on_ranks
 
 
 class Manager:
@@ -48,9 +43,8 @@ class Manager:
 class Moves:
     """Notes what it is asked for; a migration of two passes."""
 
-    def __init__(self) -> None:
-        self.over = self.off = ""
-        self.disagreed = False
+    def __init__(self, *, over: str = "", off: str = "", disagreed: bool = False) -> None:
+        self.over, self.off, self.disagreed = over, off, disagreed
         self.asked: list[Any] = []
         self.events: list[str] = []
         self.migrator = SimpleNamespace(layout=SimpleNamespace(physical_to_logical_map=torch.zeros(1, 2).numpy()))
@@ -72,6 +66,18 @@ class Moves:
 
     def after_weights(self) -> None:
         self.events.append("after")
+
+
+def fails(error: Exception) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_rebalance, "_moves", [])
 
 
 def passes(manager: Manager) -> int:
@@ -110,49 +116,29 @@ def test_the_engine_s_algorithm_gets_passes_as_they_are(engine: list[Any], monke
 
 
 def test_after_ranks_have_disagreed_the_engine_s_algorithm_places(engine: list[Any]) -> None:
-    moves = Moves()
-    moves.disagreed = True
-    passes(Manager(moves))
+    passes(Manager(Moves(disagreed=True)))
     assert engine == [([100, 2, 4], {"num_nodes": 1}, True)]
     assert not context.bypassed.get()
 
 
-def test_what_cannot_be_looked_up_ends_the_migration_and_not_this_rank_alone(
-    engine: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["_asked_of", "_counts"])
+def test_a_problem_that_cannot_be_looked_up_ends_the_migration_and_not_this_rank_alone(
+    step: str, engine: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(manager: Any) -> Any:
-        raise KeyError("algorithm")
-
-    monkeypatch.setattr(sglang_rebalance, "_asked_of", broken)
-    moves = Moves()
-    assert passes(Manager(moves)) == 2
-    assert [type(each) for each in moves.asked] == [KeyError]
-
-
-def test_a_load_that_cannot_be_copied_ends_the_migration_and_not_this_rank_alone(
-    engine: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(counts: torch.Tensor, *, fold: bool) -> Any:
-        raise MemoryError("no pinned memory")
-
-    monkeypatch.setattr(sglang_rebalance, "_counts", broken)
+    monkeypatch.setattr(sglang_rebalance, step, fails(MemoryError("no pinned memory")))
     moves = Moves()
     assert passes(Manager(moves)) == 2
     assert [type(each) for each in moves.asked] == [MemoryError]
 
 
 def test_without_moves_or_when_they_are_over_or_switched_off_the_engine_rebalances(engine: list[Any]) -> None:
-    over, off = Moves(), Moves()
-    over.over = "a peer died"
-    managers = [Manager(), Manager(over), Manager(Moves())]
-    managers[2]._rebalance_disabled_reason = "scale-up"
-    for manager in managers:
+    disabled = Manager(Moves())
+    disabled._rebalance_disabled_reason = "scale-up"
+    for manager in (Manager(), Manager(Moves(over="a peer died")), disabled):
         assert (passes(manager), manager.own) == (1, 1)
-    off.off = "the record refused"
-    manager = Manager(off)
-    assert (passes(manager), manager.own) == (0, 0)  # shared weights that nobody may move
-    manager = Manager(Moves(), needed=False)
-    assert (passes(manager), manager.own) == (0, 0)
+    # Shared weights that nobody may move, and a load for which nothing needs to.
+    for manager in (Manager(Moves(off="the record refused")), Manager(Moves(), needed=False)):
+        assert (passes(manager), manager.own) == (0, 0)
 
 
 def test_passes_are_added_up_on_their_device_to_windows_that_follow_each_other() -> None:
@@ -161,7 +147,6 @@ def test_passes_are_added_up_on_their_device_to_windows_that_follow_each_other()
     assert folded.shape == (sglang_maps.WINDOWS, 2, 3)
     assert torch.equal(folded.sum(dim=0), counts.sum(dim=0))
     assert folded[0, 0, 0] == 0 + 1
-    assert sglang_maps.fold_passes(counts[:5]) is not None
     assert torch.equal(sglang_maps.fold_passes(counts[:5]), counts[:5])
 
 
@@ -171,26 +156,23 @@ def test_passes_are_added_up_on_their_device_to_windows_that_follow_each_other()
 def test_a_model_that_cannot_be_registered_is_left_to_the_engine_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(runner: Any, metadata: Any) -> str:
-        raise RuntimeError("no such setting")
-
     monkeypatch.setattr(context, "live_metadata", lambda: None)
-    monkeypatch.setattr(sglang_rebalance, "_why_not", refuse)
     loads: list[Any] = []
     draft, target = SimpleNamespace(eplb_manager=None), SimpleNamespace(eplb_manager=Manager())
-    with caplog.at_level(logging.INFO):
-        sglang_rebalance.register_after_load(loads.append, draft)
-        assert not caplog.records
+    sglang_rebalance.register_after_load(loads.append, draft)
+    assert not caplog.records
+    for why_not, line in (
+        (fails(RuntimeError("no such setting")), "since ours raised RuntimeError: no such setting"),
+        (lambda *_: "elastic EP changes the ranks", "moves are left to SGLang: elastic EP changes the ranks"),
+    ):
+        monkeypatch.setattr(sglang_rebalance, "_why_not", why_not)
         sglang_rebalance.register_after_load(loads.append, target)
-        assert "moves: the engine's own code goes on, since ours raised RuntimeError: no such setting" in caplog.text
-        monkeypatch.setattr(sglang_rebalance, "_why_not", lambda runner, metadata: "elastic EP changes the ranks")
-        sglang_rebalance.register_after_load(loads.append, target)
-        assert "moves are left to SGLang: elastic EP changes the ranks" in caplog.text
-        monkeypatch.setattr(sglang_record, "_barred", ["rank 1 has no record"])
-        monkeypatch.setattr(sglang_rebalance, "_why_not", lambda runner, metadata: "")
-        assert loads == [draft, target, target]
-        sglang_rebalance.register_after_load(loads.append, target)  # shared weights, recorded by some ranks only
-        assert "moves are left to SGLang: rank 1 has no record" in caplog.text
+        assert line in caplog.text
+    monkeypatch.setattr(sglang_rebalance, "_why_not", lambda *_: "")
+    monkeypatch.setattr(sglang_record, "_barred", ["rank 1 has no record"])
+    sglang_rebalance.register_after_load(loads.append, target)  # shared weights, recorded by some ranks only
+    assert "moves are left to SGLang: rank 1 has no record" in caplog.text
+    assert loads == [draft, target, target, target]
     assert "_eplb_core_moves" not in vars(target.eplb_manager)
 
 
@@ -198,9 +180,6 @@ def test_a_registered_model_says_what_is_in_effect(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     given: dict[str, Any] = {}
-
-    def no_room() -> None:
-        raise OSError("no room for compiled code")
 
     def open_moves(metadata: Any, weights: Any, picks: Any, **named: Any) -> Any:
         given.update(named, weights=weights(), picks=picks)
@@ -210,15 +189,14 @@ def test_a_registered_model_says_what_is_in_effect(
     monkeypatch.setattr(context, "context", lambda: context.Context(True, False, 2))
     monkeypatch.setattr(context, "options", {"tables": "even", "transport": "shared_memory"})
     monkeypatch.setattr(sglang_rebalance, "_why_not", lambda runner, metadata: "")
-    monkeypatch.setattr(sglang_rebalance, "warm_up", no_room)
+    monkeypatch.setattr(sglang_rebalance, "warm_up", fails(OSError("no room for compiled code")))
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setattr(sglang_moves, "open_moves", open_moves)
     model = SimpleNamespace(routed_experts_weights_of_layer={0: []})
     runner = SimpleNamespace(eplb_manager=Manager(), model=model)
-    with caplog.at_level(logging.INFO):
-        sglang_rebalance.register_after_load(lambda runner: None, runner)
+    sglang_rebalance.register_after_load(lambda runner: None, runner)
     assert "in effect in SGLang: moves by a Migrator over shared_memory: 2 layers of 64 bytes a slot" in caplog.text
-    assert given["picks"] == sglang_moves.Picks(3, prefer_same_node=False, even=True)
+    assert given["picks"] == Picks(3, prefer_same_node=False, even=True)
     assert (given["num_nodes"], given["transport"], given["weights"]) == (2, "shared_memory", {0: []})
     assert str(given["trouble"]) == "no room for compiled code"  # said to all ranks, which wait for this one
     assert given["facts"]["options"] == [("tables", "even"), ("transport", "shared_memory")]
@@ -239,12 +217,8 @@ def test_no_rank_moves_an_expert_while_the_engine_writes_weights(monkeypatch: py
 
     assert sglang_rebalance.around_weights(outer) == "done"
     assert moves.events == ["before", "outer", "inner", "after"]
-
-    def fails() -> None:
-        raise ValueError("no such file")
-
     with pytest.raises(ValueError, match="no such file"):
-        sglang_rebalance.around_weights(fails)
+        sglang_rebalance.around_weights(fails(ValueError("no such file")))
     assert moves.events[4:] == ["before", "after"]
 
 
@@ -252,17 +226,13 @@ def test_no_rank_moves_an_expert_while_the_engine_writes_weights(monkeypatch: py
 def test_moves_that_cannot_be_paused_or_resumed_are_over_and_the_update_is_not(
     step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails() -> None:
-        raise EplbError("rank 1 did not come")
-
     moves = Moves()
-    monkeypatch.setattr(moves, step, fails)
+    monkeypatch.setattr(moves, step, fails(EplbError("rank 1 did not come")))
     monkeypatch.setattr(sglang_rebalance, "_moves", [moves])
-    with caplog.at_level(logging.WARNING):
-        assert sglang_rebalance.around_weights(lambda: "updated") == "updated"
+    assert sglang_rebalance.around_weights(lambda: "updated") == "updated"
     assert moves.over == "EplbError: rank 1 did not come"
     assert moves.events == (["before"] if step == "after_weights" else [])
-    assert "moves: SGLang's own rebalance goes on, since EplbError: rank 1 did not come" in caplog.text
+    assert f"since {moves.over}" in caplog.text
     assert sglang_rebalance.around_weights(lambda: "again") == "again"
 
 
@@ -273,35 +243,37 @@ def test_where_one_rank_places_otherwise_all_take_sglang_s_own_map(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For the engine's own updater, which sends by the map that each rank has computed."""
+    ours, own, other = [[0, 1, 2, 3]], [[1, 0, 2, 3]], [[2, 1, 0, 3]]
+    members = LocalAgreement.group(3)
+    told: list[int] = []
 
-    def metadata(rows: list[list[int]]) -> Any:
-        return SimpleNamespace(physical_to_logical_map_cpu=torch.tensor(rows))
+    def gather_over(rank: int) -> Any:
+        told.append(rank)
+        return hooking.gather_by(members[rank])
 
-    def compute(manager: Any, logical_count: Any, *, broadcast_over_world: bool) -> Any:
-        return metadata([[1, 0]] if context.bypassed.get() else [[0, 1]])
+    def agreed(last: list[list[int]], **more: bool) -> list[Any]:
+        """The maps on which three ranks agree where the last one places so."""
 
-    other = hooking.Said("ffff", "")
-    told: list[list[hooking.Said]] = []
+        def on(rank: int) -> Any:
+            def compute(manager: Any, logical_count: Any, *, broadcast_over_world: bool) -> Any:
+                return metadata_of(own if context.bypassed.get() else last if rank == 2 else ours)
 
-    def gather_over(group: Any) -> Any:
-        def gather(said: hooking.Said) -> list[hooking.Said]:
-            told.append([said, said, other if not told else said])
-            return told[-1]
+            group.set(rank)
+            found = sglang_rebalance.agree_on_metadata(compute, None, None, **{"broadcast_over_world": False} | more)
+            return found.physical_to_logical_map_cpu.tolist()
 
-        return gather
+        return on_ranks(on, 3)
 
+    group: ContextVar[int] = ContextVar("group")
     monkeypatch.setattr(sglang_rebalance, "_gather_works", lambda: True)
-    monkeypatch.setattr(context, "cpu_group", lambda: None)
+    monkeypatch.setattr(context, "cpu_group", group.get)
     monkeypatch.setattr(hooking, "gather_over", gather_over)
-    with caplog.at_level(logging.WARNING):
-        found = sglang_rebalance.agree_on_metadata(compute, None, None, broadcast_over_world=False)
-    assert found.physical_to_logical_map_cpu.tolist() == [[1, 0]]
-    assert "placement: rank 2 (ffff) computed another map" in caplog.text
-    again = sglang_rebalance.agree_on_metadata(compute, None, None, broadcast_over_world=False)
-    assert again.physical_to_logical_map_cpu.tolist() == [[0, 1]]
-    # Only rank 0 computes here, and the others get it.
-    sglang_rebalance.agree_on_metadata(compute, None, None, broadcast_over_world=True)
-    assert len(told) == 3
+    assert agreed(other) == [own] * 3
+    assert "placement: rank 2 (" in caplog.text
+    assert agreed(ours) == [ours] * 3
+    assert len(told) == 6
+    agreed(ours, broadcast_over_world=True)  # only rank 0 computes here, and the others get it
+    assert len(told) == 6
 
 
 def test_where_torch_has_no_groups_nothing_is_gathered() -> None:

@@ -1,21 +1,23 @@
 from __future__ import annotations
 
+import pickle
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from eplb_core.adapters.vllm.communicator import TransportCommunicator, create
 from eplb_core.errors import TransportError
+from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.transport import Transport
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
+from tests.adapters.fakes import group_of_one, on_ranks
+from tests.loading.worlds import on_threads
 
 RANKS, SLOTS, LAYERS = 3, 2, 2
 OLD = np.array([0, 1, 2, 3, 4, 0])
@@ -23,23 +25,6 @@ OLD = np.array([0, 1, 2, 3, 4, 0])
 
 def expected(layer: int, expert: int) -> torch.Tensor:
     return torch.arange(4, dtype=torch.float32) + 10 * expert + 100 * layer
-
-
-def voting() -> Callable[[bool], bool]:
-    """A barrier of all ranks: whether all said True."""
-    said: list[bool] = []
-    meet = threading.Barrier(RANKS, timeout=60)
-
-    def barrier(fine: bool) -> bool:
-        said.append(fine)
-        meet.wait()
-        answer = all(said)
-        if meet.wait() == 0:
-            said.clear()
-        meet.wait()
-        return answer
-
-    return barrier
 
 
 class Rank:
@@ -58,53 +43,27 @@ class Rank:
         self.rank = rank
 
 
-def together(work: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(work, range(RANKS)))
-
-
 def connect(
     ranks: Sequence[Rank], transports: Sequence[Transport], deadline: float = 60.0
-) -> list[TransportCommunicator]:
-    board: list[Any] = [None] * RANKS
-    meet, barrier = threading.Barrier(RANKS, timeout=60), voting()
+) -> list[TransportCommunicator | BaseException]:
+    """Each rank's communicator, or what its constructor raised."""
+    members = LocalAgreement.group(RANKS)
 
     def make(rank: int) -> TransportCommunicator:
         def gather(own: Any) -> list[Any]:
-            board[rank] = own
-            meet.wait()
-            return list(board)
+            return [pickle.loads(blob) for blob in members[rank].gather(pickle.dumps(own))]
 
-        mine = ranks[rank]
         return TransportCommunicator(
-            transports[rank], mine.weights, mine.buffer, rank=rank, gather=gather, barrier=barrier, deadline=deadline
+            transports[rank],
+            ranks[rank].weights,
+            ranks[rank].buffer,
+            rank=rank,
+            gather=gather,
+            barrier=lambda fine: all(gather(fine)),
+            deadline=deadline,
         )
 
-    return together(make)
-
-
-def test_experts_land_in_the_rows_that_were_asked_for() -> None:
-    ranks = [Rank(rank) for rank in range(RANKS)]
-    made = connect(ranks, [LocalCopy() for _ in range(RANKS)])
-    # Of layer 1: rank 0 wants expert 4 in row 1, rank 1 expert 1 in row 0 and expert 0 of rank 2 in row 1, rank 2 none.
-    asked = {0: [(4, 2, 1)], 1: [(1, 0, 0), (0, 2, 1)], 2: []}
-
-    def move(rank: int) -> None:
-        made[rank].set_stream(None)
-        made[rank].set_transfer_context(OLD, 1)
-        made[rank].add_send(ranks[rank].weights[1], 0, 0)
-        for expert, source, row in asked[rank]:
-            made[rank].add_recv([tensor[row] for tensor in ranks[rank].buffer], source, expert)
-        made[rank].execute()
-
-    together(move)
-    for rank, wants in asked.items():
-        for expert, _, row in wants:
-            assert torch.equal(ranks[rank].buffer[0][row], expected(1, expert))
-            assert ranks[rank].buffer[1][row].tolist() == [expert, 1, 7]
-    assert not ranks[0].buffer[0][0].any()
-    assert not ranks[2].buffer[0].any()
-    together(move)  # and again: nothing of the last time is left
+    return on_threads([partial(make, rank) for rank in range(RANKS)])
 
 
 class Late(DeferredCopy):
@@ -116,9 +75,36 @@ class Late(DeferredCopy):
         return status
 
 
+def connected(kind: type[Any], deadline: float = 60.0) -> tuple[list[Rank], list[Any], list[Any]]:
+    ranks, transports = [Rank(rank) for rank in range(RANKS)], [kind() for _ in range(RANKS)]
+    return ranks, transports, connect(ranks, transports, deadline)
+
+
+def test_experts_land_in_the_rows_that_were_asked_for() -> None:
+    ranks, _, made = connected(LocalCopy)
+    # Of layer 1: rank 0 wants expert 4 in row 1, rank 1 expert 1 in row 0 and expert 0 of rank 2 in row 1, rank 2 none.
+    asked = {0: [(4, 2, 1)], 1: [(1, 0, 0), (0, 2, 1)], 2: []}
+
+    def move(rank: int) -> None:
+        made[rank].set_stream(None)
+        made[rank].set_transfer_context(OLD, 1)
+        made[rank].add_send(ranks[rank].weights[1], 0, 0)
+        for expert, source, row in asked[rank]:
+            made[rank].add_recv([tensor[row] for tensor in ranks[rank].buffer], source, expert)
+        made[rank].execute()
+
+    on_ranks(move, RANKS)
+    for rank, wants in asked.items():
+        for expert, _, row in wants:
+            assert torch.equal(ranks[rank].buffer[0][row], expected(1, expert))
+            assert ranks[rank].buffer[1][row].tolist() == [expert, 1, 7]
+    assert not ranks[0].buffer[0][0].any()
+    assert not ranks[2].buffer[0].any()
+    on_ranks(move, RANKS)  # and again: nothing of the last time is left
+
+
 def test_a_read_that_takes_its_time_is_waited_for() -> None:
-    ranks = [Rank(rank) for rank in range(RANKS)]
-    made = connect(ranks, [Late() for _ in range(RANKS)])
+    ranks, _, made = connected(Late)
 
     def move(rank: int) -> None:
         made[rank].set_transfer_context(OLD, 0)
@@ -126,13 +112,12 @@ def test_a_read_that_takes_its_time_is_waited_for() -> None:
             made[rank].add_recv([tensor[0] for tensor in ranks[rank].buffer], 1, 3)
         made[rank].execute()
 
-    together(move)
+    on_ranks(move, RANKS)
     assert torch.equal(ranks[0].buffer[0][0], expected(0, 3))
 
 
 def test_a_read_that_does_not_end_is_given_up_on_by_name() -> None:
-    ranks = [Rank(rank) for rank in range(RANKS)]
-    made = connect(ranks, [DeferredCopy() for _ in range(RANKS)], deadline=0.0)
+    ranks, _, made = connected(DeferredCopy, deadline=0.0)
     assert fails_on_rank_0(ranks, made)[0] == "a read from rank 1 took more than 0 s"
 
 
@@ -146,16 +131,14 @@ def fails_on_rank_0(ranks: Sequence[Rank], made: Sequence[TransportCommunicator]
             made[rank].execute()
         return str(raised.value)
 
-    said = together(execute)
+    said = on_ranks(execute, RANKS)
     assert all("failed on another rank" in each for each in said[1:])
     return said
 
 
 def test_nothing_is_read_while_a_read_that_was_given_up_on_may_still_write_to_the_buffer() -> None:
     """Those from other ranks than the one that failed are given up on too."""
-    ranks = [Rank(rank) for rank in range(RANKS)]
-    transports = [DeferredCopy() for _ in range(RANKS)]
-    made = connect(ranks, transports, deadline=0.0)
+    ranks, transports, made = connected(DeferredCopy, deadline=0.0)
     made[0].set_transfer_context(OLD, 0)
     made[0].add_recv([tensor[1] for tensor in ranks[0].buffer], 2, 4)
     assert fails_on_rank_0(ranks, made)[0] == "a read from rank 1 took more than 0 s"
@@ -170,9 +153,7 @@ def test_nothing_is_read_while_a_read_that_was_given_up_on_may_still_write_to_th
 
 
 def test_a_peer_that_is_gone_is_named() -> None:
-    ranks = [Rank(rank) for rank in range(RANKS)]
-    transports = [LocalCopy() for _ in range(RANKS)]
-    made = connect(ranks, transports)
+    ranks, transports, made = connected(LocalCopy)
     transports[1].close()
     assert "rank 1" in fails_on_rank_0(ranks, made)[0]
 
@@ -180,24 +161,10 @@ def test_a_peer_that_is_gone_is_named() -> None:
 def test_a_rank_that_cannot_be_registered_is_named_on_the_others_which_do_not_wait_for_it() -> None:
     ranks = [Rank(rank) for rank in range(RANKS)]
     ranks[1].weights[0][0] = ranks[1].weights[0][0].t()
-    said: list[str] = []
-    board: list[Any] = [None] * RANKS
-    meet = threading.Barrier(RANKS, timeout=60)
-
-    def make(rank: int) -> str:
-        def gather(own: Any) -> list[Any]:
-            board[rank] = own
-            meet.wait()
-            return list(board)
-
-        mine = ranks[rank]
-        with pytest.raises((TransportError, ValueError)) as raised:
-            TransportCommunicator(LocalCopy(), mine.weights, mine.buffer, rank=rank, gather=gather, barrier=bool)
-        return f"{type(raised.value).__name__}: {raised.value}"
-
-    said = together(make)
+    answers = connect(ranks, [LocalCopy() for _ in range(RANKS)])
     reason = "tensor 0 (shape [4, 2]) must be contiguous, slots first"
-    assert said == [f"_PeerError: rank 1: {reason}", f"ValueError: {reason}", f"_PeerError: rank 1: {reason}"]
+    assert [type(answer).__name__ for answer in answers] == ["_PeerError", "ValueError", "_PeerError"]
+    assert [str(answer) for answer in answers] == [f"rank 1: {reason}", reason, f"rank 1: {reason}"]
 
 
 def test_tensors_that_do_not_fit_raise() -> None:
@@ -211,28 +178,22 @@ def test_tensors_that_do_not_fit_raise() -> None:
         TransportCommunicator(LocalCopy(), rank.weights, rank.buffer, **alone)
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Any]:
-    """A group of one rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def test_it_is_made_by_name_for_the_ranks_of_a_group(alone: Any) -> None:
+def test_it_is_made_by_name_for_the_ranks_of_a_group(tmp_path: Path) -> None:
     rank = Rank(0)
-    made = create("shared_memory", alone, rank.weights, rank.buffer)
-    made.set_transfer_context(OLD[:SLOTS], 0)
-    made.execute()
+    with group_of_one(tmp_path) as alone:
+        made = create("shared_memory", alone, rank.weights, rank.buffer)
+        made.set_transfer_context(OLD[:SLOTS], 0)
+        made.execute()
     assert made.needs_profile_buffer_reservation is False
 
 
-def test_what_one_rank_cannot_do_is_said_on_every_rank(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_rank_cannot_do_is_said_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(0)
+    strided = [[tensor.t() for tensor in layer] for layer in rank.weights]
     for module in ("nixl", "nixl_cu12", "nixl_cu13"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(TransportError, match="rank 0: TransportError: NIXL cannot be imported"):
-        create("nixl", alone, rank.weights, rank.buffer)
-    strided = [[tensor.t() for tensor in layer] for layer in rank.weights]
-    with pytest.raises(TransportError, match=r"rank 0: ValueError: tensor 0 \(shape \[4, 2\]\) must be contiguous"):
-        create("shared_memory", alone, strided, rank.buffer)
+    with group_of_one(tmp_path) as alone:
+        with pytest.raises(TransportError, match="rank 0: TransportError: NIXL cannot be imported"):
+            create("nixl", alone, rank.weights, rank.buffer)
+        with pytest.raises(TransportError, match=r"rank 0: ValueError: tensor 0 \(shape \[4, 2\]\) must be contiguous"):
+            create("shared_memory", alone, strided, rank.buffer)

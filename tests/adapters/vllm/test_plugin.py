@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 import threading
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from eplb_core.adapters import hooking
 from eplb_core.adapters.vllm import maps as vllm_maps
 from eplb_core.adapters.vllm import plugin as vllm
 from eplb_core.loading.agreement import LocalAgreement
+from tests.adapters.fakes import group_of_one, modules, on_ranks
 
-NAMES = ("vllm", "vllm.distributed", "vllm.distributed.eplb", "vllm.distributed.eplb.policy")
+POLICY = "vllm.distributed.eplb.policy"
 
 
 class Default:
@@ -99,30 +97,27 @@ def engine_module() -> Any:
 
 
 CONFIG = SimpleNamespace(compute_hash=lambda: "m")
-MODEL = SimpleNamespace(num_local_physical_experts=2)
+OLD = torch.arange(8)[None] % 4
+REVERSED = torch.tensor([3, 2, 1, 0, 3, 2, 1, 0])
 
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Modules of vLLM's names with what the plug-in looks for in them."""
-    for name in (*NAMES, f"{NAMES[3]}.default"):
-        module: Any = ModuleType(name)
-        module.DefaultEplbPolicy, module.__version__ = Default, "9.9.9"
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in ("EPLB_CORE", "EPLB_CORE_OFF", "EPLB_CORE_OPTIONS"):
-        monkeypatch.delenv(name, raising=False)
+    modules(monkeypatch, "vllm", __version__="9.9.9")
+    for name in (POLICY, f"{POLICY}.default"):
+        modules(monkeypatch, name, DefaultEplbPolicy=Default)
     module = engine_module()
     monkeypatch.setitem(sys.modules, "vllm.distributed.eplb.eplb_state", module)
     monkeypatch.setattr(vllm, "_active", [])
-    monkeypatch.setattr(hooking, "_logged", set())
-    monkeypatch.setattr(hooking, "_log", [logging.getLogger("eplb_core")])
     return module
 
 
-def state_of(engine: Any, backend: str = "deepep_low_latency") -> Any:
+def state_of(engine: Any, backend: str = "deepep_low_latency", slots_per_rank: int = 2) -> Any:
+    """vLLM's `EplbState` with a model, and the state of that."""
     state = engine.EplbState(backend)
-    state.add_model(MODEL, CONFIG)
-    return state
+    state.add_model(SimpleNamespace(num_local_physical_experts=slots_per_rank), CONFIG)
+    return state, state.model_states["m"]
 
 
 def test_the_policy_stands_wherever_vllm_has_its_own(engine: Any) -> None:
@@ -130,27 +125,24 @@ def test_the_policy_stands_wherever_vllm_has_its_own(engine: Any) -> None:
     assert active.parts == vllm.PARTS
     policy: Any = active.policy
     assert {"default": policy} == engine.EPLB_POLICIES
-    for module in (engine, sys.modules[NAMES[3]], sys.modules[f"{NAMES[3]}.default"]):
+    for module in (engine, sys.modules[POLICY], sys.modules[f"{POLICY}.default"]):
         assert module.DefaultEplbPolicy is policy
-    old = torch.arange(8).repeat(1, 1) % 4
     load = torch.tensor([[4, 4, 4, 4]])
-    assert torch.equal(policy.rebalance_experts(load, 8, 1, 1, 4, old), old)
-    assert torch.equal(policy.rebalance_experts(load, 8, 1, 1, num_ranks=4, old_global_expert_indices=old), old)
-    assert policy.preserve_intragpu_slots(old.numpy(), 4, old.numpy()).tolist() == old.tolist()
+    assert torch.equal(policy.rebalance_experts(load, 8, 1, 1, 4, OLD), OLD)
+    assert torch.equal(policy.rebalance_experts(load, 8, 1, 1, num_ranks=4, old_global_expert_indices=OLD), OLD)
+    assert policy.preserve_intragpu_slots(OLD.numpy(), 4, OLD.numpy()).tolist() == OLD.tolist()
 
 
 def test_what_ours_refuses_the_engine_answers(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     policy: Any = vllm.activate(engine).policy
-    with caplog.at_level(logging.WARNING):
-        assert policy.rebalance_experts(torch.ones(1, 4), 7, 1, 1, 4).tolist() == [[-7] * 7]
-        assert policy.preserve_intragpu_slots(None, 4, None) == "engine"
+    assert policy.rebalance_experts(torch.ones(1, 4), 7, 1, 1, 4).tolist() == [[-7] * 7]
+    assert policy.preserve_intragpu_slots(None, 4, None) == "engine"
     assert "`num_replicas` (=7) must be a multiple of the 4 ranks" in caplog.text
 
 
 def test_tables_are_this_rank_s_after_start_and_after_every_commit(engine: Any) -> None:
     vllm.activate(engine)
-    state = state_of(engine)
-    model_state = state.model_states["m"]
+    state, model_state = state_of(engine)
     assert model_state.logical_to_physical_map[0, 0, :3].tolist() == [4, 0, -1]  # rank 1 begins with the second
     new = torch.tensor([3, 0, 1, 2, 3, 1, 2, 0])
     engine._commit_eplb_maps_for_layer(model_state, new, 1)
@@ -167,25 +159,25 @@ def test_tables_are_this_rank_s_after_start_and_after_every_commit(engine: Any) 
 
 def test_ranks_that_map_the_same_tokens_get_equal_tables(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     vllm.activate(engine)
-    with caplog.at_level(logging.INFO):
-        model_state = state_of(engine, "allgather_reducescatter").model_states["m"]
+    _, model_state = state_of(engine, "allgather_reducescatter")
     assert model_state.logical_to_physical_map[:, 0, :2].tolist() == [[0, 4], [4, 0]]
-    assert "in effect in vLLM 9.9.9: policy (place, min_gain=0.01), maps, fold, dispatch (rotated, equal" in caplog.text
+    assert "in effect in vLLM 9.9.9: policy (place, min_gain=0.01), maps, fold, dispatch (rotated, " in caplog.text
 
 
 def test_counts_of_a_window_stay_with_their_experts(engine: Any) -> None:
     """D1."""
     vllm.activate(engine)
-    model_state = state_of(engine).model_states["m"]
+    _, model_state = state_of(engine)
     model_state.expert_load_window += torch.arange(8, dtype=torch.int32)
     other = model_state.expert_load_window[:, 0].clone()
-    engine._commit_eplb_maps_for_layer(model_state, torch.tensor([3, 2, 1, 0, 3, 2, 1, 0]), 1)
+    engine._commit_eplb_maps_for_layer(model_state, REVERSED, 1)
     assert model_state.expert_load_window[0, 1].tolist() == [10, 8, 6, 4, 0, 0, 0, 0]
     assert torch.equal(model_state.expert_load_window[:, 0], other)
-    engine._commit_eplb_maps(model_state, torch.tensor([[3, 2, 1, 0, 3, 2, 1, 0]] * 2))
+    engine._commit_eplb_maps(model_state, REVERSED.repeat(2, 1))
     assert model_state.expert_load_window[0].tolist() == [[10, 8, 6, 4, 0, 0, 0, 0]] * 2
-    grown = torch.tensor([[3, 2, 1, 0, 3, 2, 1, 0, 0, 1]] * 2)
-    engine._commit_eplb_maps(model_state, grown)  # ranks came: the engine pads the window itself
+    engine._commit_eplb_maps(
+        model_state, torch.tensor([[*REVERSED, 0, 1]] * 2)
+    )  # ranks came: the engine pads the window itself
     assert model_state.expert_load_window[0].tolist() == [[10, 8, 6, 4, 0, 0, 0, 0]] * 2
 
 
@@ -195,18 +187,20 @@ def test_each_part_is_switched_off_alone(engine: Any, part: str, monkeypatch: py
     active = vllm.activate(engine)
     assert active.parts == tuple(p for p in vllm.PARTS if p != part)
     assert (engine.DefaultEplbPolicy is Default) == (part == "policy")
-    model_state = state_of(engine).model_states["m"]
+    _, model_state = state_of(engine)
     assert (model_state.logical_to_physical_map[0, 0, 0] == 0) == (part == "dispatch")
     model_state.expert_load_window += 1
-    engine._commit_eplb_maps_for_layer(model_state, torch.tensor([3, 2, 1, 0, 3, 2, 1, 0]), 1)
+    engine._commit_eplb_maps_for_layer(model_state, REVERSED, 1)
     assert (model_state.expert_load_window[0, 1].tolist() == [1] * 8) == (part == "fold")
+    engine._commit_eplb_maps(model_state, REVERSED.repeat(2, 1))
+    assert (model_state.expert_load_window[0].tolist() == [[1] * 8] * 2) == (part == "fold")
 
 
 def test_options_choose_mode_and_tables(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPLB_CORE_OPTIONS", "mode=deepseek,dispatch=weighted,min_gain=0.5,max_transfers=3")
     active = vllm.activate(engine)
     assert (active.dispatch, active.options.mode, active.options.min_gain) == ("weighted", "deepseek", 0.5)
-    model_state = state_of(engine).model_states["m"]
+    _, model_state = state_of(engine)
     engine._commit_eplb_maps_for_layer(model_state, torch.tensor([0, 0, 1, 2, 3, 1, 2, 3]), 1)
     assert model_state.logical_replica_count[1].min() >= 1
 
@@ -217,21 +211,16 @@ def test_a_function_of_another_signature_leaves_its_part_to_the_engine(
     def commit(model_state: Any, layers: list[int], new_physical_to_logical_map: torch.Tensor) -> None: ...
 
     engine._commit_eplb_maps = commit
-    with caplog.at_level(logging.WARNING):
-        assert vllm.activate(engine).parts == ("policy", "maps")
+    assert vllm.activate(engine).parts == ("policy", "maps")
     assert engine._commit_eplb_maps is commit
-    assert (
-        "dispatch is left to vLLM 9.9.9, written for 0.33.0: expected _commit_eplb_maps(model_state, "
-        "new_physical_to_logical_map), found _commit_eplb_maps(model_state: 'Any', layers: "
-    ) in caplog.text
+    assert "dispatch is left to vLLM 9.9.9, written for 0.33.0: expected _commit_eplb_maps(model_state, " in caplog.text
 
 
 def test_a_policy_that_vllm_did_not_take_is_named(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     vllm.activate(engine)
     state = engine.EplbState("naive")
     state.policy = Default
-    with caplog.at_level(logging.INFO):
-        state.add_model(MODEL, CONFIG)
+    state.add_model(SimpleNamespace(num_local_physical_experts=2), CONFIG)
     assert "policy is not in effect: vLLM chose Default" in caplog.text
 
 
@@ -247,16 +236,28 @@ def test_registering_acts_once_and_only_when_asked(engine: Any, monkeypatch: pyt
     assert engine.DefaultEplbPolicy is policy is not Default
 
 
-def test_a_wrong_option_leaves_all_to_the_engine_with_one_line(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def without_policy(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, f"{POLICY}.default", None)
+
+
+def wrong_option(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPLB_CORE_OPTIONS", "mode=fast")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [(wrong_option, "ValueError: EPLB_CORE_OPTIONS (=mode=fast)"), (without_policy, "ModuleNotFoundError")],
+)
+def test_a_wrong_option_or_a_module_that_is_not_there_leaves_all_to_the_engine_with_one_line(
+    change: Any, line: str, engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("EPLB_CORE", "vllm")
-    monkeypatch.setenv("EPLB_CORE_OPTIONS", "mode=fast")
-    with caplog.at_level(logging.ERROR):
-        vllm.register()
+    change(engine, monkeypatch)
+    vllm.register()
     assert vllm.active_parts() == ()
     assert engine.DefaultEplbPolicy is Default
-    assert "not active: ValueError: EPLB_CORE_OPTIONS (=mode=fast)" in caplog.text
+    assert {"default": Default} == engine.EPLB_POLICIES
+    assert f"not active: {line}" in caplog.text
 
 
 def test_a_transport_that_some_rank_cannot_use_leaves_the_engine_s_communicator(
@@ -269,8 +270,7 @@ def test_a_transport_that_some_rank_cannot_use_leaves_the_engine_s_communicator(
     vllm.activate(engine_module())
     monkeypatch.setenv("EPLB_CORE_OPTIONS", "transport=shared_memory")
     vllm.activate(engine)
-    with caplog.at_level(logging.WARNING):
-        assert engine.create_eplb_communicator(SimpleNamespace(cpu_group=None), "torch_gloo", [], []) == "torch_gloo"
+    assert engine.create_eplb_communicator(SimpleNamespace(cpu_group=None), "torch_gloo", [], []) == "torch_gloo"
     assert "communicator: the engine's own code goes on" in caplog.text
 
 
@@ -279,13 +279,10 @@ def test_a_communicator_over_a_transport_takes_the_place_of_the_engine_s(
 ) -> None:
     monkeypatch.setenv("EPLB_CORE_OPTIONS", "transport=shared_memory")
     vllm.activate(engine)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        group = SimpleNamespace(cpu_group=dist.group.WORLD)
+    with group_of_one(tmp_path) as alone:
+        group = SimpleNamespace(cpu_group=alone)
         made = engine.create_eplb_communicator(group, "torch_gloo", [[torch.zeros(2, 4)]], [torch.zeros(2, 4)])
-        assert type(made).__name__ == "TransportCommunicator"
-    finally:
-        dist.destroy_process_group()
+    assert type(made).__name__ == "TransportCommunicator"
 
 
 def test_another_transport_function_keeps_the_engine_s(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,167 +308,125 @@ def test_the_policy_alone_leaves_all_else_as_it_was(engine: Any, monkeypatch: py
     assert engine.EPLB_POLICIES["another"] is object
 
 
-def test_without_the_fold_a_commit_leaves_the_window(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EPLB_CORE_OFF", "fold")
-    vllm.activate(engine)
-    model_state = state_of(engine).model_states["m"]
-    model_state.expert_load_window += 1
-    engine._commit_eplb_maps(model_state, torch.tensor([[3, 2, 1, 0, 3, 2, 1, 0]] * 2))
-    assert model_state.expert_load_window[0].tolist() == [[1] * 8] * 2
-
-
 # ---- one rank alone that falls back ----------------------------------------------------------------------------------
 
 
-def on_two(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any]) -> list[Any]:
-    """Two ranks, each on a thread; a group of theirs is its rank's number."""
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The engine on each of two ranks; a group of theirs is known by its rank's number."""
     members = LocalAgreement.group(2)
-
-    def gather_over(group: Any) -> Callable[[hooking.Said], list[hooking.Said]]:
-        return lambda said: [
-            hooking.Said(*json.loads(blob)) for blob in members[group.rank].gather(json.dumps(said).encode())
-        ]
-
-    monkeypatch.setattr(hooking, "gather_over", gather_over)
-    monkeypatch.setattr(hooking, "_failures", {})
-    answers: list[Any] = [None, None]
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            answers[rank] = work(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return answers
+    monkeypatch.setattr(hooking, "gather_over", lambda group: hooking.gather_by(members[group.rank]))
+    engines = [engine_module() for _ in range(2)]
+    for rank, engine in enumerate(engines):
+        engine.get_eplb_group = engine.get_ep_group = partial(coordinator, rank)
+    return engines
 
 
 def coordinator(rank: int) -> Any:
+    """vLLM's object with the groups of two ranks."""
     group = SimpleNamespace(size=lambda: 2, rank=rank)
-    return lambda: SimpleNamespace(cpu_group=group, device_group=SimpleNamespace(rank=lambda: rank, size=lambda: 2))
+    return SimpleNamespace(cpu_group=group, device_group=SimpleNamespace(rank=lambda: rank, size=lambda: 2))
+
+
+def committed(engine: Any) -> Any:
+    """The tables of a rank of four slots, which maps the same tokens as the others, after a commit of layer 1."""
+    _, model_state = state_of(engine, "allgather_reducescatter", slots_per_rank=4)
+    engine._commit_eplb_maps_for_layer(model_state, torch.tensor([3, 0, 1, 2, 3, 1, 2, 0]), 1)
+    return model_state.logical_to_physical_map.tolist()
 
 
 def test_where_the_policy_fails_on_one_rank_all_ranks_take_the_engine_s(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    two: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    engines = [engine_module() for _ in range(2)]
-    policies: list[Any] = []
-    for rank, engine in enumerate(engines):
-        engine.get_eplb_group = coordinator(rank)
-        policies.append(vllm.activate(engine).policy)
-    old = torch.arange(8).repeat(1, 1) % 4
-    load = torch.tensor([[1, 1, 1, 1]])
-    with caplog.at_level(logging.WARNING):
-        good = on_two(monkeypatch, lambda rank: policies[rank].rebalance_experts(load, 8, 1, 1, 2, old))
-        assert [answer.tolist() for answer in good] == [old.tolist()] * 2
-        assert not caplog.records
-        broken = torch.tensor([[1, 1, 1, -1]])  # ours refuses it
-        loads = [load, broken]
-        told = on_two(monkeypatch, lambda rank: policies[rank].rebalance_experts(loads[rank], 8, 1, 1, 2, old))
-    assert [answer.tolist() for answer in told] == [[[-7] * 8]] * 2
+    policies: list[Any] = [vllm.activate(engine).policy for engine in two]
+    good, broken = torch.tensor([[1, 1, 1, 1]]), torch.tensor([[1, 1, 1, -1]])  # ours refuses the other
+
+    def placed(*loads: torch.Tensor) -> list[Any]:
+        return on_ranks(lambda rank: policies[rank].rebalance_experts(loads[rank], 8, 1, 1, 2, OLD).tolist())
+
+    assert placed(good, good) == [OLD.tolist()] * 2
+    assert not caplog.records
+    assert placed(good, broken) == [[[-7] * 8]] * 2
     assert "policy: rank 1 (" in caplog.text
     assert "all ranks take the engine's own" in caplog.text
 
 
-def test_ranks_that_come_or_go_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_come_or_go_are_not_compared(two: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all of them ask; who waited for the others would wait for ever."""
-    engine = engine_module()
-    engine.get_eplb_group = coordinator(0)
-    policy: Any = vllm.activate(engine).policy
+    policy: Any = vllm.activate(two[0]).policy
     monkeypatch.setattr(hooking, "gather_over", lambda group: pytest.fail("ranks were asked"))
-    load, old = torch.ones(1, 4), torch.arange(8).repeat(1, 1) % 4
-    for came_or_went in (torch.where(torch.arange(8) > 5, -1, old), torch.arange(12).repeat(1, 1) % 4):
-        policy.rebalance_experts(load, 8, 1, 1, 2, came_or_went)
-    policy.rebalance_experts(load, 8, 1, 1, 4, old)  # the group has two ranks
+    for came_or_went in (torch.where(torch.arange(8) > 5, -1, OLD), torch.arange(12)[None] % 4):
+        policy.rebalance_experts(torch.ones(1, 4), 8, 1, 1, 2, came_or_went)
+    policy.rebalance_experts(torch.ones(1, 4), 8, 1, 1, 4, OLD)  # the group has two ranks
 
 
-def test_without_a_group_of_ranks_the_policy_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_group_of_ranks_the_policy_answers_alone(engine: Any) -> None:
     """vLLM's own tests call it in a process that has made none."""
 
     def get_eplb_group() -> Any:
         raise AssertionError("EPLB group is not initialized")
 
-    engine = engine_module()
     engine.get_eplb_group = get_eplb_group
     policy: Any = vllm.activate(engine).policy
-    old = torch.arange(8).repeat(1, 1) % 4
-    assert torch.equal(policy.rebalance_experts(torch.ones(1, 4), 8, 1, 1, 2, old), old)
+    assert torch.equal(policy.rebalance_experts(torch.ones(1, 4), 8, 1, 1, 2, OLD), OLD)
 
 
 def test_where_equal_tables_fail_on_one_rank_all_ranks_write_the_engine_s(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    two: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All ranks map the same tokens: with other tables some would be computed twice and some nowhere."""
-    engines = [engine_module() for _ in range(2)]
-    model = SimpleNamespace(num_local_physical_experts=4)
-    for rank, engine in enumerate(engines):
-        vllm.activate(engine)
-        engine.get_ep_group = coordinator(rank)
-    original = vllm_maps.dispatch_maps
+    original, failing = vllm_maps.dispatch_maps, threading.local()
 
-    def fails_on_one(*args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread().name == "rank 1":
+    def fails_on_one(p2l: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if p2l.dim() == 1 and hasattr(failing, "yes"):  # at the commit of a layer
             raise MemoryError("no room")
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(vllm_maps, "dispatch_maps", fails_on_one)
+        return original(p2l, *args, **kwargs)
 
     def commit(rank: int) -> Any:
-        state = engines[rank].EplbState("allgather_reducescatter")
-        state.add_model(model, CONFIG)
-        threading.current_thread().name = f"rank {rank}"
-        model_state = state.model_states["m"]
-        engines[rank]._commit_eplb_maps_for_layer(model_state, torch.tensor([3, 0, 1, 2, 3, 1, 2, 0]), 1)
-        return model_state.logical_to_physical_map[1].tolist()
+        if rank == 1:
+            failing.yes = True
+        return committed(two[rank])
 
-    with caplog.at_level(logging.WARNING):
-        first, second = on_two(monkeypatch, commit)
+    monkeypatch.setattr(vllm_maps, "dispatch_maps", fails_on_one)
+    for engine in two:
+        vllm.activate(engine)
+    first, second = on_ranks(commit)
     assert first == second
-    assert first[0][:3] == [1, 7, -1]  # not rotated by layer: the engine's own
+    assert first[1][0][:3] == [1, 7, -1]  # not rotated by layer: the engine's own
     assert "dispatch: rank 1 (" in caplog.text
     assert "MemoryError: no room" in caplog.text
 
 
-@pytest.mark.parametrize("trouble", ["an error", "another mode"])
+@pytest.mark.parametrize("trouble", ["no node", "'weighted', 8)"])
 def test_a_rank_that_cannot_write_equal_tables_leaves_all_ranks_the_engine_s(
-    trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    trouble: str, two: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At every commit the others would wait for its word."""
+    """By an error, or since it has another mode: at every commit the others would wait for its word."""
 
     def fails() -> int:
         raise RuntimeError("no node")
 
-    engines = [engine_module() for _ in range(2)]
-    model = SimpleNamespace(num_local_physical_experts=4)
-    for rank, engine in enumerate(engines):
-        engine.get_ep_group = coordinator(rank)
-        if rank == 1 and trouble == "an error":
-            engine.get_node_count = fails
-        elif rank == 1:
-            monkeypatch.setenv("EPLB_CORE_OPTIONS", "dispatch=weighted")
-        vllm.activate(engine)
-
-    def commit(rank: int) -> Any:
-        state = engines[rank].EplbState("allgather_reducescatter")
-        state.add_model(model, CONFIG)
-        model_state = state.model_states["m"]
-        engines[rank]._commit_eplb_maps_for_layer(model_state, torch.tensor([3, 0, 1, 2, 3, 1, 2, 0]), 1)
-        return model_state.logical_to_physical_map.tolist()
-
-    with caplog.at_level(logging.WARNING):
-        first, second = on_two(monkeypatch, commit)
+    vllm.activate(two[0])
+    if trouble == "no node":
+        two[1].get_node_count = fails
+    else:
+        monkeypatch.setenv("EPLB_CORE_OPTIONS", "dispatch=weighted")
+    vllm.activate(two[1])
+    first, second = on_ranks(lambda rank: committed(two[rank]))
     assert first == second
     assert first[1][0][:3] == [1, 7, -1]  # not rotated by layer: the engine's own
-    found = "no node" if trouble == "an error" else "'weighted', 8)"
     assert "dispatch: the engine's own code goes on, since ours raised EplbError: rank 1 has" in caplog.text
-    assert found in caplog.text
+    assert trouble in caplog.text
+
+
+def test_a_rank_with_tables_of_its_own_whose_model_lacks_what_they_need_says_so(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm.activate(engine)
+    state = engine.EplbState("deepep_low_latency")
+    state.add_model(SimpleNamespace(), CONFIG)
+    assert "dispatch: " in caplog.text
+    assert "has no attribute 'num_local_physical_experts'" in caplog.text
 
 
 def test_an_engine_without_the_state_s_class_keeps_what_needs_it(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,24 +435,3 @@ def test_an_engine_without_the_state_s_class_keeps_what_needs_it(engine: Any, mo
     del engine.EplbState
     vllm.register()
     assert vllm.active_parts() == ("policy", "maps", "fold")
-
-
-def test_an_engine_without_one_of_the_policy_s_modules_is_left_as_it_was(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EPLB_CORE", "vllm")
-    monkeypatch.setitem(sys.modules, f"{NAMES[3]}.default", None)
-    vllm.register()
-    assert vllm.active_parts() == ()
-    assert engine.DefaultEplbPolicy is Default
-    assert {"default": Default} == engine.EPLB_POLICIES
-
-
-def test_a_rank_that_cannot_send_by_tables_of_its_own_says_why() -> None:
-    config = SimpleNamespace(
-        all2all_backend=next(iter(vllm_maps.SENDERS_MAP)), enable_expert_parallel=True, use_all2all=True
-    )
-    module = SimpleNamespace(get_ep_group=lambda: SimpleNamespace(device_group=SimpleNamespace(rank=lambda: 1)))
-    state, none = SimpleNamespace(parallel_config=config), SimpleNamespace()
-    with pytest.raises(AttributeError, match="has no attribute 'model'"):
-        vllm._agree_on_sender(module, cast(Any, none), state, none)
