@@ -34,31 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = next(iter(loads.values())).shape  # the last load is of another model
     loads = {name: load for name, load in loads.items() if load.shape == shape}
     record: dict[str, Any] = {}
-    for name, rows, title, fields in (
+    for name, title, fields, rows in (
         (
-            *("budgets", budgets(loads, options.quick)),
-            "from a layout for decode to one for prefill, replicas share evenly",
+            "budgets",
+            "decode to prefill",
             "from to ranks max_transfers transfers before after",
+            budgets(loads, options.quick),
         ),
-        (
-            *("times", times(loads, theirs, options)),
-            "time of a call that starts from a layout",
-            "case policy windows transfers median_ms least_ms",
-        ),
-        ("scale", scale(options), "scale", "layers experts ranks slots max_transfers median_ms least_ms"),
+        ("times", "a call", "case policy windows transfers median_ms least_ms", times(loads, theirs, options)),
+        ("scale", "scale", "layers experts ranks slots max_transfers median_ms least_ms", scale(options)),
     ):
         record[name] = list(rows)
-        print(f"\n{title}\n")
-        print_rows(record[name], fields.split())
+        cells = [[str(measure.rounded(row[field])) for field in fields.split()] for row in record[name]]
+        print(f"\n{title}\n\n{measure.table(fields.split(), cells)}")
     measure.write_json(options.json, {"summary": summary(record), **record})
     return 0
-
-
-def print_rows(rows: Sequence[dict[str, Any]], fields: Sequence[str]) -> None:
-    def cell(value: Any) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    print(measure.table(fields, [[cell(row[field]) for field in fields] for row in rows]))
 
 
 def budgets(loads: dict[str, Load], quick: bool) -> Iterator[dict[str, Any]]:

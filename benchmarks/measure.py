@@ -76,6 +76,15 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
+def rounded(value: Any) -> Any:
+    """Three digits, for people."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown, columns aligned; all but the first column to the right."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks import measure
 from eplb_core import DispatchTables, ExpertLayout, ExpertStore, Topology, fingerprints, topk_to_slots, verify_weights
 from eplb_core.loading.agreement import GroupAgreement, LocalAgreement
 from eplb_core.loading.moves.migrator import Migrator
@@ -281,7 +282,7 @@ class Rank:
                 )
             mig.stop(30.0)
             self.results.setdefault("ipc", {})[name] = entries
-            self.say(f"{name}: {json.dumps(rounded(entries))}")
+            self.say(f"{name}: {json.dumps(measure.rounded(entries))}")
             self.pipe.send(self.results)
 
     # ---- decoding --------------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ class Rank:
                 "tokens_equal": all(same),
                 **more,
             }
-            self.say(f"{name}: {json.dumps(rounded(out[name]))}")
+            self.say(f"{name}: {json.dumps(measure.rounded(out[name]))}")
             self.pipe.send(self.results)
 
         note("off", reference)
@@ -464,15 +465,6 @@ def summary(run: dict[str, Any]) -> dict[str, Any]:
     """Percentiles of the passes, of those with a move and those without; milliseconds."""
     times, moving = np.array(run["times"]) * 1e3, np.array(run["moving"])
     return {"all": percentiles(times), **({"moving": percentiles(times[moving])} if moving.any() else {})}
-
-
-def rounded(value: Any) -> Any:
-    """Three digits, for people."""
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 def percentiles(times: np.ndarray[Any, Any]) -> dict[str, float]:

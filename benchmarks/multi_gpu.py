@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from benchmarks import measure, ranks
 from benchmarks.moving_gpu import SMALL, tables_of
-from benchmarks.moving_gpu_ranks import Rank, percentiles, rounded
+from benchmarks.moving_gpu_ranks import Rank, percentiles
 from eplb_core import ExpertLayout
 from eplb_core.loading.moves.migrator import Migrator
 from eplb_core.loading.transports import TorchDistributed
@@ -144,7 +144,7 @@ class GpuRank(Rank):
             profiler.export_chrome_trace(str(path))
             found[name] = device_work(json.loads(path.read_text())["traceEvents"])
             mig.stop(30.0)
-            self.say(f"{name}: {json.dumps(rounded(found[name]))}")
+            self.say(f"{name}: {json.dumps(measure.rounded(found[name]))}")
 
     def part_grid(self) -> None:
         """Migrations while every pass needs all cores of all GPUs at once."""
@@ -188,7 +188,7 @@ class GpuRank(Rank):
                 "blocks_that_gave_up": 0 if kernel is None else kernel.gave_up() - before,
                 "stopped": mig.stop(60.0),
             }
-            self.say(f"{name}: {json.dumps(rounded(self.results['grid'][name]))}")
+            self.say(f"{name}: {json.dumps(measure.rounded(self.results['grid'][name]))}")
 
     def migrate(self, mig: Migrator, target: ExpertLayout, one_pass: Callable[[], None]) -> None:
         """From start to end, all ranks with as many passes."""
@@ -235,15 +235,8 @@ def summary(record: dict[str, Any]) -> list[str]:
         for name, entries in rank.get("ipc", {}).items():
             speed = max(entry["reading_gb_s"] for entry in entries)
             lines.append(f"  migrations by {name}: reading {speed:.0f} GB/s, {entries[-1]['check']}")
-        decode = rank.get("decode", {})
-        for name, entry in decode.items():
-            each = entry.get("moving", entry["all"])
-            lines.append(
-                f"  {name}: p50 {each['p50']:.2f}, p99 {each['p99']:.2f}, worst {each['worst']:.2f} ms a pass, "
-                f"tokens equal: {entry['tokens_equal']}"
-            )
         for name, entries in rank.get("cores", {}).items():
-            lines += [f"  {name}: {what}: {work}" for what, work in rounded(entries).items()]
+            lines += [f"  {name}: {what}: {work}" for what, work in measure.rounded(entries).items()]
         for name, entry in rank.get("grid", {}).items():
             lines.append(
                 f"  {name}: {entry['migrations']:,} migrations beside kernels of {entry['blocks']} blocks, all at "

@@ -72,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--always", action="store_true", help="place from nothing at every decision and move, worth it or not"
     )
-    parser.add_argument("--trace", type=Path, help="a trace file whose loads the requests' topics follow")
     parser.add_argument(
         "--shared", action="store_true", help="with --soak: engines that die on weights that outlive them"
     )
@@ -173,8 +172,7 @@ def by_mode(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
         oracle.load(setup.checkpoint(0))
     with Cluster(setup) as cluster:
         cluster.start(options.ranks)
-        trace = None if options.trace is None else eplb.load_trace(options.trace).load
-        scheduler = Scheduler(Traffic(setup.config, setup.seed, drift=0.02, trace=trace), setup.num_rows)
+        scheduler = Scheduler(Traffic(setup.config, setup.seed, drift=0.02), setup.num_rows)
         warm = setup.interval // 2
         drive(cluster, scheduler, 4, oracle=oracle)  # the first passes load what is loaded late
         still = drive(cluster, scheduler, warm - 4, first=5, oracle=oracle)

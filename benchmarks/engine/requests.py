@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,22 +50,16 @@ class Request:
         return len(self.tokens) >= self.total_length
 
 
-REQUESTS_PER_WINDOW = 16
-"""Of a recorded trace."""
-
-
 class Traffic:
     """Endless requests.
 
-    The topics' popularity is a random walk, so the experts' loads drift as real ones do; or it follows a trace.
+    The topics' popularity is a random walk, so the experts' loads drift as real ones do.
 
     Args:
         config: Shapes of the model.
         seed: Equal seeds, equal requests.
         skew: Spread of the topics' log popularity.
         drift: Its step from request to request.
-        trace: Loads `[T, L, E]`: in window t a topic is as popular as its share of the first layer's experts, over and
-            over.
     """
 
     def __init__(
@@ -75,23 +69,18 @@ class Traffic:
         *,
         skew: float = 1.2,
         drift: float = 0.05,
-        trace: Any = None,
     ) -> None:
         self._config, self._random = config, np.random.default_rng(seed)
         self._skew, self._drift = skew, drift
         self._fondness = self._random.normal(0.0, skew, config.num_topics)
-        self._recorded = None if trace is None else topics_of(trace, config.num_topics)
         self.made = 0
 
     def next(self) -> Request:
         """The next request."""
         config, random = self._config, self._random
-        if self._recorded is None:
-            keep = (1.0 - self._drift**2) ** 0.5
-            self._fondness = keep * self._fondness + self._drift * random.normal(0.0, self._skew, config.num_topics)
-            popularity = np.exp(self._fondness)
-        else:
-            popularity = self._recorded[self.made // REQUESTS_PER_WINDOW % len(self._recorded)]
+        keep = (1.0 - self._drift**2) ** 0.5
+        self._fondness = keep * self._fondness + self._drift * random.normal(0.0, self._skew, config.num_topics)
+        popularity = np.exp(self._fondness)
         topic = int(random.choice(config.num_topics, p=popularity / popularity.sum()))
         words = config.vocabulary // config.num_topics
         length = int(random.integers(2, max(3, config.max_length // 4)))
@@ -99,13 +88,6 @@ class Traffic:
         self.made += 1
         total = int(random.integers(length + 4, config.max_length))
         return Request(self.made, topic, int(random.integers(2**30)), prompt, length, total)
-
-
-def topics_of(trace: Any, num_topics: int) -> Any:
-    """Popularity `[T, topics]` of each window: experts of a recorded layer stand for topics in turn."""
-    load = np.asarray(trace, dtype=np.float64)[:, 0, :]
-    popularity = np.stack([load[:, topic::num_topics].sum(1) for topic in range(num_topics)], axis=1)
-    return popularity + 1e-9 + 1e-3 * popularity.sum(1, keepdims=True)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from benchmarks.engine.exchange import Parcel
 from benchmarks.engine.forward import run_experts, run_grouped
 from benchmarks.engine.model import Dense, ModelConfig
 from benchmarks.engine.oracle import Oracle
-from benchmarks.engine.requests import REQUESTS_PER_WINDOW, Scheduler, Traffic
+from benchmarks.engine.requests import Scheduler, Traffic
 from benchmarks.engine.shared import soak_shared, weight_hosts
 from benchmarks.engine.soak import soak
 from benchmarks.engine.weights import empty_experts, load_experts, make_dense, save_experts
@@ -122,16 +122,6 @@ def test_the_model_for_gpus_is_not_tried_on_a_processor(capsys: pytest.CaptureFi
         engine_main(["--preset", "h200"])
     assert ended.value.code == 2
     assert "--preset h200 takes tens of gigabytes and needs GPUs: give --device cuda:0" in capsys.readouterr().err
-
-
-def test_topics_follow_a_recorded_trace() -> None:
-    trace = np.zeros((2, 1, 16), dtype=np.int64)
-    trace[0, 0, 3], trace[1, 0, 4] = 1000, 1000
-    traffic = Traffic(CONFIG, 1, trace=trace)
-    topics = [traffic.next().topic for _ in range(3 * REQUESTS_PER_WINDOW)]
-    expected = [3 % CONFIG.num_topics, 4 % CONFIG.num_topics, 3 % CONFIG.num_topics]
-    windows = [topics[first : first + REQUESTS_PER_WINDOW] for first in range(0, len(topics), REQUESTS_PER_WINDOW)]
-    assert [max(set(window), key=window.count) for window in windows] == expected
 
 
 @pytest.mark.slow
