@@ -16,15 +16,29 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
+def spawn(*command: str, **environment: str) -> subprocess.Popen[str]:
+    """A process that imports this tree, with pipes."""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, **pipes)
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """Kill it, and wait until the kernel has taken everything away; what it had said."""
+    process.kill()
+    process.wait()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    said = "" if process.stdout.closed else process.stdout.read()
+    process.stdin.close()
+    process.stdout.close()
+    return said
+
+
 class Engine:
     """`python engine_process.py PATH ID` and its answers."""
 
     def __init__(self, path: str | Path, engine_id: str, *, inside: Sequence[str] = ()) -> None:
-        command = [*inside, sys.executable, __file__, str(path), engine_id]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        self.process = spawn(*inside, sys.executable, __file__, str(path), engine_id)
         self.hello = self._read()
 
     def ask(self, verb: str, *arguments: Any) -> Any:
@@ -36,11 +50,7 @@ class Engine:
 
     def kill(self) -> None:
         """SIGKILL, and wait until the kernel has taken everything away."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        end(self.process)
 
     def __enter__(self) -> Engine:
         return self

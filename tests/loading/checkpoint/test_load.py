@@ -102,13 +102,19 @@ def wrong_slots(ranks: list[list[Tensors]], layout: ExpertLayout, checkpoint: Te
     return wrong
 
 
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Tensors:
+    """The only one in the folder."""
+    tensors = deepseek()
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tensors
+
+
 # ---- what is written -------------------------------------------------------------------------------------------------
 
 
-def test_every_slot_gets_its_expert_second_replicas_too(tmp_path: Path) -> None:
+def test_every_slot_gets_its_expert_second_replicas_too(checkpoint: Tensors, tmp_path: Path) -> None:
     """D1, D2: memory is poisoned first, so a slot that nobody writes shows."""
-    checkpoint = deepseek()
-    save_file(checkpoint, tmp_path / "model.safetensors")
     ranks, reports = load_ranks(tmp_path, PAIR)
     assert wrong_slots(ranks, PAIR, checkpoint) == []
     for report in reports:
@@ -123,10 +129,10 @@ def test_every_slot_gets_its_expert_second_replicas_too(tmp_path: Path) -> None:
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.permutations([0, 1, 2, 3, 3, 0, -1, 1]), min_size=2, max_size=2))
-def test_any_layout_is_filled_and_empty_slots_are_left_alone(tmp_path: Path, rows: list[list[int]]) -> None:
+def test_any_layout_is_filled_and_empty_slots_are_left_alone(
+    checkpoint: Tensors, tmp_path: Path, rows: list[list[int]]
+) -> None:
     layout = ExpertLayout(rows, 4, topology=Topology(num_ranks=2))
-    checkpoint = deepseek()
-    save_file(checkpoint, tmp_path / "model.safetensors")
     ranks, reports = load_ranks(tmp_path, layout)
     assert wrong_slots(ranks, layout, checkpoint) == []
     for rank, report in enumerate(reports):
@@ -170,10 +176,10 @@ def test_shards_by_index_by_folder_and_by_list_are_the_same(tmp_path: Path) -> N
     assert wrong_slots(load_ranks(tmp_path, PAIR)[0], PAIR, checkpoint) == []
 
 
-def test_a_shard_that_is_opened_anew_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_is_opened_anew_is_read_once(
+    checkpoint: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory stays bounded however large a shard is."""
-    checkpoint = deepseek()
-    save_file(checkpoint, tmp_path / "model.safetensors")
     _, whole = load_ranks(tmp_path, PAIR)
     monkeypatch.setattr("eplb_core.loading.checkpoint.load.MAPPED_BYTES", 50)
     ranks, reports = load_ranks(tmp_path, PAIR)
@@ -181,10 +187,8 @@ def test_a_shard_that_is_opened_anew_is_read_once(tmp_path: Path, monkeypatch: p
     assert [report.num_bytes for report in reports] == [report.num_bytes for report in whole]
 
 
-def test_shared_experts_fill_rows_of_their_own(tmp_path: Path) -> None:
+def test_shared_experts_fill_rows_of_their_own(checkpoint: Tensors, tmp_path: Path) -> None:
     """R37: on every rank."""
-    checkpoint = deepseek()
-    save_file(checkpoint, tmp_path / "model.safetensors")
     for rank in (0, 1):
         layers = [poisoned(4, rank) for _ in range(2)]  # three routed rows and the shared one
         load_checkpoint(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.loading.engine_process import ROOT
+from tests.loading.engine_process import end, spawn
 from tests.loading.node_process import MOVED
 
 ADDRESSES = ("10.93.7.1", "10.93.7.2")
@@ -25,15 +24,7 @@ class Node:
     def __init__(self, rank: int, folder: Path) -> None:
         self.name = f"eplb{rank}"
         command = ["unshare", "--net", sys.executable, "-m", "tests.loading.node_process", str(rank), str(folder)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": self.name}
-        self.process = subprocess.Popen(
-            [*command, ADDRESSES[0]],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.process = spawn(*command, ADDRESSES[0], GLOO_SOCKET_IFNAME=self.name)
 
     def inside(self, *command: str) -> None:
         subprocess.run(["nsenter", "--target", str(self.process.pid), "--net", *command], check=True)
@@ -47,13 +38,6 @@ class Node:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Node]]:
@@ -66,7 +50,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
         made = []
         for rank in (0, 1):
             made.append(Node(rank, tmp_path))
-            stack.callback(made[-1].end)
+            stack.callback(end, made[-1].process)
         for node in made:
             assert node.read() == "started\n"
         ends = [(node.name, str(node.process.pid)) for node in made]

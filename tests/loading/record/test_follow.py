@@ -35,10 +35,11 @@ from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.record.follow import Look, Settled, settle
 from eplb_core.loading.transports import LocalCopy
 from tests.loading import mover_process
-from tests.loading.engine_process import ROOT, until
+from tests.loading.engine_process import end, spawn, until
 from tests.loading.fleets import fleet
 from tests.loading.worlds import SIZES, on_threads, stores_of, wrong_slots
 
+Clients = dict[int, LayoutClient]
 OLD = ExpertLayout([[0, 1, 2, 3]] * 3, 4, topology=Topology(2))
 NEW = ExpertLayout([[2, 1, 0, 3]] * 3, 4, topology=Topology(2))
 AT_3 = Look(3, "three")
@@ -164,13 +165,13 @@ def paths(stack: ExitStack, tmp_path: Path) -> list[str]:
     return serve(stack, tmp_path, LayoutRecord(OLD), LayoutRecord(OLD))
 
 
-def mover_clients(stack: ExitStack, paths: list[str]) -> dict[int, LayoutClient]:
+def mover_clients(stack: ExitStack, paths: list[str]) -> Clients:
     options: Any = {"follow_deadline": 60.0, "deadline": 60.0}  # of a standby that does poll, on a busy machine
     return {rank: stack.enter_context(LayoutClient(path, "mover", **options)) for rank, path in enumerate(paths)}
 
 
 @pytest.fixture
-def clients(stack: ExitStack, paths: list[str]) -> dict[int, LayoutClient]:
+def clients(stack: ExitStack, paths: list[str]) -> Clients:
     return mover_clients(stack, paths)
 
 
@@ -179,18 +180,18 @@ def standby(stack: ExitStack, paths: list[str]) -> Standby:
     return Standby(stack, paths, OLD)
 
 
-def begin(clients: dict[int, LayoutClient], layer: int, version: int = 0) -> None:
+def begin(clients: Clients, layer: int, version: int = 0) -> None:
     """Both ranks of the mover, side by side."""
     begun: Any = on_threads([partial(client.begin, [layer], version) for client in clients.values()])
     assert [reply.status for reply in begun] == ["ok", "ok"]
 
 
-def commit(clients: dict[int, LayoutClient], layer: int, rows: Any) -> None:
+def commit(clients: Clients, layer: int, rows: Any) -> None:
     assert [client.commit([layer], rows).status for client in clients.values()] == ["ok", "ok"]
 
 
 def test_a_standby_switches_with_the_engine_that_moves_and_takes_over(
-    stack: ExitStack, paths: list[str], clients: dict[int, LayoutClient]
+    stack: ExitStack, paths: list[str], clients: Clients
 ) -> None:
     with fleet(OLD, records=clients) as ranks:
         told: list[tuple[int, ExpertLayout]] = []
@@ -253,7 +254,7 @@ def test_a_keeper_that_takes_no_second_connection_cannot_be_followed(stack: Exit
         LayoutFollower(client, OLD, agreement=alone)
 
 
-def test_a_rank_whose_on_switch_raises_stays_in_step(clients: dict[int, LayoutClient], standby: Standby) -> None:
+def test_a_rank_whose_on_switch_raises_stays_in_step(clients: Clients, standby: Standby) -> None:
     def fail(layer: int, layout: ExpertLayout) -> None:
         raise ZeroDivisionError(f"layer {layer}")
 
@@ -300,7 +301,7 @@ def take_over(standby: Standby, stores: Any, rank: int) -> ExpertLayout:
 
 
 def test_passes_that_still_run_on_the_device_are_waited_for(
-    clients: dict[int, LayoutClient], standby: Standby, device: torch.device
+    clients: Clients, standby: Standby, device: torch.device
 ) -> None:
     """On a GPU a pass is only enqueued when the next one begins; the weights change when all of them have read."""
     weights = torch.zeros(1 << 20, dtype=torch.int32, device=device)
@@ -324,7 +325,7 @@ def test_passes_that_still_run_on_the_device_are_waited_for(
     assert all(int(total) == version * weights.numel() for version, total in passes)
 
 
-def test_an_aborted_move_lets_the_standby_go_on(clients: dict[int, LayoutClient], standby: Standby) -> None:
+def test_an_aborted_move_lets_the_standby_go_on(clients: Clients, standby: Standby) -> None:
     """One rank of the mover cannot: the other one takes its move back, and so does the standby its pause."""
     with standby.running():
         begin(clients, 1)
@@ -369,7 +370,7 @@ def test_tables_without_room_for_the_new_replicas_stop_the_standby_with_the_reas
     assert error.startswith("an expert has 2 replicas and `tables` hold 1")
 
 
-def test_tables_that_raise_leave_the_ranks_in_step(clients: dict[int, LayoutClient], standby: Standby) -> None:
+def test_tables_that_raise_leave_the_ranks_in_step(clients: Clients, standby: Standby) -> None:
     """The keepers have switched, and so has the engine; what is in the tables its loop is told of."""
     install, told = standby.tables[0].install, []
 
@@ -411,7 +412,7 @@ def test_ranks_at_different_versions_do_not_follow(stack: ExitStack, tmp_path: P
     assert caught.value.ranks == (1,)
 
 
-def test_a_move_that_is_not_answered_is_taken_back(clients: dict[int, LayoutClient], standby: Standby) -> None:
+def test_a_move_that_is_not_answered_is_taken_back(clients: Clients, standby: Standby) -> None:
     """The follower does not poll: the mover hears `busy` after its deadline, and the keepers have no move."""
     for client in clients.values():
         client._follow_deadline = 0.0
@@ -422,9 +423,7 @@ def test_a_move_that_is_not_answered_is_taken_back(clients: dict[int, LayoutClie
         assert (state.pending, state.begun, state.followers) == (None, 1, ("standby",))
 
 
-def test_a_mover_that_dies_in_a_move_stops_the_standby_on_all_ranks(
-    clients: dict[int, LayoutClient], standby: Standby
-) -> None:
+def test_a_mover_that_dies_in_a_move_stops_the_standby_on_all_ranks(clients: Clients, standby: Standby) -> None:
     with standby.running():
         begin(clients, 1)
         clients[1].close()
@@ -488,8 +487,7 @@ class Scene:
 
     def process(self, module: str, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", f"tests.loading.{module}", *self.paths, *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        process = spawn(*command)
         self.stack.callback(end, process)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -537,16 +535,6 @@ def host_load(layout: ExpertLayout | None, rank: int) -> dict[str, torch.Tensor]
         for layer, store in enumerate(stores)
         for name in SIZES
     }
-
-
-def end(process: subprocess.Popen[str]) -> str:
-    """Kill it; what it had said."""
-    process.kill()
-    process.wait()
-    assert process.stdout is not None
-    said = "" if process.stdout.closed else process.stdout.read()
-    process.stdout.close()
-    return said
 
 
 PHASES = ["serving", "asked", "holding", "writing"]
