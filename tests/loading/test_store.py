@@ -215,12 +215,13 @@ def test_counts_derive_from_the_map_and_others_are_refused() -> None:
 
 def test_layers_must_keep_the_same_tensors() -> None:
     first = ExpertStore({"w13": GOOD, "scale": torch.ones(3)})
-    with pytest.raises(ValueError, match="layer 1 lacks 'scale', which layer 0 has"):
-        check_stores([first, ExpertStore({"w13": GOOD})])
-    with pytest.raises(ValueError, match="layer 1 has tensors scale, w13 and layer 0 has w13, scale"):
-        check_stores([first, ExpertStore({"scale": torch.ones(3), "w13": GOOD})])
-    with pytest.raises(ValueError, match="layer 1 has 4 slots on cpu and layer 0 has 3"):
-        check_stores([first, ExpertStore({"w13": torch.zeros(4, 4), "scale": torch.ones(4)})])
+    for tensors, said in [
+        ({"w13": GOOD}, "layer 1 lacks 'scale', which layer 0 has"),
+        ({"scale": torch.ones(3), "w13": GOOD}, "layer 1 has tensors scale, w13 and layer 0 has w13, scale"),
+        ({"w13": torch.zeros(4, 4), "scale": torch.ones(4)}, "layer 1 has 4 slots on cpu and layer 0 has 3"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            check_stores([first, ExpertStore(tensors)])
     with pytest.raises(TypeError, match=r"`stores` \(=dict\) must be ExpertStores at layer 1"):
         check_stores([first, {"w13": GOOD}])  # type: ignore[list-item]
     check_stores([first, first])

@@ -123,13 +123,11 @@ def test_requests_for_what_was_not_exported_are_refused_by_the_owner() -> None:
     assert ask((0, 2, 3), (0, 0, 1)) == 0
     assert room[HEAD : HEAD + 4].tolist() == [2, 3, 4, 0]
     outside = 3
-    assert ask((0, 0, 1), total=served.buffers.chunk + 1) == outside
-    assert ask((0, 0, 1), total=-1) == outside
+    for total in (served.buffers.chunk + 1, -1, 2):
+        assert ask((0, 0, 1), total=total) == outside
     assert ask((0, 0, 1), count=MOST_SPANS + 1) == outside
-    assert ask((1, 0, 1)) == outside
-    assert ask((-1, 0, 1)) == outside
-    assert ask((0, 6, 3)) == outside
-    assert ask((0, 0, 3), total=4) == outside
+    for span in ((1, 0, 1), (-1, 0, 1), (0, 6, 3)):
+        assert ask(span) == outside
     with kits.unreachable(4096) as address:
         served.memory = Memory(1, np.array([address]), np.array([8]), np.zeros(1, dtype=np.bool_))
         assert ask((0, 0, 8)) == 4  # cannot be read
