@@ -21,6 +21,7 @@ from eplb_core.loading.agreement import Agreement, GroupAgreement
 T = TypeVar("T")
 PLACE_OPTIONS: dict[str, Callable[[str], Any]] = {"min_gain": float, "transfer_price": float, "max_transfers": int}
 """Options that every engine's placement passes on to `place`."""
+SAME = "give all ranks the same eplb_core, environment variables and engine version"
 
 _logged: set[str] = set()
 _failures: dict[str, str] = {}
@@ -35,10 +36,10 @@ def asked_for(engine: str) -> bool:
 
 
 def parts_on(known: Sequence[str]) -> tuple[str, ...]:
-    """The parts of a plug-in that `EPLB_CORE_OFF=a,b` does not switch off, in their own order.
+    """Return the parts that `EPLB_CORE_OFF=a,b` leaves on, in the order of `known`.
 
     Raises:
-        ValueError: It names a part that there is not.
+        ValueError: It names an unknown part.
     """
     off = _names(os.environ.get(_OFF, ""))
     for name in off:
@@ -48,7 +49,7 @@ def parts_on(known: Sequence[str]) -> tuple[str, ...]:
 
 
 def options_from(known: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
-    """What `EPLB_CORE_OPTIONS=a=1,b=x` says, each value read by the function that `known` has for it.
+    """Return the values in `EPLB_CORE_OPTIONS=a=1,b=x`, each parsed by its function in `known`.
 
     Raises:
         ValueError: An unknown option, one without a value, or a value that its function refuses.
@@ -70,7 +71,7 @@ def _names(text: str) -> list[str]:
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """A reader of options that takes these words alone."""
+    """Return a parser of an option that accepts only these words."""
 
     def read(text: str) -> str:
         if text not in words:
@@ -81,13 +82,12 @@ def one_of(*words: str) -> Callable[[str], str]:
 
 
 def mismatch(target: object, name: str, parameters: Sequence[str]) -> str:
-    """Why a hook does not fit a function of the engine, or nothing where it does.
+    """Say how a function of the engine differs from what a hook expects; empty where it does not.
 
     Args:
-        target: The engine's function or class method, or None where there is none of that name.
-        name: How the engine calls it.
-        parameters: Names that its parameters must begin with, `self` and `cls` included; what is beyond them must have
-            defaults.
+        target: The engine's function or class method; None where it has none of that name.
+        name: The engine's name for it.
+        parameters: Names of its first parameters, `self` and `cls` included; any others must have defaults.
     """
     if not callable(target):
         return f"expected {name}({', '.join(parameters)}), found no such function"
@@ -104,12 +104,12 @@ def mismatch(target: object, name: str, parameters: Sequence[str]) -> str:
 
 
 def fits(part: str, engine: str, targets: Iterable[tuple[object, str, Sequence[str]]]) -> bool:
-    """Whether all functions that a part changes are as it expects them; a line in the log if not.
+    """Return whether all functions that a part changes are as it expects them; log a line if not.
 
     Args:
         part: Part of the plug-in.
         engine: Name of the engine and the version that the part was written for, for the log.
-        targets: The engine's function or None, how the engine calls it, and its parameters (`mismatch`), each.
+        targets: Arguments of `mismatch` for each of those functions.
     """
     trouble = next(filter(None, (mismatch(*target) for target in targets)), "")
     if trouble:
@@ -118,7 +118,7 @@ def fits(part: str, engine: str, targets: Iterable[tuple[object, str, Sequence[s
 
 
 def guarded(ours: Callable[..., T], engine_own: Callable[..., T], part: str) -> Callable[..., T]:
-    """`ours`; where it raises, one line in the log and what the engine does itself."""
+    """Return a function that calls `ours`; where it raises, that logs one line and calls `engine_own`."""
 
     def call(*args: Any, **kwargs: Any) -> T:
         try:
@@ -134,22 +134,22 @@ def guarded(ours: Callable[..., T], engine_own: Callable[..., T], part: str) -> 
 
 
 def failure_of(part: str) -> str:
-    """What `guarded` caught the last time that this part ran in this process, or nothing."""
+    """Return what `guarded` caught when this part last ran in this process; empty if nothing."""
     return _failures.get(part, "")
 
 
 def do_nothing(*_: object) -> None:
-    """What an engine does by itself where a hook only adds something."""
+    """Stand for the engine's own code where it does nothing and a hook only adds something."""
 
 
 def words(error: Exception) -> str:
-    """An error as log lines and messages to other ranks give it."""
+    """Return an error's type and text, for log lines and messages to other ranks."""
     return f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """While it runs, `variable` has this value."""
+    """Set `variable` to this value inside the `with` block."""
     token = variable.set(value)
     try:
         yield
@@ -165,7 +165,7 @@ class Said(NamedTuple):
 
     digest: str
     failure: str
-    """Why it is the engine's own, if it is."""
+    """Why the answer is the engine's own; empty where it is ours."""
 
 
 def gather_by(agreement: Agreement) -> Callable[[Said], list[Said]]:
@@ -227,18 +227,19 @@ def settle(
     digest_of: Callable[[T], str],
     otherwise: Callable[[], T],
 ) -> T:
-    """An answer that is the same on every rank: where ranks differ, all take the engine's own.
+    """Return an answer that is the same on every rank: where ranks differ, all take the engine's own.
 
-    One rank alone that falls back to the engine's code would move experts and send tokens by another map than the
-    others do. Collective: a rank whose answer raises says so before it raises, since the others wait for its word.
+    A rank that fell back to the engine's code alone would move experts and send tokens by another map than the others.
+    Collective: a rank whose answer raises tells the others first, since they wait for its message.
 
     Args:
         part: For the log, and for `failure_of`.
-        gather: What every rank says, by rank.
-        ours: This rank's answer, with the engine's own behind it (`guarded`).
-        engine_own: What the engine would do, deterministic.
-        digest_of: Names an answer.
-        otherwise: What a rank does where the engine's own answers differ too, since their inputs do: nothing.
+        gather: Exchanges what ranks say; answers by rank.
+        ours: Gives this rank's answer; falls back to the engine's own (`guarded`).
+        engine_own: Gives the engine's answer; deterministic.
+        digest_of: Returns a hash of an answer.
+        otherwise: Gives the answer that changes nothing, for ranks whose inputs differ, so that the engine's own
+            answers do too.
 
     Raises:
         Exception: What the engine's own code raised on this rank.
@@ -272,7 +273,7 @@ def _are_equal(told: Sequence[Said]) -> bool:
 
 
 def who_differs(part: str, told: Sequence[Said], what_now: str) -> str:
-    """A line that says which ranks have another answer than most, why, and what happens."""
+    """Say which ranks have another answer than most, why, and what happens."""
     digests = [said.digest for said in told]
     kept = [said.digest for said in told if not said.failure] or digests
     most = max(kept, key=lambda digest: (kept.count(digest), -digests.index(digest)))
@@ -284,12 +285,12 @@ def who_differs(part: str, told: Sequence[Said], what_now: str) -> str:
     more = f" and {len(others) - 4} more" if len(others) > 4 else ""
     return (
         f"{part}: {named}{more} computed another map than the other ranks ({most[:12]}), so {what_now}; look into that "
-        "rank's log, and give all ranks the same eplb_core, variables and engine"
+        f"rank's log, and {SAME}"
     )
 
 
 def log_through(name: str) -> None:
-    """Write to this logger from now on: engines show what comes from names of their own."""
+    """Write to this logger from now on: engines show only loggers under their own name."""
     _log[0] = logging.getLogger(name)
 
 

@@ -25,7 +25,7 @@ _KEEPS = "_eplb_core_keeps_records"
 
 
 class _NothingMore:
-    """The daemon gives the weights by its own socket; here is asked only whether it may."""
+    """No exports: the daemon gives the weights over its own socket and asks the record only whether it may."""
 
     def difference(self, config: Mapping[str, Any], frame: Mapping[str, Any]) -> tuple[str, str] | None:
         return None
@@ -38,7 +38,7 @@ class _NothingMore:
 
 
 def spawn(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `spawn_weight_cache_daemon`: the child keeps a record; it is told by the function that it runs."""
+    """Around `spawn_weight_cache_daemon`: give the child `run_daemon` to run, so that it keeps a record."""
     from sglang.srt.weight_cache import daemon
 
     before = daemon.run_weight_cache_daemon
@@ -104,7 +104,7 @@ def serve(original: Callable[..., Any], daemon: Any) -> Any:
 
 
 def answer_request(original: Callable[..., Any], daemon: Any, conn: Any) -> Any:
-    """Around `_handle_connection`: who asks for weights gets them if it routes by what they hold."""
+    """Around `_handle_connection`: give weights only to an engine that routes by the layout that they are in."""
     server = vars(daemon).get("_eplb_core_server")
     if server is None:
         return original(daemon, conn)
@@ -122,7 +122,7 @@ def answer_request(original: Callable[..., Any], daemon: Any, conn: Any) -> Any:
 
 
 def _fits(config: Any, request: Mapping[str, Any]) -> bool:
-    """Others are refused by the engine's own code, and are no users of these weights."""
+    """Whether the engine's own code would give weights to this request; if not, it does not count as a user."""
     try:
         return bool(config.matches(type(config).from_dict(request["config"])))
     except Exception:
@@ -130,7 +130,7 @@ def _fits(config: Any, request: Mapping[str, Any]) -> bool:
 
 
 def may_map(path: str, claim: Any) -> str:
-    """Why an engine that says this may not map the weights, or nothing; the record remembers who did."""
+    """Say why an engine with this claim may not map the weights; empty if it may, and the record notes it then."""
     said = claim if isinstance(claim, dict) else {}
     engine, version, digest = (said.get(name) for name in ("engine", "version", "digest"))
     with LayoutClient(path, "the daemon", attach=False) as look:

@@ -33,9 +33,9 @@ TRANSPORTS = {
     "nixl": "Nixl",
     "mooncake": "Mooncake",
 }
-# Causes after which the engine's own rebalance goes on: ours would fail the same way again.
+# Causes of a migration's end after which the engine's own rebalance takes over: ours would fail the same way again.
 FOR_THE_ENGINE = ("failed", "plan", "backup", "agreement")
-# Causes after which it does when they came so often in a row. Without passes for a while a migration ends as well.
+# Causes after which it takes over at the third time in a row. Others, such as a pause of all passes, never count.
 IN_A_ROW, TRIES = ("read", "peer"), 3
 
 
@@ -87,9 +87,9 @@ class LiveRows:
         self._aimed: tuple[IntArray, IntArray] | None = None
 
     def aim(self, target: ExpertLayout) -> None:
-        """Draw the static table of the whole target, as SGLang does: a layer's picks follow from those before it.
+        """Draw the static table of the whole target, as SGLang does: its random picks continue from layer to layer.
 
-        On a worker, before a migration installs anything.
+        Called on a worker, before a migration installs anything.
         """
         if self._metadata.logical_to_rank_dispatch_physical_map is None:
             return
@@ -108,21 +108,17 @@ class LiveRows:
     def _write(self, layout: ExpertLayout, row: int) -> None:
         live, layer = self._metadata, self._layers[row]
         alone = ExpertLayout(layout.physical_to_logical_map[[row]], layout.num_experts, topology=layout.topology)
-        p2l = torch.from_numpy(np.array(alone.physical_to_logical_map[0]))
-        device = live.physical_to_logical_map.device
         before = live.physical_to_logical_map[layer].clone()
-        live.physical_to_logical_map_cpu[layer].copy_(p2l)
-        live.physical_to_logical_map[layer].copy_(_to(p2l, device), non_blocking=True)
-        lists = torch.from_numpy(np.array(alone.logical_to_physical_map[0]))
-        for target in (live.logical_to_all_physical_map_cpu[layer], live.logical_to_all_physical_map[layer]):
-            target[:, lists.shape[1] :] = -1
-            target[:, : lists.shape[1]].copy_(_to(lists, target.device), non_blocking=True)
-        count = torch.from_numpy(np.array(alone.replica_count[0]))
-        live.logical_to_all_physical_map_num_valid[layer].copy_(_to(count, device), non_blocking=True)
+        for p2l in (live.physical_to_logical_map_cpu, live.physical_to_logical_map):
+            _write(p2l[layer], alone.physical_to_logical_map[0])
+        lists = alone.logical_to_physical_map[0]
+        for l2p in (live.logical_to_all_physical_map_cpu[layer], live.logical_to_all_physical_map[layer]):
+            l2p[:, lists.shape[1] :] = -1
+            _write(l2p[:, : lists.shape[1]], lists)
+        _write(live.logical_to_all_physical_map_num_valid[layer], alone.replica_count[0])
         static = live.logical_to_rank_dispatch_physical_map
         if static is not None:
-            picks = torch.from_numpy(self._picks_of(alone, row))
-            static[layer].copy_(_to(picks, static.device), non_blocking=True)
+            _write(static[layer], self._picks_of(alone, row))
         window = self._window()
         if window is not None:
             fold_window(window[:, layer], before, live.physical_to_logical_map[layer])
@@ -134,9 +130,12 @@ class LiveRows:
         return np.array(even_dispatch_table(alone)[self._picks.rank, 0])
 
 
-def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Where a copy to `device` need not wait for the host."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor  # pragma: no cover  needs a GPU
+def _write(target: torch.Tensor, values: IntArray) -> None:
+    """Copy into `target`; to a GPU from pinned memory, so that the host does not wait."""
+    tensor = torch.from_numpy(np.array(values))
+    if target.device.type == "cuda":
+        tensor = tensor.pin_memory()
+    target.copy_(tensor, non_blocking=True)
 
 
 class Moves:
@@ -190,16 +189,16 @@ class Moves:
         )
         self.slot_bytes = self._stores[0].slot_bytes
         self.over = ""
-        """Why the engine's own rebalance goes on; empty as long as this one does. Equal on all ranks, but for words."""
+        """Why the engine's own rebalance took over; empty before. Set on all ranks or on none; its words may differ."""
         self.disagreed = False
-        """Ranks have computed different maps once; the same on every rank."""
+        """Whether ranks have ever computed different maps; the same on every rank."""
         self._target: ExpertLayout | None = None
         self._trouble = ""
         self._failures = 0
 
     @property
     def off(self) -> str:
-        """Why nobody may move experts any more, the engine neither; or empty."""
+        """Why nobody may move experts any more, the engine included; or empty."""
         return self.migrator.status.off
 
     def rebalance(self, place: Callable[[], ArrayLike | torch.Tensor]) -> Generator[None, None, str]:
@@ -398,6 +397,6 @@ def check_equal(facts: Sequence[Mapping[str, Any]]) -> None:
         for name in {**facts[0], **each}:
             if each.get(name) != facts[0].get(name):
                 raise EplbError(
-                    f"{name} of rank {rank} (={each.get(name)}) must be as on rank 0 (={facts[0].get(name)}); give all "
-                    "ranks the same eplb_core, variables and engine"
+                    f"{name} of rank {rank} (={each.get(name)}) must be as on rank 0 (={facts[0].get(name)}); "
+                    f"{hooking.SAME}"
                 )

@@ -255,7 +255,7 @@ def around_weights(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _unless_over(moves: sglang_moves.Moves, step: Callable[[], None]) -> None:
-    """A step of all ranks around the engine's update; what it raises ends the moves and not the update."""
+    """Run a step of all ranks around the engine's update; an error in it ends the moves, not the update."""
     if moves.over:
         return
     try:
@@ -266,4 +266,4 @@ def _unless_over(moves: sglang_moves.Moves, step: Callable[[], None]) -> None:
 
 
 _updating: list[bool] = []
-"""One of these functions calls another."""
+"""Not empty inside one of these functions: it may call another of them."""

@@ -36,7 +36,7 @@ CLAIM = "eplb_core"
 """Key of a request for weights under which an engine says by which layout it routes."""
 _claim: ContextVar[dict[str, Any] | None] = ContextVar("_claim", default=None)
 _kept: list[LayoutClient] = []
-"""The presence of this process at its daemon's record, while it uses its weights."""
+"""This process's connection to its daemon's record, held while it uses the weights."""
 _barred: list[str] = []
 """Why no rank may move experts: the weights are shared, and some rank has no record."""
 
@@ -77,10 +77,10 @@ def fetch(original: Callable[..., Any], loader: Any, model_config: Any, device_c
         _leave(presence)
         raise
     weights, trouble = None, None
-    if layout is not own and layout != own:
+    if layout != own:
         try:
             _adopt(metadata, layout, model_config)
-        except Exception as error:  # raised when the others, who wait for this rank's word, have it
+        except Exception as error:  # raised below, once the other ranks, which wait for it, have this rank's word
             trouble = error
         else:
             hooking.log_once(f"record: version {version} of the layout is adopted ({layout.digest[:12]})", logging.INFO)
@@ -118,7 +118,7 @@ def _mapped(
     presence: LayoutClient | None,
     layout: ExpertLayout,
 ) -> tuple[Any, Exception | None]:
-    """What the engine's own code answers while its request says by which layout this engine routes; or its error."""
+    """Call the engine's own code, whose request then names the layout by which this engine routes; answer or error."""
     claim = None
     if presence is not None and presence.found is not None:
         claim = {"engine": presence.engine_id, "version": presence.adopted, "digest": layout.digest}
@@ -163,7 +163,7 @@ def _socket_path(device_config: Any) -> str:  # pragma: no cover  needs SGLang: 
 
 
 def _adopts() -> bool:  # pragma: no cover  as above
-    """Without a way to dispatch the engine takes logical experts for slots."""
+    """Whether it dispatches by its maps; without, it takes logical experts for slots."""
     from sglang.srt.runtime_context import get_exec
 
     return get_exec().moe.ep_dispatch_algorithm is not None

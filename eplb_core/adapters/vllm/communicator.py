@@ -73,7 +73,7 @@ class TransportCommunicator:
             if trouble:
                 raise _PeerError(f"rank {peer}: {trouble}", rank=peer)
             if (slots, stride) != (self._slots, self._stride):
-                raise ValueError(f"rank {peer} has {slots} slots of other tensors than this rank's {self._slots}")
+                raise ValueError(f"rank {peer} (={slots} slots) must have tensors as this rank (={self._slots} slots)")
         for peer, (blob, _, _, _) in enumerate(said):
             if peer != rank:
                 transport.connect(peer, blob)
@@ -81,7 +81,7 @@ class TransportCommunicator:
         self._row_of: list[dict[int, int]] = []
         self._asked: dict[int, list[tuple[int, int, int, int, int]]] = {}
         self._given_up: list[tuple[int, Any]] = []
-        """Peers and reads of a layer that failed: the buffer is not safe before they have ended."""
+        """Peer and ticket of each abandoned read; the buffer is not safe before they have ended."""
 
     def set_stream(self, stream: Any) -> None:
         """The stream on which what was read is used."""
@@ -130,7 +130,7 @@ class TransportCommunicator:
         asked, self._asked = self._asked, {}
         if self._given_up:
             peer = self._given_up[0][0]
-            raise TransportError(f"a read from rank {peer} that was given up on may still write here", rank=peer)
+            raise TransportError(f"an abandoned read from rank {peer} may still write to this rank's buffer", rank=peer)
         tickets: list[tuple[int, Any]] = []
         most = self._transport.caps.max_batch
         try:

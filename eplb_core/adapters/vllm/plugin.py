@@ -74,7 +74,7 @@ class Active(NamedTuple):
 
 
 class _Sender(NamedTuple):
-    """Whose tables a model's are."""
+    """How this rank writes a model's dispatch tables; `rank` None: all ranks write equal ones."""
 
     rank: int | None
     slots_per_rank: int
@@ -82,7 +82,7 @@ class _Sender(NamedTuple):
     mode: str
     width: int
     group_of: Callable[[int], Any] = lambda ranks: None
-    """The CPU group of so many ranks that the thread of the passes uses, where all ranks' tables must be equal."""
+    """Gives the CPU group of so many ranks that the thread of the passes uses; for equal tables."""
 
 
 # The commit that is going on in this thread: what the inverse map is asked for then goes into the router's tables.
@@ -170,12 +170,14 @@ def _replace_policy(state_module: Any, options: PolicyOptions) -> type:
 
 
 def policy_class(default: Any, options: PolicyOptions, group_of: Callable[[int], Any] = lambda ranks: None) -> type:
-    """A policy class with vLLM's class `default` below it, which answers where ours raises, then on all ranks.
+    """Return a subclass of vLLM's class `default` that places by eplb_core; where that raises, `default` answers.
+
+    Ranks compare their answers: where one falls back to `default`, all do.
 
     Args:
         default: vLLM's own.
         options: How ours places.
-        group_of: The CPU group of so many ranks that this thread alone uses, or None: ranks are not compared.
+        group_of: Gives the CPU group of so many ranks that this thread alone uses; None: ranks are not compared.
     """
 
     def place(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -419,7 +421,7 @@ def _agree_on_sender(state_module: Any, active: Active, state: Any, model_state:
         if each != told[0] or each.failure:
             raise EplbError(
                 f"rank {other} has {each.failure or each.digest} and rank 0 {told[0].failure or told[0].digest}; "
-                "give all ranks the same eplb_core, variables and engine"
+                f"{hooking.SAME}"
             )
     return sender
 

@@ -143,7 +143,7 @@ def test_nothing_is_read_while_a_read_that_was_given_up_on_may_still_write_to_th
     made[0].add_recv([tensor[1] for tensor in ranks[0].buffer], 2, 4)
     assert fails_on_rank_0(ranks, made)[0] == "a read from rank 1 took more than 0 s"
     assert transports[0].waiting == 2
-    reason = "a read from rank 1 that was given up on may still write here"
+    reason = "an abandoned read from rank 1 may still write to this rank's buffer"
     assert fails_on_rank_0(ranks, made)[0] == reason
     assert transports[0].waiting == 2
     assert transports[0].complete(1) == 1
@@ -174,7 +174,7 @@ def test_tensors_that_do_not_fit_raise() -> None:
     with pytest.raises(ValueError, match=r"tensor 0 \(shape \[4, 2\]\) must be contiguous"):
         TransportCommunicator(LocalCopy(), strided, rank.buffer, **alone)
     alone["gather"] = lambda own: [own, (b"", 5, own[2], "")]
-    with pytest.raises(ValueError, match="rank 1 has 5 slots of other tensors than this rank's 2"):
+    with pytest.raises(ValueError, match=r"rank 1 \(=5 slots\) must have tensors as this rank \(=2 slots\)"):
         TransportCommunicator(LocalCopy(), rank.weights, rank.buffer, **alone)
 
 
