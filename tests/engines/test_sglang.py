@@ -20,38 +20,44 @@ pytestmark = [
 ]
 
 
-def run(mode: str, *, plugin: bool) -> subprocess.CompletedProcess[str]:
-    """Run the script in SGLang's environment, in which this package is installed with its entry point."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("EPLB_CORE", "PYTHONPATH")}
-    environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"} | ({"EPLB_CORE": "sglang"} if plugin else {})
-    script = Path(__file__).with_name("sglang_loading.py")
-    return subprocess.run(
-        [str(PYTHON), str(script), mode], env=environment, capture_output=True, text=True, timeout=600
-    )
+def environment_with(more: dict[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("EPLB_CORE", "PYTHONPATH"))}
+    return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"} | more
 
 
-def answers(mode: str, *, plugin: bool) -> dict[str, Any]:
-    result = run(mode, plugin=plugin)
+def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in SGLang's environment, in which this package is installed with its entry point."""
+    command = [str(PYTHON), str(Path(__file__).with_name(script)), *arguments]
+    return subprocess.run(command, env=environment_with(environment), capture_output=True, text=True, timeout=900)
+
+
+def answers(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    """The JSON that a script prints last, and under "said" what it logs."""
+    result = run(script, *arguments, **environment)
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(result.stdout.splitlines()[-1]) | {"said": result.stderr}  # type: ignore[no-any-return]
+
+
+def hooked(*modes: str, **environment: str) -> dict[str, Any]:
+    return answers("sglang_hooks.py", *modes, **environment)
 
 
 def test_the_wheel_sends_tokens_to_slots_that_nothing_loads_and_the_plug_in_ends_it() -> None:
     """D1: expert 3 has two replicas on rank 1, and only the first is loaded."""
-    without = run("reproduce", plugin=False)
+    without = run("sglang_loading.py", "reproduce")
     assert (without.returncode, without.stdout.splitlines()[-1]) == (1, "REPRODUCED"), without.stderr
     assert "deepep, static: tokens go to slots that nothing loads on 1 of 8 layers" in without.stdout
     assert "deepep, dynamic: tokens go to slots that nothing loads on 8 of 8 layers" in without.stdout
-    within = run("reproduce", plugin=True)
+    within = run("sglang_loading.py", "reproduce", EPLB_CORE="sglang")
     assert (within.returncode, within.stdout.splitlines()[-1]) == (0, "NOT_REPRODUCED"), within.stderr
 
 
 def test_after_a_scale_up_no_routed_expert_is_written_over_the_shared_one() -> None:
     """R36, R37, R41, H5: EP 2 -> 4; local row 3 is the shared expert's on the two ranks that were there before."""
-    without = answers("grown", plugin=False)
+    without = answers("sglang_loading.py", "grown")
     assert without["1"]["weight 1"] == [3]  # the wheel's fault, which the filter is there for
     for rank, expected in (("0", [[0], [1], [2], []]), ("1", [[2], [], [], [0, 1]])):
-        writes = answers("grown", plugin=True)[rank]
+        writes = answers("sglang_loading.py", "grown", EPLB_CORE="sglang")[rank]
         assert [writes[f"weight {expert}"] for expert in range(4)] == expected
         assert [writes[f"zero points {expert}"] for expert in range(4)] == expected
         assert writes["weight 4"] == [3]
@@ -59,7 +65,7 @@ def test_after_a_scale_up_no_routed_expert_is_written_over_the_shared_one() -> N
 
 def test_lookups_follow_the_layout_through_moves_and_leave_the_rest_to_the_engine() -> None:
     """R38 - R40, R43, R46: draft layers, whole tensors and dispatch as before; ids out of range raise."""
-    without, within = answers("lookups", plugin=False), answers("lookups", plugin=True)
+    without, within = (answers("sglang_loading.py", "lookups", **plugin) for plugin in ({}, {"EPLB_CORE": "sglang"}))
     for unchanged in ("draft", "draft whole", "whole", "static picks", "candidates", "fallback"):
         assert within[unchanged] == without[unchanged]
     assert (without["pair"], within["pair"]) == ([3], [3, 4])
@@ -67,15 +73,6 @@ def test_lookups_follow_the_layout_through_moves_and_leave_the_rest_to_the_engin
     assert (without["negative"], without["layer"]) == ([3], [5])  # counted from the end
     for name in ("negative", "beyond", "layer"):
         assert within[name].startswith("IndexError: ")
-
-
-def hooked(*modes: str, **environment: str) -> dict[str, Any]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("EPLB_CORE", "PYTHONPATH"))}
-    kept |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"} | environment
-    script = Path(__file__).with_name("sglang_hooks.py")
-    result = subprocess.run([str(PYTHON), str(script), *modes], env=kept, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1]) | {"said": result.stderr}  # type: ignore[no-any-return]
 
 
 def test_maps_and_updates_are_the_engine_s_bit_for_bit_and_the_rest_differs_as_documented() -> None:
@@ -119,10 +116,8 @@ def test_a_function_of_another_signature_leaves_its_part_to_the_engine() -> None
 
 def test_sglang_s_rebalance_runs_end_to_end_with_right_weights_and_dispatch() -> None:
     """Its real `EPLBManager`, recorder, metadata and dispatch in two processes over gloo; looked at in every pass."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("EPLB_CORE")}
-    environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     command = [str(PYTHON), "-m", "benchmarks.engines_sglang", "--quick", "--ranks", "2"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    result = subprocess.run(command, cwd=ROOT, env=environment_with({}), capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [line.split("|") for line in result.stdout.splitlines() if line.startswith(("| static", "| dynamic"))]
     assert [(row[3].strip(), row[4].strip()) for row in rows] == [("0", "0")] * 8
@@ -141,7 +136,7 @@ def daemon(path: Path, **environment: str) -> Iterator[None]:
     script = str(Path(__file__).with_name("sglang_cache.py"))
     with subprocess.Popen(
         [str(PYTHON), script, "daemon", str(path)],
-        env=_environment(environment),
+        env=environment_with(environment),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -160,22 +155,8 @@ def daemon(path: Path, **environment: str) -> Iterator[None]:
             process.kill()
 
 
-def _environment(more: dict[str, str]) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("EPLB_CORE", "PYTHONPATH"))}
-    return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"} | more
-
-
 def engine(path: Path, *modes: str, **environment: str) -> dict[str, Any]:
-    script = str(Path(__file__).with_name("sglang_cache.py"))
-    result = subprocess.run(
-        [str(PYTHON), script, "engine", str(path), *modes],
-        env=_environment(environment),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1]) | {"said": result.stderr}  # type: ignore[no-any-return]
+    return answers("sglang_cache.py", "engine", str(path), *modes, **environment)
 
 
 def test_an_engine_on_moved_weights_is_served_wrong_without_a_record_and_adopts_with_one(tmp_path: Path) -> None:

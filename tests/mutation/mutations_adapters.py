@@ -15,7 +15,7 @@ MUTATIONS = [
         f"{TEST_PLUGIN}::test_registering_acts_once_and_only_when_asked",
         "rule 11",
     ),
-    (HOOKING, "            return engine_own(", "            raise\n            (", TEST_HOOKING, "rule 11"),
+    (HOOKING, "            return engine_own(", "            raise\n            engine_own(", TEST_HOOKING, "rule 11"),
     (HOOKING, "attempt(engine_own, digest_of)", "attempt(lambda: answer, digest_of)", FELL_BACK, "rule 4"),
     (HOOKING, "if error is None and _are_equal(told):", "if _are_equal(told):", SPEAKS_FIRST),
     (
