@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +10,8 @@ from hypothesis import strategies as st
 
 import eplb_core as eplb
 from eplb_core.adapters.sglang import maps as sglang_maps
+from eplb_core.adapters.sglang.maps import Picks
+from tests.adapters.fakes import metadata_of
 
 
 def nearest(slots: list[int], stride: int, rank: int, node_of: list[int] | None) -> list[int]:
@@ -72,13 +73,14 @@ def test_narrowed_lists_are_no_layout() -> None:
 
 def test_static_tables_are_sglang_s_or_even() -> None:
     layout = eplb.ExpertLayout([[0, 1, 2, 3, 3, 0]], 4, topology=eplb.Topology(2))
-    for narrowed, how in ((True, "narrowed"), (False, "all")):
-        expected = eplb.static_dispatch_table(layout, candidates=how)  # type: ignore[arg-type]
-        for rank in (0, 1):
-            table = sglang_maps.static_table(layout, sglang_maps.Picks(rank), narrowed=narrowed)
+    for rank in (0, 1):
+        for picks, narrowed, expected in (
+            (Picks(rank), True, eplb.static_dispatch_table(layout, candidates="narrowed")),
+            (Picks(rank), False, eplb.static_dispatch_table(layout)),
+            (Picks(rank, even=True), True, eplb.even_dispatch_table(layout)),
+        ):
+            table = sglang_maps.static_table(layout, picks, narrowed=narrowed)
             assert table.tolist() == expected[rank].tolist()
-    even = sglang_maps.static_table(layout, sglang_maps.Picks(1, even=True), narrowed=True)
-    assert even.tolist() == eplb.even_dispatch_table(layout)[1].tolist()
 
 
 def test_the_placement_starts_from_the_live_map() -> None:
@@ -87,8 +89,7 @@ def test_the_placement_starts_from_the_live_map() -> None:
     rng = np.random.default_rng(0)
     counts = torch.from_numpy(rng.integers(1, 1000, (3, 4, 16)).astype(np.int32))
     counts[:, 2] = 0
-    first = sglang_maps.rebalance(counts, 24, 6, num_nodes=1, live=live)
-    p2l, l2p, count = first
+    p2l, l2p, count = first = sglang_maps.rebalance(counts, 24, 6, num_nodes=1, live=live)
     current = eplb.ExpertLayout(live, 16, topology=eplb.Topology(4))
     expected = eplb.place(counts, eplb.Topology(4), num_slots=24, current=current).layout
     assert np.array_equal(p2l.numpy(), expected.physical_to_logical_map)
@@ -125,37 +126,25 @@ def test_a_long_buffer_becomes_few_windows_in_their_order() -> None:
     assert sglang_maps._windows(np.zeros((5, 3, 2), dtype=np.int32)).tolist() == [[[0, 0]] * 3]
 
 
-def metadata(row: list[int], static: bool = True) -> Any:
-    maps = torch.tensor([row] * 4)
-    lists, count = torch.tensor([[[0, 3], [1, -1], [2, -1]]] * 4), torch.tensor([[2, 1, 1]] * 4)
-    return SimpleNamespace(
-        ep_size=2,
-        physical_to_logical_map=maps.clone(),
-        physical_to_logical_map_cpu=maps.clone(),
-        logical_to_all_physical_map=lists + row[0],
-        logical_to_all_physical_map_cpu=lists + row[0],
-        logical_to_all_physical_map_num_valid=count,
-        logical_to_rank_dispatch_physical_map=torch.tensor([[row[0], 1, 2]] * 4) if static else None,
-    )
+ROW, OTHER = [0, 1, 2, 3, 0, 1], [3, 1, 2, 0, 3, 1]
 
 
 def test_an_update_writes_the_rows_of_its_layers_in_place() -> None:
-    live, other = metadata([0, 1, 2, 0]), metadata([7, 1, 2, 7])
+    live, other, before = metadata_of([ROW] * 4), metadata_of([OTHER] * 4), metadata_of([ROW] * 4)
     tensors = [getattr(live, field) for field in sglang_maps.FIELDS]
     sglang_maps.update_rows(live, other, [1, 3, 3, 99])
     for field, tensor in zip(sglang_maps.FIELDS, tensors, strict=True):
         assert getattr(live, field) is tensor
         for layer in range(4):
-            source = other if layer in (1, 3) else metadata([0, 1, 2, 0])
-            assert torch.equal(tensor[layer], getattr(source, field)[layer])
+            assert torch.equal(tensor[layer], getattr(other if layer in (1, 3) else before, field)[layer])
 
 
 def test_metadata_that_do_not_fit_are_not_mixed() -> None:
-    live, other = metadata([0, 1, 2, 0]), metadata([7, 1, 2, 7], static=False)
+    live, other = metadata_of([ROW] * 4), metadata_of([OTHER] * 4, static=False)
     with pytest.raises(ValueError, match="must have equal ep_size and equally shaped maps"):
         sglang_maps.update_rows(live, other, [1])
-    assert live.physical_to_logical_map[1].tolist() == [0, 1, 2, 0]
-    sglang_maps.update_rows(metadata([0, 1, 2, 0], static=False), other, [1])
+    assert live.physical_to_logical_map.tolist() == [ROW] * 4
+    sglang_maps.update_rows(metadata_of([ROW] * 4, static=False), other, [1])
 
 
 INFO = SimpleNamespace(

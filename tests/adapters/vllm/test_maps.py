@@ -99,13 +99,11 @@ def test_ranks_that_map_the_same_tokens_have_equal_tables(mode: str) -> None:
 
 
 def test_only_ranks_that_map_their_own_tokens_have_tables_of_their_own() -> None:
-    def config(backend: str, *, parallel: bool = True, spread: bool = True) -> SimpleNamespace:
-        return SimpleNamespace(all2all_backend=backend, enable_expert_parallel=parallel, use_all2all=spread)
-
-    assert vllm_maps.sender(config("deepep_low_latency"), 3) == 3
-    assert vllm_maps.sender(config("allgather_reducescatter"), 3) is None
-    assert vllm_maps.sender(config("deepep_low_latency", spread=False), 3) is None
-    assert vllm_maps.sender(config("deepep_low_latency", parallel=False), 3) is None
+    own = {"all2all_backend": "deepep_low_latency", "enable_expert_parallel": True, "use_all2all": True}
+    assert vllm_maps.sender(SimpleNamespace(**own), 3) == 3
+    others = {"all2all_backend": "allgather_reducescatter", "enable_expert_parallel": False, "use_all2all": False}
+    for name, value in others.items():
+        assert vllm_maps.sender(SimpleNamespace(**own | {name: value}), 3) is None
     assert vllm_maps.sender(SimpleNamespace(), 3) is None
 
 
