@@ -396,7 +396,7 @@ class Rank:
 
 
 class Buffered:
-    """How engines move experts on the thread of the passes: peers' rows into temporary buffers, synchronize, copy.
+    """How engines move experts on the forward thread: peers' rows into temporary buffers, synchronize, copy.
 
     The engines send and receive by NCCL, which does not run between processes on one GPU: peers' memory is read here.
     """

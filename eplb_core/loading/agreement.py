@@ -75,7 +75,7 @@ class GroupAgreement:
         passes take longer than a network round trip. `python -m benchmarks.moving`.
 
     Threads:
-        That of the passes. After an error every call raises it again: the group is broken, make another.
+        The forward thread. After an error every call raises it again: the group is broken, make another.
     """
 
     def __init__(self, cpu_group: Any, deadline: float = 30.0, *, store: Any = None) -> None:

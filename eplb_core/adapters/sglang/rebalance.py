@@ -160,7 +160,7 @@ def _counts(logical_count: torch.Tensor, *, fold: bool) -> Callable[[], torch.Te
 def _problem(manager: Any, logical_count: torch.Tensor, *, own: bool) -> Callable[[], torch.Tensor]:
     """What a worker calls for the map to reach, `[L, P]`; `own`: by the engine's algorithm.
 
-    Load and settings are looked up here, on the thread of the passes. An error there is raised on the worker, which
+    Load and settings are looked up here, on the forward thread. An error there is raised on the worker, which
     ends the migration on every rank; raised here it would leave the other ranks alone.
     """
     trouble: Exception | None = None

@@ -82,7 +82,7 @@ class _Sender(NamedTuple):
     mode: str
     width: int
     group_of: Callable[[int], Any] = lambda ranks: None
-    """Gives the CPU group of so many ranks that the thread of the passes uses; for equal tables."""
+    """Gives the CPU group of so many ranks that the forward thread uses; for equal tables."""
 
 
 # The commit that is going on in this thread: what the inverse map is asked for then goes into the router's tables.

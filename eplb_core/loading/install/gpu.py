@@ -52,7 +52,7 @@ class DeviceCopies:
         device: Of the rows.
 
     Threads:
-        `prepare` on one worker; `launch` on the thread of the passes, on its current stream.
+        `prepare` on one worker; `launch` on the forward thread, on its current stream.
     """
 
     def __init__(self, rows: IntArray, device: torch.device) -> None:

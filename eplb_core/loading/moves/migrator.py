@@ -60,7 +60,7 @@ class Migrator:
         staging: Memory for incoming slots: bytes, or uint8 `[bytes]` on the stores' device. If it holds less than some
             rank reads for a layer, that layer is moved in parts, and `layout` passes through rows that are neither old
             nor new; one slot is always enough. Default: S slots.
-        on_install: Called after each install as `on_install(layer, layout)`, on the thread of the passes, for an
+        on_install: Called after each install as `on_install(layer, layout)`, on the forward thread, for an
             engine's own data that depends on slots.
         backup: Where experts come from that no live rank holds.
         reference: `by_expert` of `verify_weights`: the fingerprint of what arrives is compared with it before it counts
@@ -76,7 +76,7 @@ class Migrator:
         `poll`: microseconds when idle; see `python -m benchmarks.moving`.
 
     Threads:
-        All methods on the thread of the passes; `progress` and `status` on any.
+        All methods on the forward thread; `progress` and `status` on any.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ class MigratorStatus(NamedTuple):
     read_s: float
     """Seconds in which at least one read was pending."""
     install_s: float
-    """Seconds of installs on the thread of the passes."""
+    """Seconds of installs on the forward thread."""
     worst_install_s: float
     """Seconds of the longest install."""
     quarantined: int

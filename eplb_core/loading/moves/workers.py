@@ -1,4 +1,4 @@
-"""Threads beside that of the passes, and what they must do before they touch a GPU."""
+"""Threads beside the forward thread, and what they must do before they touch a GPU."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class LayoutFollower:
         layout: What this engine routes by.
         agreement: Of all ranks of this engine; nobody else uses it meanwhile.
         tables: Dispatch tables to keep in step, or None.
-        on_switch: Called for each layer that has changed as `on_switch(layer, layout)`, on the thread of the passes.
+        on_switch: Called for each layer that has changed as `on_switch(layer, layout)`, on the forward thread.
             What it or the tables raise comes out of `poll`; the engine has switched. After the latter, install the
             tables of `layout` anew before a pass.
 
@@ -99,7 +99,7 @@ class LayoutFollower:
         takes as long as the mover's ranks take to reach the ends of two passes.
 
     Threads:
-        All methods on the thread of the passes. A thread inside sleeps until the record changes.
+        All methods on the forward thread. A thread inside sleeps until the record changes.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ def test_a_pass_makes_one_collective_in_one_order_whatever_happens() -> None:
 
 
 def test_no_worker_touches_the_agreement() -> None:
-    """F9, R53: it belongs to the thread of the passes alone; functions, reads and records run on others."""
+    """F9, R53: it belongs to the forward thread alone; functions, reads and records run on others."""
     ranks = NotingFleet(OLD)
     for noting in ranks.noted.values():
         noting.threads.clear()
