@@ -58,7 +58,7 @@ class LayerTables(NamedTuple):
     num_experts: int
     """E."""
     num_entries: int
-    """P, or 0 where `table` is one slot an expert and nothing else."""
+    """P, or 0 where `table` is one slot per expert and nothing else."""
     mode: Mode
     """How candidates are chosen."""
     rank: int

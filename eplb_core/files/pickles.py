@@ -35,7 +35,7 @@ def check_pickle(raw: bytes) -> None:
             memo[len(memo) if argument is None else argument] = stack[-1] if stack else name
             continue
         if shared > MAX_SHARED:
-            raise ValueError(f"a pickle with lists in more than {MAX_SHARED} second places")
+            raise ValueError(f"a pickle with more than {MAX_SHARED} repeated references to lists")
         if pickletools.markobject in code.stack_before:
             while stack and stack.pop() != "MARK":
                 pass

@@ -113,7 +113,7 @@ def write_expert_map(layout: ExpertLayout, path: PathLike, *, layer_ids: Sequenc
 
     Raises:
         ValueError: An empty slot (devices must have equally many experts), or a rank that holds an expert twice: the
-            engine keeps one slot an expert on each rank, so the second would never be used.
+            engine keeps one slot per expert on each rank, so the second would never be used.
     """
     p2l = full_map(layout, "devices must have equally many experts")
     by_rank = p2l.reshape(layout.num_layers, layout.topology.num_ranks, -1)
@@ -137,6 +137,6 @@ def _check_distinct(by_rank: IntArray) -> None:
         layer, rank, at = (int(i) for i in twice[0])
         raise ValueError(
             f"rank {rank} must not hold expert {in_order[layer, rank, at]} twice at layer {layer}"
-            f"{f'; {len(twice) - 1} more' if len(twice) > 1 else ''}: the engine's map has one slot an expert on a "
+            f"{f'; {len(twice) - 1} more' if len(twice) > 1 else ''}: the engine's map has one slot per expert on a "
             "rank; plan with `place`, which puts replicas on distinct ranks"
         )

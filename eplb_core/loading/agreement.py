@@ -118,7 +118,7 @@ class GroupAgreement:
         if self._failure is not None:
             raise self._failure
         if self._pending is not None:
-            raise AgreementError("`post` was called twice without a `take` between them; call each once a pass")
+            raise AgreementError("`post` was called twice without a `take` between them; call each once per pass")
         buffer = self._words[0]
         self._words.reverse()
         buffer[0] = word
@@ -266,7 +266,7 @@ class LocalAgreement:
     def post(self, word: int) -> None:
         """Contribute this pass's word."""
         if self._posted != self._taken:
-            raise AgreementError("`post` was called twice without a `take` between them; call each once a pass")
+            raise AgreementError("`post` was called twice without a `take` between them; call each once per pass")
         self._room.put(("word", self._posted), self.rank, word)
         self._posted += 1
 

@@ -37,7 +37,7 @@ class ExpertStore:
         TypeError: Not a tensor, or not a list of tensors.
 
     Cost:
-        Some microseconds a tensor. Holds views, copies nothing.
+        Some microseconds per tensor. Holds views, copies nothing.
 
     Threads:
         Any; nothing changes after construction.
@@ -192,7 +192,7 @@ class ExpertStore:
         check_kind(layout, "layout", ExpertLayout)
         if layout.slots_per_rank != self.num_slots:
             raise ValueError(
-                f"tensor {self.names[0]!r} has {self.num_slots} slots and the layout {layout.slots_per_rank} a rank; "
+                f"tensor {self.names[0]!r} has {self.num_slots} slots and the layout {layout.slots_per_rank} per rank; "
                 "allocate by `layout.slots_per_rank`"
             )
         if self.whole_names and len(self.whole_addresses) != layout.num_slots:

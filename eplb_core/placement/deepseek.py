@@ -113,7 +113,7 @@ def _raise_misfit(experts: int, slots: int, groups: int, nodes: int, ranks: int,
     if experts == 0:
         raise ValueError(f"`weight` must have one expert or more ({numbers})")
     if slots < experts:
-        raise ValueError(f"`num_replicas` (={slots}) must be at least {experts}, one slot an expert ({numbers})")
+        raise ValueError(f"`num_replicas` (={slots}) must be at least {experts}, one slot per expert ({numbers})")
     if slots % ranks:
         raise ValueError(f"`num_gpus` (={ranks}) must divide `num_replicas` (={slots}) ({numbers})")
     mend = "num_groups=1 and num_nodes=1 choose the global policy"

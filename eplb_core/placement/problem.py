@@ -100,7 +100,7 @@ def check_active(active_ranks: ArrayLike | None, ranks: int) -> BoolArray:
     active = np.array(to_numpy(active_ranks, "active_ranks"))
     if active.dtype != np.bool_ or active.shape != (ranks,):
         raise ValueError(
-            f"`active_ranks` (dtype {active.dtype}, shape {list(active.shape)}) must be bools [{ranks}], one a rank"
+            f"`active_ranks` (dtype {active.dtype}, shape {list(active.shape)}) must be bools [{ranks}], one per rank"
         )
     return active
 
@@ -154,7 +154,7 @@ def check_weights(window_weights: ArrayLike | None, count: int) -> FloatArray:
         return np.ones(count)
     weights = np.array(to_reals(window_weights, "window_weights"))
     if weights.shape != (count,):
-        raise ValueError(f"`window_weights` (shape {list(weights.shape)}) must be [{count}], one a window")
+        raise ValueError(f"`window_weights` (shape {list(weights.shape)}) must be [{count}], one per window")
     good = (weights >= 0) & (weights < np.inf)
     if not good.all():
         window = int(np.argmin(good))

@@ -65,7 +65,7 @@ def _page_data(sims: Sequence[Simulation]) -> dict[str, Any]:
         "unscored": sims[0].scored_from,
         "best": sims.index(recommended(sims)),
         "bound": None if bound is None else _rounded(_averaged(bound, step)),
-        "timeUnit": "ms a pass" if sims[0].cost is not None else "tokens of the fullest rank",
+        "timeUnit": "ms per pass" if sims[0].cost is not None else "tokens of the fullest rank",
         "policies": [_policy_data(sim, step) for sim in sims],
     }
 

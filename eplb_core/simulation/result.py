@@ -259,4 +259,4 @@ def summary_table(sims: Sequence[Simulation]) -> str:
         if costs:
             row += [f"{facts['pass_s'] * 1e3:.4g}", f"{facts['pause_s']:.3g}", f"{facts['memory_bytes'] / 1e9:.3g}"]
         rows.append(row)
-    return table_html([*head, *(["ms a pass", "s of pauses", "GB a rank"] if costs else [])], rows)
+    return table_html([*head, *(["ms per pass", "s of pauses", "GB per rank"] if costs else [])], rows)

@@ -54,7 +54,7 @@ def laughing(levels: int) -> list[Any]:
     [
         (data_of("x" * 5000), "a pickled text of 5,000 characters"),
         (b"\x80\x02c" + b"m" * 5000 + b"\nx\n.", "a pickled text of 5,002 characters"),
-        (data_of(laughing(9)), "lists in more than 4 second places"),
+        (data_of(laughing(9)), "more than 4 repeated references to lists"),
         (b"\x80\x02](K\x01K\x02e)R.", "calls appends|calls empty_list"),
         (b"\x80\x02]q\x00h\x00)\x81.", "calls empty_list"),
         (b"\x80\x02)R.", "calls nothing"),

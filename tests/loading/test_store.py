@@ -206,7 +206,7 @@ def test_a_store_that_lacks_a_slot_tensor_of_the_module_is_refused() -> None:
 def test_counts_derive_from_the_map_and_others_are_refused() -> None:
     """B4, D5: 16 ranks of 17 slots, allocated without the redundant ones."""
     layout = ExpertLayout.trivial(1, 256, num_slots=272, topology=Topology(num_ranks=16))
-    with pytest.raises(ValueError, match="'w' has 16 slots and the layout 17 a rank"):
+    with pytest.raises(ValueError, match="'w' has 16 slots and the layout 17 per rank"):
         ExpertStore({"w": torch.zeros(16, 2)}).check_fits(layout)
     ExpertStore({"w": torch.zeros(17, 2)}, whole={"s": torch.zeros(272)}).check_fits(layout)
     with pytest.raises(ValueError, match="'s' has 17 rows and the layout 272 slots"):

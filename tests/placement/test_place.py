@@ -422,7 +422,7 @@ LAYOUT = ExpertLayout.trivial(1, 8, num_slots=12, topology=Topology(4))
         ({"effort": "1"}, TypeError, r"`effort` \(='1'\) must be a number"),
         ({"min_gain": -0.5}, ValueError, r"`min_gain` \(=-0.5\) must be at least 0"),
         ({"max_transfers": -1}, ValueError, r"`max_transfers` \(=-1\) must be at least 0"),
-        ({"window_weights": [1, 1]}, ValueError, r"`window_weights` \(shape \[2\]\) must be \[1\], one a window"),
+        ({"window_weights": [1, 1]}, ValueError, r"`window_weights` \(shape \[2\]\) must be \[1\], one per window"),
         ({"window_weights": [-1.0]}, ValueError, r"`window_weights` \(=-1.0\) must be .* at window 0"),
         ({"active_ranks": [1, 1, 1, 0]}, ValueError, r"\(dtype int64, shape \[4\]\) must be bools \[4\]"),
         ({"active_ranks": [True]}, ValueError, r"shape \[1\]\) must be bools \[4\]"),

@@ -194,7 +194,7 @@ def test_the_page_shows_large_and_small_numbers_as_they_are(tmp_path: Path) -> N
     options: dict[str, Any] = {"topology": Topology(2), "num_slots": 4, "interval": 3}
     for cost, unit, time in (
         (None, "tokens of the fullest rank", "4000"),
-        (CostModel(token_s=3e-8), "ms a pass", "0.12"),
+        (CostModel(token_s=3e-8), "ms per pass", "0.12"),
     ):
         seen = shown_by_browser(report_html(compare_policies(load, "none", cost=cost, **options)), tmp_path)
         assert seen["rows"][0][3] == unit
@@ -216,8 +216,8 @@ def test_replays_show_totals_curves_and_the_conclusion(comparison: Comparison) -
     assert f"{comparison['place'].total_balancedness:.3f}" in alone
     cost = StepCost(CostModel(expert_bytes=1e9))
     priced = compare_policies(LOAD, "place", topology=TOPOLOGY, num_slots=12, interval=3, cost=cost)._repr_html_()
-    assert "GB a rank" in priced
-    assert "GB a rank" not in html
+    assert "GB per rank" in priced
+    assert "GB per rank" not in html
 
 
 def test_a_layout_shades_replicas_and_marks_pairs_on_a_rank() -> None:

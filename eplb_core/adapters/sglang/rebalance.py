@@ -72,7 +72,7 @@ def _register(runner: Any, manager: Any) -> None:
     kept = ", recorded" if sglang_record.client() is not None else ""
     hooking.log_once(
         f"in effect in SGLang: moves by a Migrator over {transport}{kept}: {len(moves.layers)} layers of "
-        f"{moves.slot_bytes} bytes a slot",
+        f"{moves.slot_bytes} bytes per slot",
         logging.INFO,
     )
 

@@ -79,7 +79,7 @@ def dispatch_maps(
         rank: The rank whose tables these are; None = all ranks must have equal ones, and then the layer's number stands
             in for the rank, so that at least the layers do not all send their first token to the first replica.
         mode: "rotated": every replica, each rank and expert beginning elsewhere. "weighted": replicas repeated by the
-            shares that balance `expert_load`. "even": one slot an expert, the near one first, ranks spread evenly over
+            shares that balance `expert_load`. "even": one slot per expert, the near one first, ranks spread evenly over
             replicas (for None: "rotated").
         expert_load: `[E]` or `[L, E]`, for "weighted"; without it, or without any load, all replicas count equally.
         first_layer: The model's number of the first row.

@@ -150,7 +150,7 @@ class RunWorker:
         tables = self.stager.tables
         why = lacks_room(tables, target.layout.replica_count)
         if not why and target.shares is not None and getattr(tables, "mode", "") in ("static", "even"):
-            why = "`tables` pick one slot an expert and cannot keep shares; use mode 'weighted'"
+            why = "`tables` pick one slot per expert and cannot keep shares; use mode 'weighted'"
         if why:
             raise Trouble("plan", why)
 

@@ -50,7 +50,7 @@ class LayoutClient:
         ValueError: The path is too long for a socket, or `engine_id` is empty or too long.
 
     Cost:
-        A round trip of some 0.1 ms a request; `begin` and `commit` also what the server's disk takes, if it has one.
+        A round trip of some 0.1 ms per request; `begin` and `commit` also the write to the server's state file, if any.
 
     Threads:
         Any; requests queue up. Not in a forked child: it only keeps the connection open, which keeps moves paused.

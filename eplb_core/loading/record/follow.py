@@ -75,7 +75,7 @@ def settle(found: Sequence[Look], version: int, digest: str) -> Settled:
 class LayoutFollower:
     """Keep an engine in the layout that another engine moves their shared weights to.
 
-    Without it an engine that attaches pauses the other one's moves. With it moves go on: call `poll` once a pass on
+    Without it an engine that attaches pauses the other one's moves. With it moves go on: call `poll` once per pass on
     every rank, at the same place in the loop, and run no pass while `paused` is not empty. An engine that does not
     poll, or is stopped, lets no move begin; the mover tries again later. One that dies is not waited for.
 
@@ -146,7 +146,7 @@ class LayoutFollower:
         if differ or state is None or reply.version is None:
             raise LayoutAgreementError(
                 f"ranks cannot follow: rank 0 is at version {told[0][1]}, digest {told[0][2][:12]}, and ranks "
-                f"{', '.join(map(str, differ))} are elsewhere",
+                f"{', '.join(map(str, differ))} are at other versions or digests",
                 ranks=differ,
             )
         self._state = state

@@ -95,7 +95,7 @@ class Inbox:
             return None
         (length,) = LENGTH.unpack_from(self._bytes)
         if length > limit:
-            raise WireError(f"a message of {length:,} bytes; at most {limit:,} make sense here")
+            raise WireError(f"a message of {length:,} bytes; at most {limit:,} are allowed")
         end = LENGTH.size + length
         if len(self._bytes) < end:
             return None

@@ -74,7 +74,7 @@ def attach_weights(
         HostRefused: Something differs, named by `field`: load from disk.
 
     Cost:
-        One round trip and some ten microseconds a tensor; no byte of a tensor is read or copied.
+        One round trip and some ten microseconds per tensor; no byte of a tensor is read or copied.
 
     Threads:
         The one that owns the module.

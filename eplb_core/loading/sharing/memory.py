@@ -214,7 +214,7 @@ class MappedTensor(NamedTuple):
 def map_memfd(fd: int, nbytes: int) -> torch.Tensor:
     """The segment as bytes of this process; unmapped when the last tensor over it is gone."""
     if os.fstat(fd).st_size < nbytes:
-        raise ValueError(f"a segment of {os.fstat(fd).st_size} bytes where {nbytes} are due")
+        raise ValueError(f"a segment of {os.fstat(fd).st_size} bytes must have {nbytes}")
     return torch.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_SHARED), dtype=torch.uint8)
 
 

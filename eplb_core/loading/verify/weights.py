@@ -134,7 +134,7 @@ def verify_weights(
                 f"`loaded` ({mask.dtype} {list(mask.shape)}) must be bools [{layout.num_layers}, {layout.num_slots}]"
             )
         if expert.shape[1] != layout.num_slots:
-            raise ValueError("`loaded` speaks of slots, and these prints are of whole tensors; leave it out")
+            raise ValueError("`loaded` must be None with prints of whole tensors; it describes slots")
         written = mask[rows]
     faults: list[WeightFault] = []
     checked = unchecked = 0

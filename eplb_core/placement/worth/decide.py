@@ -140,7 +140,7 @@ def should_rebalance(
         MissingExpertError: The placement leaves an expert without a slot on an active rank.
 
     Cost:
-        O(T * L * P): 4 to 6 ms for 32 windows of 58 layers with 288 slots; "weighted" 20 ms a window there.
+        O(T * L * P): 4 to 6 ms for 32 windows of 58 layers with 288 slots; "weighted" 20 ms per window there.
         Kernels without the interpreter lock.
 
     Threads:

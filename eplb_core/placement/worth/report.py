@@ -197,7 +197,7 @@ def _seconds(
 def _least_seconds(load: IntArray | FloatArray, topology: Topology, model: CostModel, passes: float) -> float:
     """That time if tokens and activated experts were spread as the ranks' speeds: no layout takes less.
 
-    More replicas activate more slots, never fewer, so one slot an expert is the least.
+    More replicas activate more slots, never fewer, so one slot per expert is the least.
     """
     work = model.token_s * load.sum(dtype=np.float64) + model.expert_s * np.minimum(load, passes).sum()
     spread = float(work / topology.rank_speed.sum() / (len(load) * passes))
@@ -228,7 +228,7 @@ def _conclude(row: GainRow, ceiling: float, pays: bool, ranks: int) -> str:
             "the rest is in placing more often, and in dispatch for each batch."
         )
     each = "" if np.isnan(row.saved_s) else f", {row.saved_s * 1e3:.3g} ms of a pass"
-    memory = f" for {row.memory_bytes / 1e9:.3g} GB a rank" if row.memory_bytes else ""
+    memory = f" for {row.memory_bytes / 1e9:.3g} GB per rank" if row.memory_bytes else ""
     return f"Pays: {gives}{each}{memory}; perfect balance would save {ceiling:.1%}."
 
 

@@ -195,7 +195,7 @@ def test_a_registered_model_says_what_is_in_effect(
     model = SimpleNamespace(routed_experts_weights_of_layer={0: []})
     runner = SimpleNamespace(eplb_manager=Manager(), model=model)
     sglang_rebalance.register_after_load(lambda runner: None, runner)
-    assert "in effect in SGLang: moves by a Migrator over shared_memory: 2 layers of 64 bytes a slot" in caplog.text
+    assert "in effect in SGLang: moves by a Migrator over shared_memory: 2 layers of 64 bytes per slot" in caplog.text
     assert given["picks"] == Picks(3, prefer_same_node=False, even=True)
     assert (given["num_nodes"], given["transport"], given["weights"]) == (2, "shared_memory", {0: []})
     assert str(given["trouble"]) == "no room for compiled code"  # said to all ranks, which wait for this one

@@ -453,7 +453,7 @@ def test_arguments_that_do_not_belong_together_raise(tmp_path: Path) -> None:
     resolver = SlotResolver(PAIR, 0, layer_ids=(3, 4))
     with pytest.raises(ValueError, match="`stores` has 1 layers and the resolver 2"):
         load_checkpoint(tmp_path, [ExpertStore(poisoned(3))], resolver, template="deepseek_v3")
-    with pytest.raises(ValueError, match="'w13' has 4 slots and the layout 3 a rank"):
+    with pytest.raises(ValueError, match="'w13' has 4 slots and the layout 3 per rank"):
         load_checkpoint(tmp_path, [ExpertStore(poisoned(4))] * 2, resolver, template="deepseek_v3")
 
 

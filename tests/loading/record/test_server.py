@@ -597,7 +597,7 @@ def test_a_server_whose_thread_cannot_start_leaves_its_path(path: Path, monkeypa
 def test_an_endless_message_ends_its_connection_alone(path: Path, client: LayoutClient) -> None:
     with raw(path) as connection:
         reply = ask(connection, struct.pack("!I", 1 << 30))
-        assert reply["reason"] == "a message of 1,073,741,824 bytes; at most 65,632 make sense here"
+        assert reply["reason"] == "a message of 1,073,741,824 bytes; at most 65,632 are allowed"
         assert connection.recv(1) == b""
     assert client.query() is not None
 

@@ -584,7 +584,7 @@ def test_views_of_one_storage_share_one_span_and_odd_kinds_come_back() -> None:
     [
         ({"spans": [[0, 0, 1 << 40]]}, "a span of 1099511627776 bytes from 0"),
         ({"spans": [[0, -8, 8]]}, "a span of 8 bytes from -8"),
-        ({"segments": [["memfd", 1 << 30]]}, r"a segment of \d+ bytes where 1073741824 are due"),
+        ({"segments": [["memfd", 1 << 30]]}, r"a segment of \d+ bytes must have 1073741824"),
         ({"tensors": [["w", "tensor", "torch.load", [1], [1], 0, 0]]}, "no dtype 'torch.load'"),
         ({"tensors": [["w", "tensor", "torch.int64", [1000], [1], 0, 0]]}, "resize|out of bounds"),
     ],

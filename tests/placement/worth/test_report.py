@@ -43,7 +43,7 @@ def test_seconds_and_bytes_come_from_the_cost_model() -> None:
     assert report.rows[1].saved == pytest.approx(15.5 / 132)
     assert report.ceiling == pytest.approx(15.75 / 132)
     assert [row.memory_bytes for row in report.rows] == [0.0, 1e9]
-    assert "save 11.7% of the layers' time, 15.5 ms of a pass for 1 GB a rank; perfect balance" in report.conclusion
+    assert "save 11.7% of the layers' time, 15.5 ms of a pass for 1 GB per rank; perfect balance" in report.conclusion
 
 
 def test_activated_experts_bound_the_time_too() -> None:
