@@ -66,8 +66,8 @@ HARDWARE = {
 class StepCost:
     """Seconds and bytes of passes, moves and the all-to-all. Immutable.
 
-    A layer takes `model`'s time, and the all-to-all of the rank that receives longest. Its tokens come from all ranks
-    in equal parts, and each expert of a token is sent by itself: engines that send a token once to a rank take less.
+    A layer takes the time of `model` plus the all-to-all time of the rank that receives longest. Tokens are assumed to
+    come from all ranks in equal parts, and a token is sent once per expert: engines that do so once per rank take less.
 
     Raises:
         ValueError: A number is negative or NaN.
@@ -115,8 +115,8 @@ def cost_preset(
 ) -> StepCost:
     """What do tokens, experts and moves cost on this hardware?
 
-    Numbers of a data sheet, times the share of them that is reached. Good for comparing policies; for seconds that
-    you can rely on measure passes and use `CostModel.fit`. The defaults are DeepSeek-V3's experts in FP8.
+    The answer is computed from a data sheet's figures times `achieved`. It is good enough to compare policies; for
+    reliable seconds, measure passes and use `CostModel.fit`. The defaults are DeepSeek-V3's experts in FP8.
 
     Args:
         hardware: A name in `HARDWARE`, or your own data sheet.
@@ -126,7 +126,7 @@ def cost_preset(
         dispatch_bytes: Bytes of a value on its way to an expert.
         combine_bytes: Bytes of a value on its way back.
         achieved: Share of the data sheet's operations and bytes that is reached, above 0 and at most 1.
-        layer_s: Seconds of a layer that no placement changes: attention and what else.
+        layer_s: Seconds per layer that do not depend on the placement, such as attention.
         stall: Seconds that passes lose for each second of transfers: 0 = transfers run beside the passes.
         install_s: Seconds that a pass waits for the install of one layer.
 

@@ -69,10 +69,10 @@ def agree_on_layout(
 ) -> tuple[ExpertLayout, int]:
     """Find the layout that this engine starts with, the same on every rank, before any weight is loaded.
 
-    Every rank with a record, all at one version and digest: that layout. Some ranks without a record: the engine's own
-    layout, if no record has moved an expert yet; moves of shared weights are then off. A record that is dirty, cannot
-    be read, is of another shape, or differs from another rank's: every rank raises. A move that another engine has
-    under way is waited for.
+    If every rank has a record, all at one version and digest, the answer is their layout. If some ranks have no record
+    and no record has moved an expert yet, it is the engine's own layout; moves of shared weights are then off. If a
+    record is dirty, cannot be read, is of another shape, or differs from another rank's, every rank raises. A move that
+    another engine has under way is waited for.
 
     Args:
         client: This rank's presence at its keeper; None where there is none on this rank.

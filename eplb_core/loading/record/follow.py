@@ -75,9 +75,9 @@ def settle(found: Sequence[Look], version: int, digest: str) -> Settled:
 class LayoutFollower:
     """Keep an engine in the layout that another engine moves their shared weights to.
 
-    Without it an engine that attaches pauses the other one's moves. With it moves go on: call `poll` once per pass on
-    every rank, at the same place in the loop, and run no pass while `paused` is not empty. An engine that does not
-    poll, or is stopped, lets no move begin; the mover tries again later. One that dies is not waited for.
+    Without a follower, an engine that attaches pauses the other engine's moves. With one, moves go on: call `poll` once
+    per pass on every rank, at the same place in the loop, and run no pass while `paused` is not empty. While this
+    engine does not poll, or is stopped, no move begins; the mover tries again later. A dead follower blocks no move.
 
     When the mover has gone, `close` this and make a `Migrator` with the same client: moves go on from here.
 
@@ -95,8 +95,8 @@ class LayoutFollower:
             serve, and moves pause as long as it does.
 
     Cost:
-        `poll`: microseconds and what `agreement` costs a pass. While stopped a gather each few milliseconds; a layer
-        takes as long as the mover's ranks take to reach the ends of two passes.
+        `poll`: microseconds and what `agreement` costs per pass. While stopped, one gather every few milliseconds; each
+        layer stops this engine for as long as the mover's ranks need to reach the ends of two passes.
 
     Threads:
         All methods on the forward thread. A thread inside sleeps until the record changes.

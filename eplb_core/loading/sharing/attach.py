@@ -53,9 +53,9 @@ def attach_weights(
 ) -> Attachment:
     """Put the host's tensors where the engine's are, or raise and change nothing.
 
-    A module may be on the meta device. Parameters, buffers (also those in no state dict), tensors that are plain
-    attributes, and views come as the host has them after its post-processing, shapes included; what post-processing
-    added is added. A dict that is empty receives all tensors; otherwise it receives those whose names it has, and a
+    A module may be on the meta device. It gets the host's parameters, buffers (also those in no state dict), tensors
+    that are plain attributes, and views, with their shapes after the host's post-processing; tensors that
+    post-processing added are added. An empty dict receives all tensors. A dict with names receives only those, and a
     value that is a tensor must have the host's shape and dtype.
 
     Args:

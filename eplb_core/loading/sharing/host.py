@@ -37,15 +37,15 @@ Loader: TypeAlias = Callable[[ExpertLayout | None, int], "Mapping[str, torch.Ten
 class WeightHost:
     """Load a rank's weights once and share them until `close`, with the record of their layout.
 
-    The path is taken before anything is loaded, so a second host fails at once; engines find nobody there until the
-    weights are whole (`LayoutClient(wait=)` waits for that).
+    The constructor claims the path before it loads anything, so a second host fails at once. Engines can connect only
+    after the weights are complete (`LayoutClient(wait=)` waits for that).
 
     Args:
         path: Where to listen; one path for each rank.
         load: `load(layout, rank)` gives the tensors by name, as the engine computes with them after its own
             post-processing, or the module that has them.
-        config: What shapes the weights, as plain values (text, numbers, None, lists); an engine must say exactly the
-            same, or it is refused with the name of the field. See `weight_config`.
+        config: Settings that determine the weights' bytes, as plain values (text, numbers, None, lists). An engine must
+            pass an equal dict, or it is refused with the name of the field that differs. See `weight_config`.
         layout: What the slots hold after loading; None where experts never move: then there is no record.
         rank: EP rank that is loaded.
         state_file: File that always holds the record; after a restart of the host the log says which engines still

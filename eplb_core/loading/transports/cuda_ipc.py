@@ -41,9 +41,8 @@ class CudaIpc(BaseTransport):
     Handles are opened once, by `connect`, and closed when the peer is disconnected or replaced, which may wait for the
     device. Memory must come from cudaMalloc, as torch's does unless `expandable_segments` is on, or from a weight host:
     then peers take the owner's descriptor of it, for which they need the same user and, where the system restricts
-    tracing (Yama), the owner's leave (`prctl(PR_SET_PTRACER)`). A peer that died
-    between the beginning and the end of a read makes it LOST_PEER, though the bytes may be there: what a driver does
-    with a dead owner's memory is not documented.
+    tracing (Yama), the owner's permission (`prctl(PR_SET_PTRACER)`). If the peer dies during a read, the read ends as
+    LOST_PEER even if all bytes arrived: what a driver does with a dead owner's memory is not documented.
 
     Peers on other GPUs are read by copy engines. On the same GPU copies are kernels, unless `prefer_overlap` is on and
     the runtime has batched copies (CUDA 12.8): then they leave the cores alone and are slower; see
@@ -51,7 +50,7 @@ class CudaIpc(BaseTransport):
 
     Args:
         device: Index of the device that reads land on; None: torch's current one.
-        prefer_overlap: Ask that copies leave the cores to others.
+        prefer_overlap: Ask the runtime for copies that use no GPU cores.
         batched: One call for all copies of a read, where the runtime has it; False: a call for each.
 
     Raises:

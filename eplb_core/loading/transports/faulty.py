@@ -21,7 +21,7 @@ FAULTS = ("none", "delay", "drop", "fail", "late", "lose", "tear")
 class Faulty:
     """Wraps a transport and spoils some of its reads. The same seed and the same calls go wrong in the same way.
 
-    No clocks: what takes its time takes a number of polls. A read's fault is one of
+    Delays are numbers of polls, not times. The fault of a read is one of
 
     - `delay`: is PENDING for `polls` more polls;
     - `drop`: never begins and stays PENDING until it is given up on;

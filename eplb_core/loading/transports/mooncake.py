@@ -21,10 +21,10 @@ _UNDRAINED: set[Ticket] = set()
 class Mooncake(BaseTransport):
     """Reads through a transfer engine of its own; each operation is a transfer of its own.
 
-    Mooncake's batches cannot tell when they are over: asked without waiting, a batch says that it is complete when its
-    first piece is, and one that is given up on has most of its pieces still queued, which land when a stopped owner
-    runs again (measured: 32 pieces "complete" with bytes missing; 87% of the bytes of a read that had failed landed
-    later). Transfers of one piece do say it, so a read ends when each of its pieces has.
+    A Mooncake batch does not report reliably when it ends. Polled without waiting, it says "complete" as soon as its
+    first piece is. An abandoned batch keeps most of its pieces queued, and they arrive when a stopped owner runs again
+    (measured: 32 pieces "complete" with bytes missing; 87% of the bytes of a failed read arrived later). Transfers of
+    one piece report their end correctly, so each piece is a transfer, and a read ends when all of them have.
 
     A dead peer ends a read within about a second. A stopped one ends it after MC_TCP_PROGRESS_TIMEOUT_SEC (30 unless
     set) for each four pieces; deadlines are the caller's.

@@ -30,13 +30,13 @@ _LOOK_S = 0.5
 class Nixl(BaseTransport):
     """One-sided reads through a NIXL agent of its own. UCX chooses what it uses, or UCX_TLS and UCX_NET_DEVICES do.
 
-    A read given up on is never released: NIXL says at once that it is, and yet the bytes land (measured: 97-99% of
-    them, when a stopped owner ran again). It stays ABANDONED until NIXL says that it is over. Whether the owner must
-    run depends on what UCX uses; over TCP it must, and that is what `caps` says. NIXL also reads memory whose owner has
-    taken back the registration, as long as it is there: exchange blobs before memory is freed.
+    An abandoned read is never released: NIXL reports the release at once, and yet the bytes arrive (measured: 97-99%
+    of them, when a stopped owner ran again). The read stays ABANDONED until NIXL reports its end. Whether the owner
+    must run depends on what UCX uses; over TCP it must, and `caps` assumes that. NIXL also reads memory that its owner
+    has deregistered, as long as the memory exists: exchange new blobs before memory is freed.
 
-    An agent's progress thread keeps a core busy. `close` ends it, or the end of the last read that was given up on,
-    which a thread looks for each half second: a peer that dies ends its reads, one that is stopped does not.
+    An agent's progress thread keeps a core busy. It ends with `close`, or, if abandoned reads are left then, with the
+    last of these, which a thread checks every half second. Reads end when the peer dies, but not while it is stopped.
 
     Args:
         backend: NIXL's back-end.

@@ -31,7 +31,7 @@ class SharedMemory(BaseTransport):
     Nothing has to be prepared. Regions in shared memory (`tensor.share_memory_()`, `multiprocessing.shared_memory`,
     memfd) are found by their address and mapped by the peers, who can read them even after their owner's death. All
     other memory is read by `process_vm_readv` from the owner's process, which needs the same user and, where the system
-    restricts tracing (Yama), the owner's leave (`prctl(PR_SET_PTRACER)`); `connect` tries it and says so.
+    restricts tracing (Yama), the owner's permission (`prctl(PR_SET_PTRACER)`); `connect` raises if it is refused.
 
     Copies run on one worker thread, many spans in one system call, without the interpreter's lock. The owner does
     nothing and may even be stopped; an abandoned read is DRAINED some milliseconds later.

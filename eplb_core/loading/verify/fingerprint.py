@@ -43,9 +43,9 @@ def fingerprints(
 ) -> torch.Tensor:
     """Compute a fingerprint of what each slot of this rank holds, tensor by tensor.
 
-    Equal bytes give equal prints on any rank and device; what unequal ones may do is at the top of this module. On a
-    GPU the work is enqueued on the current stream: the host does not wait, and the prints belong to the moment at which
-    the stream comes to them, so compare them with the layout of that moment.
+    Equal bytes give equal prints on any rank and device; the top of this module says how unequal bytes can give equal
+    prints. On a GPU the work is enqueued on the current stream and the host does not wait. The prints show the weights
+    at that point of the stream, so compare them with the layout at that point.
 
     Args:
         stores: One per layer, `[L]`; the same tensors in the same order.

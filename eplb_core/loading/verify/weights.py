@@ -87,7 +87,7 @@ def verify_weights(
 
     A slot is compared with the reference of its expert. Where there is none, replicas are compared with each other: a
     strict majority is right, and without one all replicas are faults. So no slot is ever its own reference. What the
-    loader did not write is `unloaded`, has no voice and records nothing.
+    loader did not write is `unloaded`: no other slot is compared with it, and it adds nothing to the reference.
 
     Args:
         prints_of_all_ranks: `fingerprints` of ranks 0..R-1 in order, `[R, n, S, T]` as a list, an array or a tensor, or

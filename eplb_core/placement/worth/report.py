@@ -111,12 +111,12 @@ def gain_report(
         trace: A trace, or loads `[T, L, E]` or `[L, E]`.
         topology: Ranks, nodes and speeds.
         num_slots: Numbers of slots to try, each at least E. Default: as many as there are experts, then one, two and
-            four more a rank.
+            four more per rank.
         current: Layout to compare with. Default: the trivial one without redundant slots.
         cost: Seconds of a pass and bytes of an expert. Default: shares of time only.
         window_passes: Passes that a window covers, for the seconds of a pass.
         dispatch: How replicas share their expert's tokens, as for `place`: "even", or "weighted" as is best for each
-            window, those that are judged on too.
+            window, also for the windows that the result is judged on.
 
     Returns:
         Numbers, and the answer in words; `str` makes a table of them.

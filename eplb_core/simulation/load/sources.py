@@ -32,8 +32,8 @@ class Block(NamedTuple):
 class TokenTrace:
     """Top-k ids of tokens in order of time. Immutable; valid once it exists.
 
-    A window is `window_tokens` tokens; what is left over at the end is dropped. Within a window the tokens lie on the
-    ranks in equal consecutive parts, as data parallel ranks hold them: token i of n is on rank i * R // n.
+    A window is `window_tokens` tokens; an incomplete window at the end is dropped. Within a window each rank holds an
+    equal, consecutive part of the tokens, as data parallel ranks do: token i of n is on rank i * R // n.
 
     Raises:
         IndexError: An id is below -1 or not below `num_experts`.

@@ -33,15 +33,15 @@ _MEET_S = 60.0
 class TorchDistributed(BaseTransport):
     """Sends requests to the owner, whose threads copy the bytes out and send them back.
 
-    Honest about what it is: the owner's process must run, and its threads take time for the copies. In return nothing
-    ever lands late: bytes reach their destination by the reader's own hand, so that a read given up on is DRAINED at
-    once, and a dead peer ends its reads as LOST_PEER.
+    The owner's process must run, and its threads spend time on the copies. In return no byte arrives late: the reader
+    itself writes bytes to their destination, so an abandoned read is DRAINED at once, and reads from a dead peer end
+    as LOST_PEER.
 
-    All goes through gloo and host buffers on both sides, device memory too; or, with `payload`, requests go by gloo and
-    bytes from device to device by NCCL. NCCL's sends and receives are kernels that hold cores until both sides run, so
-    the receive is begun only when the owner has said that it sends; they may still wait for cores beside kernels that
-    need the whole device, and these for them. When a peer is gone or stuck while they run, all of NCCL's messages of
-    this rank are aborted, and all its reads from other ranks end as LOST_PEER: make a transport of the ranks that live.
+    Without `payload` all bytes, of device memory too, go through gloo and host buffers on both sides. With `payload`
+    requests go by gloo, and bytes go from device to device by NCCL. Sends and receives of NCCL are kernels that hold
+    cores until both sides run, so a receive begins only after the owner has answered that it sends. They can still
+    deadlock with kernels that need the whole device. If a peer is gone or stuck while they run, all NCCL messages of
+    this rank are aborted, and all its reads end as LOST_PEER: make a new transport of the live ranks.
 
     Args:
         group: A gloo group of all ranks that nothing else uses: `torch.distributed.new_group(backend="gloo")`. Ranks
