@@ -70,51 +70,36 @@ def test_every_transport_is_under_its_module(name: str) -> None:
     assert name in dir(eplb_core.transports)
 
 
-def test_an_unknown_transport_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    """To a type checker, too: it would call the comments below unused if any name were right."""
+    with pytest.raises(AttributeError, match="module 'eplb_core' has no attribute 'balance'"):
+        eplb_core.balance  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(AttributeError, match=r"module 'eplb_core\.loading\.transports' has no attribute 'Smoke'"):
         eplb_core.transports.Smoke  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    """To a type checker, too: it would call the comment below unused if any name were right."""
-    with pytest.raises(AttributeError, match="module 'eplb_core' has no attribute 'balance'"):
-        eplb_core.balance  # type: ignore[attr-defined]  # noqa: B018
+IMPORTED = "print(sorted({'torch', 'numba', 'numpy', 'scipy'} & set(sys.modules)))"
 
 
 @pytest.mark.slow
-def test_importing_brings_neither_torch_nor_the_compiler() -> None:
-    code = "import sys, eplb_core; print(sorted({'torch', 'numba', 'numpy', 'scipy'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
-@pytest.mark.slow
-def test_layouts_and_metrics_need_neither_torch_nor_the_compiler() -> None:
-    code = (
-        "import sys, eplb_core as e\n"
-        "layout = e.ExpertLayout.trivial(1, 4, num_slots=4, topology=e.Topology(2))\n"
-        "e.mean_balancedness(e.rank_load(layout, [[1, 2, 3, 4]])), layout.digest\n"
-        "print(sorted({'torch', 'numba'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
-@pytest.mark.slow
-def test_placement_does_not_need_torch() -> None:
-    code = "import sys, eplb_core; eplb_core.place; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-
-
-@pytest.mark.slow
-def test_a_name_that_needs_torch_says_which_extra_brings_it() -> None:
-    code = (
-        "import sys, eplb_core\n"
-        "sys.modules['torch'] = None\n"
-        "eplb_core.place\n"
-        "try: eplb_core.Migrator\n"
-        "except ModuleNotFoundError as error: print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "`Migrator` needs torch: pip install 'eplb-core[torch]'\n"
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (IMPORTED, "[]"),
+        (
+            "layout = eplb_core.ExpertLayout.trivial(1, 4, num_slots=4, topology=eplb_core.Topology(2))\n"
+            "eplb_core.mean_balancedness(eplb_core.rank_load(layout, [[1, 2, 3, 4]])), layout.digest\n" + IMPORTED,
+            "['numpy']",
+        ),
+        ("eplb_core.place\nprint('torch' in sys.modules)", "False"),
+        (
+            "sys.modules['torch'] = None\neplb_core.place\n"
+            "try: eplb_core.Migrator\nexcept ModuleNotFoundError as error: print(error)",
+            "`Migrator` needs torch: pip install 'eplb-core[torch]'",
+        ),
+    ],
+    ids=["import", "layouts and metrics", "placement", "torch is missing"],
+)
+def test_what_is_not_used_is_not_imported(code: str, said: str) -> None:
+    command = [sys.executable, "-c", f"import sys, eplb_core\n{code}"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{said}\n"

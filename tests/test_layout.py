@@ -11,34 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, LayoutError, MissingExpertError, Topology, min_redundant
 from eplb_core.layout import layer_rows, rank_capacity
+from tests.cases import layouts
 
 TWO = Topology(2)
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> ExpertLayout:
-    """Any valid layout: empty slots and pairs on a rank included."""
-    ranks, stride, layers = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(0, 3))
-    experts = draw(st.integers(1, ranks * stride))
-    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
-    p2l = np.full((layers, ranks * stride), -1)
-    for row in p2l:
-        row[:experts] = np.arange(experts)
-        row[experts:] = rng.integers(-1, experts, len(row) - experts)
-        rng.shuffle(row)
-    return ExpertLayout(p2l, experts, topology=Topology(ranks))
 
 
 # ---- derived maps ----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
-@given(layouts())
+@given(layouts(min_layers=0, max_experts=16))
 def test_all_maps_are_inverses_of_the_one_array(layout: ExpertLayout) -> None:
     """B7: maps that were returned and committed apart could disagree."""
     rows = layout.physical_to_logical_map.tolist()
@@ -83,8 +69,7 @@ def test_ids_out_of_range_are_no_ids_from_the_end() -> None:
 # ---- digest, equality, text ------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
-@given(layouts())
+@given(layouts(min_layers=0, max_experts=16))
 def test_digest_is_of_the_stated_bytes(layout: ExpertLayout) -> None:
     rows = layout.physical_to_logical_map.tolist()
     numbers = [layout.num_layers, layout.num_slots, layout.num_experts, *(e for row in rows for e in row)]
@@ -182,7 +167,6 @@ def test_other_shapes_and_kinds_are_refused(
 # ---- trivial, sizes --------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(0, 12), st.integers(1, 6), st.integers(0, 3))
 def test_the_trivial_layout_is_slot_modulo_experts(experts: int, redundant: int, ranks: int, layers: int) -> None:
     """A5: where ranks do not divide the slots the last ones end with an empty slot."""
@@ -298,8 +282,7 @@ def test_any_rank_may_leave_and_the_others_keep_their_slots() -> None:
     assert layout.resized(Topology(3), [2, -1, 1]).physical_to_logical_map.tolist() == [[1, 0, -1, -1, 2, 2]]
 
 
-@settings(deadline=None)
-@given(layouts(), st.integers(0, 3), st.integers(0, 10**6))
+@given(layouts(min_layers=0, max_experts=16), st.integers(0, 3), st.integers(0, 10**6))
 def test_a_layout_comes_back_from_more_ranks(layout: ExpertLayout, more: int, seed: int) -> None:
     """H10: what joins and leaves again changes nothing."""
     ranks = layout.topology.num_ranks

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_core import (
@@ -21,20 +21,7 @@ from eplb_core import (
     transfers,
 )
 from eplb_core.metrics import check_shares
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> ExpertLayout:
-    """Any valid layout: empty slots and pairs on a rank included."""
-    ranks, stride, layers = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(0, 3))
-    experts = draw(st.integers(1, ranks * stride))
-    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
-    p2l = np.full((layers, ranks * stride), -1)
-    for row in p2l:
-        row[:experts] = np.arange(experts)
-        row[experts:] = rng.integers(-1, experts, len(row) - experts)
-        rng.shuffle(row)
-    return ExpertLayout(p2l, experts, topology=Topology(ranks))
+from tests.cases import layouts
 
 
 def random_load(layout: ExpertLayout, *windows: int) -> npt.NDArray[np.float64]:
@@ -42,8 +29,7 @@ def random_load(layout: ExpertLayout, *windows: int) -> npt.NDArray[np.float64]:
     return np.random.default_rng(layout.num_slots).integers(0, 100, shape).astype(np.float64)
 
 
-@settings(deadline=None)
-@given(layouts())
+@given(layouts(min_layers=0, max_experts=16))
 def test_a_rank_computes_its_share_of_each_expert(layout: ExpertLayout) -> None:
     load = random_load(layout)
     expected = np.zeros((layout.num_layers, layout.topology.num_ranks))
@@ -56,8 +42,7 @@ def test_a_rank_computes_its_share_of_each_expert(layout: ExpertLayout) -> None:
     np.testing.assert_allclose(rank_load(layout, load).sum(axis=1), load.sum(axis=1), rtol=1e-12)
 
 
-@settings(deadline=None)
-@given(layouts())
+@given(layouts(min_layers=0, max_experts=16))
 def test_windows_are_loads_one_by_one(layout: ExpertLayout) -> None:
     load = random_load(layout, 3)
     np.testing.assert_array_equal(rank_load(layout, load), [rank_load(layout, window) for window in load])
@@ -149,8 +134,7 @@ def test_loads_that_are_none_are_refused(load: float | list[list[float]], messag
             function(load)
 
 
-@settings(deadline=None)
-@given(layouts(), st.integers(0, 10**6))
+@given(layouts(min_layers=0, max_experts=16), st.integers(0, 10**6))
 def test_transfers_are_experts_that_a_rank_did_not_hold(old: ExpertLayout, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = [rng.permutation(row) for row in old.physical_to_logical_map]

@@ -38,6 +38,13 @@ def kernels() -> dict[str, Any]:
     return found
 
 
+def python(program: str, folder: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program in a new process that must end well; `folder` is where it runs."""
+    told = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    command = [sys.executable, *flags, "-c", program]
+    return subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, check=True, timeout=120)
+
+
 @compiled
 @pytest.mark.slow
 def test_every_kernel_lets_go_of_the_lock_is_cached_and_rounds_as_written() -> None:
@@ -63,7 +70,9 @@ def test_kernels_are_compiled_through_one_function_only() -> None:
 
 @compiled
 @pytest.mark.slow
-def test_the_disk_cache_notices_a_change_in_a_called_kernels_file(tmp_path: Path) -> None:
+def test_the_disk_cache_notices_a_change_in_a_called_kernels_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """numba itself looks at the caller's file alone and would go on with the old callee inside."""
     package = tmp_path / "eplb_core"
     package.mkdir()
@@ -78,20 +87,10 @@ def test_the_disk_cache_notices_a_change_in_a_called_kernels_file(tmp_path: Path
 
     def run() -> tuple[str, int]:
         program = "from eplb_core.caller import total\nprint(total(1))\nprint(sum(total.stats.cache_misses.values()))"
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-        environment.pop("NUMBA_CACHE_DIR", None)
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        )
-        answer, misses = done.stdout.split()
+        answer, misses = python(program, tmp_path, PYTHONPATH=str(tmp_path)).stdout.split()
         return answer, int(misses)
 
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     callee.write_text(body.format(10))
     assert run() == ("11", 1)
     assert run() == ("11", 0)  # from the disk
@@ -109,22 +108,9 @@ def answer_of(folder: Path, before: str = "", after: str = "", **environment: st
             "@inline_kernel\ndef inlined(x: int, by: int) -> int:\n    return inner(x, True) + inner(by, False)\n\n"
             "@kernel\ndef most(x: int) -> int:\n    return inlined(x, 1) + inlined(x, 2) - inlined(2, x)\n"
         )
-    told = {"PYTHONPATH": str(ROOT.parent), "PYTHONDONTWRITEBYTECODE": "1", "EPLB_CORE_QUIET": "", **environment}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-c",
-            f"{before}\nfrom one import inlined, inner, most\nprint(most(1))\n{after}",
-        ],
-        cwd=folder,
-        env={**os.environ, **told},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    program = f"{before}\nfrom one import inlined, inner, most\nprint(most(1))\n{after}"
+    told = {"PYTHONPATH": str(ROOT.parent), "EPLB_CORE_QUIET": "", **environment}
+    done = python(program, folder, "-W", "error", **told)
     return done.stdout, done.stderr
 
 

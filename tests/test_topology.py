@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_core import Topology
@@ -30,7 +30,6 @@ def test_nodes_of_any_size_and_in_any_order_are_accepted() -> None:
     assert Topology(5, 3, rank_to_node=[1, 0, 1, 1, 2]) == topology
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.data())
 def test_a_topology_is_what_its_arrays_say(node: list[int], data: st.DataObject) -> None:
     rank_to_node = [sorted(set(node)).index(n) for n in node]

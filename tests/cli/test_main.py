@@ -22,6 +22,7 @@ from eplb_core.cli.plan import conclude_plan
 from eplb_core.cli.simulate import _program
 from eplb_core.files.formats import demo_trace
 from eplb_core.trace import Trace
+from tests.cli.commands import Commands
 
 PLACE = ["--ranks", "4", "--nodes", "2", "--slots", "20"]
 
@@ -66,12 +67,9 @@ def fits_80_columns(text: str) -> bool:
 
 
 @pytest.mark.slow
-def test_plan_writes_a_layout_and_shows_what_it_gains(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_writes_a_layout_and_shows_what_it_gains(trace: str, tmp_path: Path, eplb: Commands) -> None:
     out = tmp_path / "out.json"
-    assert main(["plan", trace, *PLACE, "--out", str(out)]) == 0
-    text = capsys.readouterr().out
+    text = eplb("plan", trace, *PLACE, "--out", str(out)).out
     planned = load_layout(out)
     assert planned.topology == Topology(4, 2)
     assert planned.digest[:16] in text
@@ -80,19 +78,15 @@ def test_plan_writes_a_layout_and_shows_what_it_gains(
 
 
 @pytest.mark.slow
-def test_plan_in_json_has_the_same_numbers(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", trace, *PLACE, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_plan_in_json_has_the_same_numbers(trace: str, eplb: Commands) -> None:
+    facts = eplb("plan", trace, *PLACE, "--json").facts
     assert 0 < facts["before"]["mean"] <= facts["after"]["mean"] <= facts["bound"]["mean"] + 1e-9 <= 1 + 1e-9
     assert (facts["num_slots"], facts["num_ranks"], facts["trace"]["windows"]) == (20, 4, 8)
 
 
 @pytest.mark.slow
-def test_plan_from_a_current_layout_counts_its_transfers(
-    trace: str, layout: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", trace, *PLACE, "--current", layout]) == 0
-    assert "current   planned" in capsys.readouterr().out
+def test_plan_from_a_current_layout_counts_its_transfers(trace: str, layout: str, eplb: Commands) -> None:
+    assert "current   planned" in eplb("plan", trace, *PLACE, "--current", layout).out
 
 
 LOADED = """
@@ -131,129 +125,119 @@ def test_the_time_of_a_plan_has_no_compilation_in_it(trace: str, layout: str, st
 
 
 @pytest.mark.slow
-def test_plan_writes_an_engines_format(trace: str, tmp_path: Path) -> None:
+def test_plan_writes_an_engines_format(trace: str, tmp_path: Path, eplb: Commands) -> None:
     out = tmp_path / "moe.yaml"
-    assert main(["plan", trace, *PLACE, "--out", str(out), "--to", "tensorrt-llm"]) == 0
+    eplb("plan", trace, *PLACE, "--out", str(out), "--to", "tensorrt-llm")
     assert out.read_text().startswith("num_slots: 20\ninitial_global_assignments:\n  3: [")
 
 
-def test_more_experts_than_slots_is_a_usage_error(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", trace, "--ranks", "4", "--slots", "15"]) == 2
-    assert "`num_slots` (=15) must be at least `num_experts` (=16)" in capsys.readouterr().err
+def test_more_experts_than_slots_is_a_usage_error(trace: str, eplb: Commands) -> None:
+    assert (
+        "`num_slots` (=15) must be at least `num_experts` (=16)"
+        in eplb("plan", trace, "--ranks", "4", "--slots", "15", status=2).err
+    )
 
 
 # ---- simulate --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_simulate_shows_policies_side_by_side(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_shows_policies_side_by_side(trace: str, eplb: Commands) -> None:
     pytest.importorskip("torch", reason="DeepSeek's policy needs torch")
-    assert main(["simulate", trace, *PLACE, "--interval", "4"]) == 0
-    out = capsys.readouterr().out
+    out = eplb("simulate", trace, *PLACE, "--interval", "4").out
     assert out.splitlines()[0].split() == ["none", "place", "deepseek"]
     assert fits_80_columns(out)
 
 
 @pytest.mark.slow
-def test_simulate_leaves_deepseek_out_where_ranks_do_not_divide(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", trace, "--ranks", "3", "--slots", "20", "--interval", "4", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert [run["policy"] for run in json.loads(captured.out)] == ["none", "place"]
-    assert "3 ranks do not divide 20 slots" in captured.err
+@pytest.mark.parametrize(
+    ("shape", "torch", "why"),
+    [(["--ranks", "3", "--slots", "20"], True, "3 ranks do not divide 20 slots"), (PLACE, False, "it needs torch")],
+)
+def test_simulate_leaves_deepseek_out_where_it_cannot_run(
+    shape: list[str], torch: bool, why: str, trace: str, eplb: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = eplb("simulate", trace, *shape, "--interval", "4", "--json")
+    assert [run["policy"] for run in said.facts] == ["none", "place"]
+    assert f"deepseek is left out: {why}" in said.err
 
 
 @pytest.mark.slow
-def test_the_layout_to_start_from_says_its_ranks(
-    trace: str, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_layout_to_start_from_says_its_ranks(trace: str, layout: str, tmp_path: Path, eplb: Commands) -> None:
     out = tmp_path / "next.json"
-    assert main(["plan", trace, "--slots", "20", "--current", layout, "--out", str(out)]) == 0
+    eplb("plan", trace, "--slots", "20", "--current", layout, "--out", str(out))
     assert load_layout(out).topology == Topology(4, 2)
-    assert main(["plan", trace, "--slots", "20", "--current", layout, "--ranks", "4"]) == 2
-    assert "leave the ranks and nodes out" in capsys.readouterr().err
+    assert (
+        "leave the ranks and nodes out"
+        in eplb("plan", trace, "--slots", "20", "--current", layout, "--ranks", "4", status=2).err
+    )
 
 
-def test_a_current_layout_of_other_layers_is_refused(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_current_layout_of_other_layers_is_refused(trace: str, tmp_path: Path, eplb: Commands) -> None:
     save_layout(ExpertLayout.trivial(3, 16, num_slots=16, topology=Topology(4, 2)), tmp_path / "deep.json")
-    assert main(["plan", trace, "--slots", "16", "--current", str(tmp_path / "deep.json")]) == 2
-    assert "deep.json has 3 layers, the trace 2" in capsys.readouterr().err
+    assert (
+        "deep.json has 3 layers, the trace 2"
+        in eplb("plan", trace, "--slots", "16", "--current", str(tmp_path / "deep.json"), status=2).err
+    )
 
 
-@pytest.mark.slow
-def test_without_torch_deepseeks_policy_is_left_out(
-    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["simulate", trace, *PLACE, "--interval", "4", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert [run["policy"] for run in json.loads(captured.out)] == ["none", "place"]
-    assert "deepseek is left out: it needs torch" in captured.err
-
-
-def test_simulate_without_planning_needs_no_kernel(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", trace, *PLACE, "--policy", "none", "--interval", "3", "--windows", "1:8", "--json"]) == 0
-    (result,) = json.loads(capsys.readouterr().out)
+def test_simulate_without_planning_needs_no_kernel(trace: str, eplb: Commands) -> None:
+    options = ["--policy", "none", "--interval", "3", "--windows", "1:8", "--json"]
+    (result,) = eplb("simulate", trace, *PLACE, *options).facts
     assert [block["first_window"] for block in result["blocks"]] == [0, 3, 6]
     assert result["total_transfers"] == 0
 
 
-def test_simulate_starts_from_a_current_layout(trace: str, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", trace, *PLACE, "--policy", "none", "--interval", "4", "--current", layout, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["digests"][0] == load_layout(layout).digest
+def test_simulate_starts_from_a_current_layout(trace: str, layout: str, eplb: Commands) -> None:
+    options = ["--policy", "none", "--interval", "4", "--current", layout, "--json"]
+    assert eplb("simulate", trace, *PLACE, *options).facts[0]["digests"][0] == load_layout(layout).digest
 
 
 # ---- inspect ---------------------------------------------------------------------------------------------------------
 
 
-def test_inspect_says_what_a_trace_holds(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", trace]) == 0
-    out = capsys.readouterr().out
+def test_inspect_says_what_a_trace_holds(trace: str, eplb: Commands) -> None:
+    out = eplb("inspect", trace).out
     assert fits_80_columns(out.replace(trace, "trace.npz"))
     for part in ("a trace, format eplb-trace-1", "windows         8", "sigma of log", "none found"):
         assert part in out
 
 
-def test_inspect_adds_windows_up_beyond_int64(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_adds_windows_up_beyond_int64(tmp_path: Path, eplb: Commands) -> None:
     save_trace(Trace(np.full((2, 1, 4), 2**62)), tmp_path / "large.npz")
-    assert main(["inspect", str(tmp_path / "large.npz"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["load_of_a_layer"] == 2.0**65
+    assert eplb("inspect", str(tmp_path / "large.npz"), "--json").facts["load_of_a_layer"] == 2.0**65
 
 
-def test_inspect_finds_a_recorders_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_finds_a_recorders_fault(tmp_path: Path, eplb: Commands) -> None:
     load = np.ones((2, 3, 32), dtype=np.int64)
     load[:, 1, 8:] = 0
     load[1] = 0
     save_trace(Trace(load), tmp_path / "bad.npz")
-    assert main(["inspect", str(tmp_path / "bad.npz")]) == 1
-    out = capsys.readouterr().out
+    out = eplb("inspect", str(tmp_path / "bad.npz"), status=1).out
     assert "layers 1 put all load on the first 8 of 32 experts" in " ".join(out.split())
     assert "1 of 2 windows have no load" in " ".join(out.split())
 
 
-def test_inspect_of_an_empty_load_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_an_empty_load_says_so(tmp_path: Path, eplb: Commands) -> None:
     save_trace(Trace(np.zeros((1, 2, 4))), tmp_path / "zero.npz")
-    assert main(["inspect", str(tmp_path / "zero.npz")]) == 1
-    assert "layers 0, 1 have no load" in capsys.readouterr().out
+    assert "layers 0, 1 have no load" in eplb("inspect", str(tmp_path / "zero.npz"), status=1).out
 
 
 def test_a_layout_without_layers_has_no_pairs() -> None:
     assert len(pairs_on_a_rank(ExpertLayout.trivial(0, 8, num_slots=12, topology=Topology(4)))) == 0
 
 
-def test_inspect_finds_an_expert_twice_on_a_rank(pair: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", pair, "--json"]) == 1
-    facts = json.loads(capsys.readouterr().out)
+def test_inspect_finds_an_expert_twice_on_a_rank(pair: str, eplb: Commands) -> None:
+    facts = eplb("inspect", pair, "--json", status=1).facts
     assert (facts["pairs_on_a_rank"], facts["digest"]) == (1, load_layout(pair).digest)
     assert "expert 0 on rank 0 of layer 0" in facts["faults"][0]
-    assert main(["inspect", pair]) == 1
-    assert fits_80_columns(capsys.readouterr().out.replace(pair, "pair.json"))
+    assert fits_80_columns(eplb("inspect", pair, status=1).out.replace(pair, "pair.json"))
 
 
-def test_inspect_of_a_sound_layout_is_well(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", layout]) == 0
-    assert "none found" in capsys.readouterr().out
+def test_inspect_of_a_sound_layout_is_well(layout: str, eplb: Commands) -> None:
+    assert "none found" in eplb("inspect", layout).out
 
 
 # ---- convert ---------------------------------------------------------------------------------------------------------
@@ -269,66 +253,64 @@ def test_inspect_of_a_sound_layout_is_well(layout: str, capsys: pytest.CaptureFi
         ("l.yaml", "tensorrt-llm"),
     ],
 )
-def test_convert_goes_to_every_format_and_back(layout: str, tmp_path: Path, name: str, to: str) -> None:
+def test_convert_goes_to_every_format_and_back(layout: str, tmp_path: Path, name: str, to: str, eplb: Commands) -> None:
     if name.endswith(".pt"):
         pytest.importorskip("torch", reason="torch writes .pt files")
     there, back = tmp_path / f"there-{name}", tmp_path / "back.json"
-    assert main(["convert", layout, str(there), "--to", to]) == 0
-    assert main(["convert", str(there), str(back), "--to", "eplb", "--ranks", "4", "--nodes", "2"]) == 0
+    eplb("convert", layout, str(there), "--to", to)
+    eplb("convert", str(there), str(back), "--to", "eplb", "--ranks", "4", "--nodes", "2")
     assert load_layout(back) == load_layout(layout)
 
 
-def test_convert_of_a_trace(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", trace, str(tmp_path / "c.json"), "--to", "sglang", "--windows", ":2"]) == 0
+def test_convert_of_a_trace(trace: str, tmp_path: Path, eplb: Commands) -> None:
+    eplb("convert", trace, str(tmp_path / "c.json"), "--to", "sglang", "--windows", ":2")
     assert load_trace(tmp_path / "c.json").load.shape == (2, 2, 16)
-    assert main(["convert", str(tmp_path / "c.json"), str(tmp_path / "t.npz"), "--to", "eplb", "--json"]) == 0
-    assert main(["convert", trace, str(tmp_path / "c.yaml"), "--to", "tensorrt-llm"]) == 2
-    assert "must be one of eplb, sglang for a trace" in capsys.readouterr().err
+    eplb("convert", str(tmp_path / "c.json"), str(tmp_path / "t.npz"), "--to", "eplb", "--json")
+    assert (
+        "must be one of eplb, sglang for a trace"
+        in eplb("convert", trace, str(tmp_path / "c.yaml"), "--to", "tensorrt-llm", status=2).err
+    )
 
 
-def test_convert_reads_and_writes_sglang_s_inline_json(
-    layout: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_reads_and_writes_sglang_s_inline_json(layout: str, trace: str, tmp_path: Path, eplb: Commands) -> None:
     """What `--init-expert-location` takes on the command line, a map and a load."""
-    assert main(["convert", layout, "-", "--to", "sglang"]) == 0
-    inline = capsys.readouterr().out
+    inline = eplb("convert", layout, "-", "--to", "sglang").out
     assert json.loads(inline)["physical_to_logical_map"] == load_layout(layout).physical_to_logical_map.tolist()
     back = tmp_path / "back.json"
-    assert main(["convert", inline, str(back), "--to", "eplb", "--ranks", "4", "--nodes", "2"]) == 0
+    eplb("convert", inline, str(back), "--to", "eplb", "--ranks", "4", "--nodes", "2")
     assert load_layout(back) == load_layout(layout)
-    capsys.readouterr()
-    assert main(["convert", trace, "-", "--to", "sglang"]) == 0
-    load = capsys.readouterr().out
-    assert main(["convert", load, str(tmp_path / "t.npz"), "--to", "eplb"]) == 0
+    load = eplb("convert", trace, "-", "--to", "sglang").out
+    eplb("convert", load, str(tmp_path / "t.npz"), "--to", "eplb")
     assert np.array_equal(load_trace(tmp_path / "t.npz").load, load_trace(trace).load)
-    capsys.readouterr()
-    assert main(["convert", '{"physical_to_logical_map": [[0, 1', str(back), "--to", "eplb", "--ranks", "2"]) == 2
-    assert capsys.readouterr().err.startswith("eplb: inline JSON: expected JSON, found")
+    said = eplb("convert", '{"physical_to_logical_map": [[0, 1', str(back), "--to", "eplb", "--ranks", "2", status=2)
+    assert said.err.startswith("eplb: inline JSON: expected JSON, found")
     for source in (layout, trace):
-        assert main(["convert", source, "-", "--to", "eplb"]) == 2
-        assert "OUT (=-) must be a file with --to eplb; only sglang's JSON" in capsys.readouterr().err
+        assert "OUT (=-) must be a file with --to eplb" in eplb("convert", source, "-", "--to", "eplb", status=2).err
 
 
-def test_load_on_the_first_experts_alone_is_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "convert LOAD OUT --to eplb",
+        "plan LOAD --ranks 4 --slots 20",
+        "simulate LOAD --ranks 4 --slots 20 --interval 1 --policy none",
+    ],
+)
+def test_load_on_the_first_experts_alone_is_pointed_out(argv: str, tmp_path: Path, eplb: Commands) -> None:
     """Seen in public recordings; whoever converts or plans from one must hear of it."""
     load = np.random.default_rng(0).integers(1, 99, (2, 3, 16))
     load[:, 1, 2:] = 0
-    source = str(tmp_path / "load.npy")
-    np.save(source, load)
-    for argv in (
-        ["convert", source, str(tmp_path / "t.npz"), "--to", "eplb"],
-        ["plan", source, "--ranks", "4", "--slots", "20"],
-        ["simulate", source, "--ranks", "4", "--slots", "20", "--interval", "1", "--policy", "none"],
-    ):
-        main(argv)
-        assert "note: layers 1 put all load on the first 2 of 16 experts" in capsys.readouterr().err
+    np.save(tmp_path / "load.npy", load)
+    names = {"LOAD": str(tmp_path / "load.npy"), "OUT": str(tmp_path / "t.npz")}
+    said = eplb(*(names.get(word, word) for word in argv.split()))
+    assert "note: layers 1 put all load on the first 2 of 16 experts" in said.err
 
 
-def test_convert_refuses_what_a_format_cannot_say(
-    pair: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["convert", pair, str(tmp_path / "m.json"), "--to", "vllm-ascend"]) == 2
-    assert "rank 0 must not hold expert 0 twice at layer 0" in capsys.readouterr().err
+def test_convert_refuses_what_a_format_cannot_say(pair: str, tmp_path: Path, eplb: Commands) -> None:
+    assert (
+        "rank 0 must not hold expert 0 twice at layer 0"
+        in eplb("convert", pair, str(tmp_path / "m.json"), "--to", "vllm-ascend", status=2).err
+    )
 
 
 # ---- status and messages ---------------------------------------------------------------------------------------------
@@ -359,11 +341,10 @@ def test_convert_refuses_what_a_format_cannot_say(
     ],
 )
 def test_bad_numbers_and_files_end_with_status_2(
-    argv: list[str], match: str, trace: str, layout: str, pair: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], match: str, trace: str, layout: str, pair: str, eplb: Commands
 ) -> None:
     names = {"TRACE": trace, "LAYOUT": layout, "PAIR": pair}
-    assert main([names.get(word, word) for word in argv]) == 2
-    error = capsys.readouterr().err
+    error = eplb(*(names.get(word, word) for word in argv), status=2).err
     assert names.get(match, match) in error
     assert error.splitlines()[-1].startswith("eplb: ")
 
@@ -385,11 +366,8 @@ def test_bad_numbers_and_files_end_with_status_2(
         ["convert", "a", "b", "--to", "vllm"],
     ],
 )
-def test_wrong_usage_ends_with_status_2_and_the_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    assert caught.value.code == 2
-    said = capsys.readouterr().err
+def test_wrong_usage_ends_with_status_2_and_the_usage(argv: list[str], eplb: Commands) -> None:
+    said = eplb.exits(*argv).err
     assert "usage: eplb" in said
     assert "value: " not in said  # argparse's own words, which name a function and not what is wanted
 
@@ -398,26 +376,18 @@ def test_wrong_usage_ends_with_status_2_and_the_usage(argv: list[str], capsys: p
 @pytest.mark.parametrize(
     "argv", [["inspect", "t", "{}"], ["plan", "t", "--slots", "{}"], ["{}"], ["inspect", "{}"], ["convert", "t", "{}"]]
 )
-def test_words_that_a_user_gives_are_shown_in_one_printable_line(
-    word: str, argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        sys.exit(main([each.format(word) for each in argv]))
-    assert end.value.code == 2
-    said = capsys.readouterr().err
+def test_words_that_a_user_gives_are_shown_in_one_printable_line(word: str, argv: list[str], eplb: Commands) -> None:
+    said = eplb.exits(*(each.format(word) for each in argv)).err
     last = said.splitlines()[-1]
     assert said.replace("\n", "").isprintable()
     assert "eplb" in last
     assert len(last) < 2500
 
 
-def test_names_in_files_are_shown_without_control_characters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_in_files_are_shown_without_control_characters(tmp_path: Path, eplb: Commands) -> None:
     path = tmp_path / "map\x1b[2J.json"
     path.write_text(json.dumps({"physical_to_logical_map": [[0, 1]], "\x1b[2J": 1}))
-    assert main(["inspect", str(path), "--ranks", "2"]) == 0
-    said = capsys.readouterr()
+    said = eplb("inspect", str(path), "--ranks", "2")
     assert "SGLang refuses the further keys \\x1b[2J" in said.err
     assert "\\x1b[2J.json" in said.out
     assert (said.out + said.err).replace("\n", "").isprintable()
@@ -476,18 +446,17 @@ def test_a_closed_output_is_no_error(trace: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_an_interrupt_ends_with_130(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_with_130(trace: str, monkeypatch: pytest.MonkeyPatch, eplb: Commands) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("eplb_core.cli.inputs.load_trace", interrupt)
-    assert main(["inspect", trace]) == 130
+    eplb("inspect", trace, status=130)
 
 
 @pytest.mark.slow
-def test_the_demo_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo"]) == 0
-    out = capsys.readouterr().out
+def test_the_demo_explains_itself(eplb: Commands) -> None:
+    out = eplb("demo").out
     assert fits_80_columns(out)
     for part in (
         "1. PLAN",
@@ -497,8 +466,7 @@ def test_the_demo_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
         "plan FILE --ranks R",
     ):
         assert part in " ".join(out.split())
-    assert main(["demo", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = eplb("demo", "--json").facts
     by_policy = {run["policy"]: run["total_balancedness"] for run in facts["simulate"]}
     assert by_policy["place"] > by_policy["none"] + 0.1
 
@@ -512,14 +480,11 @@ def test_what_to_type_next_is_the_command_where_the_shell_finds_it(
     assert _program() == "eplb"
 
 
-def test_without_torch_what_needs_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_torch_what_needs_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eplb: Commands) -> None:
     torch = pytest.importorskip("torch")
     torch.save({"logical_count": torch.ones(2, 3, 4)}, tmp_path / "recorder.pt")
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert main(["inspect", str(tmp_path / "recorder.pt")]) == 2
-    assert "needs torch: pip install 'eplb-core[torch]'" in capsys.readouterr().err
+    assert "needs torch: pip install 'eplb-core[torch]'" in eplb("inspect", str(tmp_path / "recorder.pt"), status=2).err
 
 
 def test_the_main_module_runs_nothing_when_it_is_imported() -> None:
@@ -530,19 +495,15 @@ def test_the_main_module_runs_nothing_when_it_is_imported() -> None:
 
 
 @pytest.mark.slow
-def test_simulate_counts_seconds_of_hardware_and_writes_a_page(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_counts_seconds_of_hardware_and_writes_a_page(trace: str, tmp_path: Path, eplb: Commands) -> None:
     page = tmp_path / "report.html"
     options = ["--policy", "none,once,gated", "--interval", "2", "--dispatch", "weighted", "--window-passes", "50"]
-    assert main(["simulate", trace, *PLACE, *options, "--hardware", "H200", "--report", str(page)]) == 0
-    out = capsys.readouterr().out
+    out = eplb("simulate", trace, *PLACE, *options, "--hardware", "H200", "--report", str(page)).out
     assert "s of pauses" in out
     assert "of its memory" in out
     assert out.endswith(f"wrote   {page}\n")
     assert "<title>Replay of trace.npz</title>" in page.read_text()
-    assert main(["simulate", trace, *PLACE, *options, "--hardware", "H200", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)[1]
+    facts = eplb("simulate", trace, *PLACE, *options, "--hardware", "H200", "--json").facts[1]
     assert facts["link_transfers"]["node"] + facts["link_transfers"]["network"] == facts["total_transfers"]
     assert facts["pass_s"] > 0
     assert facts["memory_bytes"] == 2 * 3 * 7168 * 2048

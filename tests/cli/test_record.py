@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from eplb_core import ExpertLayout, LayoutClient, LayoutRecord, LayoutServer, Topology, save_layout
-from eplb_core.cli.main import main
 from eplb_core.loading.record.state import RecordState
+from tests.cli.commands import Commands
 
 LAYOUT = ExpertLayout([[0, 1, 1, 0], [1, 0, 0, 1]], 2, topology=Topology(num_ranks=2))
 LOADER = """
@@ -51,21 +51,18 @@ def start(stack: ExitStack, folder: Path, *arguments: str) -> tuple[subprocess.P
     return process, process.stdout.readline()
 
 
-def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+def shown(out: str) -> dict[str, str]:
     """The rows that were printed, by name."""
-    lines = capsys.readouterr().out.splitlines()
+    lines = out.splitlines()
     width = lines[0].index("/")
     return {line[:width].rstrip(): line[width:] for line in lines}
 
 
-def test_status_shows_engines_the_move_and_who_does_not_follow(
-    path: str, capsys: pytest.CaptureFixture[str], stack: ExitStack
-) -> None:
+def test_status_shows_engines_the_move_and_who_does_not_follow(path: str, eplb: Commands, stack: ExitStack) -> None:
     state = RecordState(LAYOUT, version=3, non_followers=("old",), num_non_followers=1)
     server = stack.enter_context(LayoutServer(path, LayoutRecord.of_state(state)))
     stack.enter_context(LayoutClient(path, "kestrel"))
-    assert main(["record", "status", path]) == 0
-    rows = shown(capsys)
+    rows = shown(eplb("record", "status", path).out)
     assert (rows["record"], rows["layout"]) == ("version 3", "2 layers, 2 experts, 4 slots on 2 ranks")
     assert (rows["engines"], rows["moving"]) == ("kestrel", "nothing")
     assert rows["not following"] == "1, so nothing may move: old"
@@ -73,52 +70,47 @@ def test_status_shows_engines_the_move_and_who_does_not_follow(
     assert server.state.engines == ("kestrel",)
 
 
-def test_status_shows_who_follows_and_whom_a_move_waits_for(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_who_follows_and_whom_a_move_waits_for(path: str, eplb: Commands) -> None:
     record = LayoutRecord(LAYOUT)
     for engine in ("mover", "standby"):
         record.attach(engine)
     record.follow("standby", LAYOUT.digest)
     record.begin("mover", [1], 0)
     with LayoutServer(path, record):
-        assert main(["record", "status", path]) == 0
-    rows = shown(capsys)
+        rows = shown(eplb("record", "status", path).out)
     assert rows["engines"] == "mover, standby (follows)"
     assert rows["moving"] == "the move of layer 1 by engine 'mover' from version 0"
     assert rows["waiting for"] == "standby to stop reading"
 
 
-def test_status_of_a_dirty_record_is_1_and_says_why(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_dirty_record_is_1_and_says_why(path: str, eplb: Commands) -> None:
     with LayoutServer(path, LayoutRecord.of_state(RecordState(LAYOUT, dirty="it was dropped"))):
-        assert main(["record", "status", path]) == 1
-        assert "nobody knows what the slots hold" in (text := capsys.readouterr().out)
+        text = eplb("record", "status", path, status=1).out
+        assert "nobody knows what the slots hold" in text
         assert "because it was dropped; restart the keeper" in text
-        assert main(["record", "status", path, "--json"]) == 1
-        assert json.loads(capsys.readouterr().out)["dirty"] == "it was dropped"
+        assert eplb("record", "status", path, "--json", status=1).facts["dirty"] == "it was dropped"
 
 
-def test_status_without_a_record_or_a_server(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_without_a_record_or_a_server(path: str, eplb: Commands) -> None:
     with LayoutServer(path, None):
-        assert main(["record", "status", path]) == 0
-        assert "record none is kept here" in capsys.readouterr().out
-    assert main(["record", "status", path]) == 2
-    assert f"eplb: nobody listens at {path}" in capsys.readouterr().err
+        assert "record none is kept here" in eplb("record", "status", path).out
+    assert f"eplb: nobody listens at {path}" in eplb("record", "status", path, status=2).err
     Path(path).mkdir()
-    assert main(["record", "status", path]) == 2
+    eplb("record", "status", path, status=2)
 
 
-def test_status_of_somebody_elses_socket_says_so(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_somebody_elses_socket_says_so(path: str, eplb: Commands) -> None:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(path)
         other.listen()
         hangs_up = threading.Thread(target=lambda: other.accept()[0].close())
         hangs_up.start()
-        assert main(["record", "status", path]) == 2
+        assert f"eplb: the keeper at {path} " in eplb("record", "status", path, status=2).err
         hangs_up.join()
-    assert f"eplb: the keeper at {path} " in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_served_record_survives_its_keeper(path: str, tmp_path: Path, stack: ExitStack) -> None:
+def test_a_served_record_survives_its_keeper(path: str, tmp_path: Path, stack: ExitStack, eplb: Commands) -> None:
     arguments = ["record", "serve", path, "--layout", "layout.json", "--state", "state.json", "--memory", "m1"]
     keeper, ready = start(stack, tmp_path, *arguments, "--json")
     assert json.loads(ready) == {"ready": path, "version": 0, "digest": LAYOUT.digest}
@@ -129,7 +121,7 @@ def test_a_served_record_survives_its_keeper(path: str, tmp_path: Path, stack: E
         keeper.wait()
     keeper, ready = start(stack, tmp_path, *arguments)
     assert ready.startswith(f"ready {path} version 1 digest ")
-    assert main(["record", "serve", path, "--layout", str(tmp_path / "layout.json")]) == 2
+    eplb("record", "serve", path, "--layout", str(tmp_path / "layout.json"), status=2)
     keeper.send_signal(signal.SIGTERM)
     assert keeper.wait(30) == 0
     assert not Path(path).exists()
@@ -144,7 +136,7 @@ def test_a_served_record_survives_its_keeper(path: str, tmp_path: Path, stack: E
 
 @pytest.mark.slow
 def test_a_host_loads_by_the_engines_function_and_says_when_it_is_ready(
-    path: str, tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
+    path: str, tmp_path: Path, stack: ExitStack, eplb: Commands
 ) -> None:
     pytest.importorskip("torch", reason="a host keeps tensors")
     from eplb_core import attach_weights
@@ -158,8 +150,7 @@ def test_a_host_loads_by_the_engines_function_and_says_when_it_is_ready(
         tensors: dict[str, object] = {}
         attach_weights(client, tensors, config=config, layout=LAYOUT, rank=1).close()
         assert tensors["w"].tolist() == [[1.0] * 3] * 2  # type: ignore[attr-defined]
-        assert main(["record", "status", path]) == 0
-        assert "weights 1 tensors, 24 bytes\n" in capsys.readouterr().out
+        assert "weights 1 tensors, 24 bytes\n" in eplb("record", "status", path).out
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
 
@@ -199,54 +190,43 @@ def test_a_host_loads_a_checkpoint_by_itself(path: str, tmp_path: Path, stack: E
     assert process.wait(30) == 0
 
 
-def test_a_checkpoint_needs_a_layout_and_a_template(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torch", reason="a host keeps tensors")
-    folder = Path(path).parent
-    layout = ["--layout", str(folder / "layout.json")]
-    for arguments, said in [
-        ([], "--checkpoint needs --layout"),
-        (layout, "--checkpoint needs --template"),
-        (
-            [*layout, "--template", "nobody"],
-            "`template` (='nobody') must be a CheckpointTemplate or one of",
-        ),
-        ([*layout, "--template", "json:nothing"], "--template: module json has no 'nothing'"),
-        ([*layout, "--template", "mixtral"], f"{folder / 'none'}"),
-    ]:
-        assert main(["host", path, "--rank", "0", "--checkpoint", str(folder / "none"), *arguments]) == 2
-        assert said in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["host", path, "--rank", "0"])
-    assert "one of the arguments --load --checkpoint is required" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--load", "json:__doc__"], "--load (=json:__doc__) must be a function"),
-        (["--load", "kestrel"], r"--load (=kestrel) must be MODULE:FUNCTION"),
-        (["--load", "json:nothing"], "--load: module json has no 'nothing'"),
-        (["--load", "no_such_module_here:f"], "No module named 'no_such_module_here'"),
-        (["--load", "json:loads", "--config", "{"], "--config is no JSON"),
-        (["--load", "json:loads", "--config", "[1]"], "--config (=[1]) must be a JSON object"),
-        (["--load", "json:loads", "--config", '{"ep_rank": 5}'], "`config['ep_rank']` (=5) must be 0"),
+        ("--load json:__doc__", "--load (=json:__doc__) must be a function"),
+        ("--load kestrel", "--load (=kestrel) must be MODULE:FUNCTION"),
+        ("--load json:nothing", "--load: module json has no 'nothing'"),
+        ("--load no_such_module_here:f", "No module named 'no_such_module_here'"),
+        ("--load json:loads --config {", "--config is no JSON"),
+        ("--load json:loads --config [1]", "--config (=[1]) must be a JSON object"),
+        ('--load json:loads --config {"ep_rank":5}', "`config['ep_rank']` (=5) must be 0"),
+        ("--checkpoint /nowhere/model", "--checkpoint needs --layout"),
+        ("--checkpoint /nowhere/model --layout LAYOUT", "--checkpoint needs --template"),
+        (
+            "--checkpoint /nowhere/model --layout LAYOUT --template nobody",
+            "`template` (='nobody') must be a CheckpointTemplate",
+        ),
+        (
+            "--checkpoint /nowhere/model --layout LAYOUT --template json:nothing",
+            "--template: module json has no 'nothing'",
+        ),
+        ("--checkpoint /nowhere/model --layout LAYOUT --template mixtral", "/nowhere/model"),
+        ("", "one of the arguments --load --checkpoint is required"),
     ],
 )
-def test_a_host_that_cannot_start_says_why(
-    path: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_host_that_cannot_start_says_why(path: str, arguments: str, said: str, eplb: Commands) -> None:
     pytest.importorskip("torch", reason="a host keeps tensors")
-    assert main(["host", path, "--rank", "0", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    words = arguments.replace("LAYOUT", str(Path(path).with_name("layout.json"))).split()
+    assert said in eplb.exits("host", path, "--rank", "0", *words).err
 
 
 def test_a_module_to_load_by_is_found_in_the_working_folder(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eplb: Commands
 ) -> None:
     """As with `python -m`, whose path begins there."""
     pytest.importorskip("torch", reason="a host keeps tensors")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     (tmp_path / "kestrel_of_here.py").touch()
-    assert main(["host", path, "--rank", "0", "--load", "kestrel_of_here:load"]) == 2
-    assert "--load: module kestrel_of_here has no 'load'" in capsys.readouterr().err
+    said = eplb("host", path, "--rank", "0", "--load", "kestrel_of_here:load", status=2).err
+    assert "--load: module kestrel_of_here has no 'load'" in said

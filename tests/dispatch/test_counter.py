@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import DispatchTables, EplbError, ExpertLayout, LoadCounter, Topology, balancedness, rank_load
-from tests.dispatch.cases import PAIR, random_layout
+from tests.cases import PAIR, random_layout
 
 
 def test_counts_are_pairs_of_token_and_expert_wherever_they_go() -> None:
@@ -66,7 +66,7 @@ def test_padding_and_dummy_passes_are_no_load() -> None:
 
 
 @given(st.integers(1, 4), st.lists(st.integers(0, 5), max_size=12), st.integers(0, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_snapshots_hold_the_last_finished_windows_oldest_first(windows: int, sizes: list[int], open_size: int) -> None:
     load = LoadCounter(2, 4, windows=windows)
     layout = ExpertLayout([[0, 1, 2, 3]] * 2, num_experts=4, topology=Topology(num_ranks=2))

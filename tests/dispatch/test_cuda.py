@@ -9,7 +9,7 @@ import torch._dynamo.testing
 
 from eplb_core import DispatchTables, LoadCounter, replica_shares, topk_to_slots
 from eplb_core.dispatch.constants import MODES
-from tests.dispatch.cases import random_layout
+from tests.cases import random_layout
 from tests.dispatch.test_gpu import some_ids
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from eplb_core import (
     ExpertLayout,
@@ -19,7 +20,7 @@ from eplb_core import (
     rank_load,
     static_dispatch_table,
 )
-from tests.dispatch.cases import PAIR, layouts, random_layout
+from tests.cases import PAIR, layouts, random_layout
 
 
 def reach(layout: ExpertLayout, rank: int, slot: int) -> int:
@@ -31,7 +32,7 @@ def reach(layout: ExpertLayout, rank: int, slot: int) -> int:
 
 
 @given(layouts(max_layers=1, max_experts=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_equal_senders_are_split_evenly_and_no_even_split_is_nearer(layout: ExpertLayout) -> None:
     table = even_dispatch_table(layout)
     ranks = layout.topology.num_ranks
@@ -58,8 +59,9 @@ def test_equal_senders_are_split_evenly_and_no_even_split_is_nearer(layout: Expe
 def test_eight_ranks_with_one_token_each_use_three_replicas_evenly() -> None:
     """vLLM's hash of the token index sends all eight to the first replica."""
     layout = ExpertLayout([[0, 1, 2, 0, 3, 4, 0, 5]], num_experts=6, topology=Topology(num_ranks=8))
-    counts = Counter(even_dispatch_table(layout)[:, 0, 0].tolist())
-    assert sorted(counts.values()) == [2, 3, 3]
+    hashed = [int(hash_dispatch_table(layout, rank=rank)[0][0, 0, 0]) for rank in range(8)]
+    for picks in (even_dispatch_table(layout)[:, 0, 0].tolist(), hashed):
+        assert sorted(Counter(picks).values()) == [2, 3, 3]
 
 
 def test_replicas_within_a_node_share_its_ranks() -> None:
@@ -81,11 +83,10 @@ def test_every_class_of_ranks_shares_the_replicas() -> None:
 
 
 @given(layouts(max_layers=1, max_experts=2), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_unequal_senders_stay_within_four_thirds_of_the_optimum(layout: ExpertLayout, data: st.DataObject) -> None:
     ranks, experts = layout.topology.num_ranks, layout.num_experts
-    flat = data.draw(st.lists(st.integers(0, 20), min_size=ranks * experts, max_size=ranks * experts))
-    sent = np.array(flat).reshape(ranks, 1, experts)
+    sent = data.draw(hnp.arrays(np.int64, (ranks, 1, experts), elements=st.integers(0, 20)))
     table = even_dispatch_table(layout, expert_load=sent)
     for expert in range(experts):
         slots, weights = layout.slots(0, expert), sent[:, 0, expert]
@@ -121,7 +122,7 @@ def test_a_node_does_not_keep_more_than_its_part() -> None:
 
 
 @given(layouts())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_even_entry_is_a_slot_that_holds_the_expert(layout: ExpertLayout) -> None:
     rng = np.random.default_rng(layout.num_slots)
     shape = (layout.topology.num_ranks, layout.num_layers, layout.num_experts)
@@ -170,18 +171,10 @@ def test_repeated_entries_express_weights() -> None:
     assert picked == {0: 256, 1: 128, 2: 128}
 
 
-def test_first_tokens_of_eight_ranks_use_three_replicas_evenly() -> None:
-    layout = ExpertLayout([[0, 1, 2, 0, 3, 4, 0, 5]], num_experts=6, topology=Topology(num_ranks=8))
-    first = [int(hash_dispatch_table(layout, rank=rank)[0][0, 0, 0]) for rank in range(8)]
-    assert sorted(Counter(first).values()) == [2, 3, 3]
-
-
 @given(layouts(), st.integers(0, 3), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_repeats_meet_every_share_within_half_an_entry(layout: ExpertLayout, rank: int, data: st.DataObject) -> None:
-    weights = np.array(
-        data.draw(st.lists(st.integers(1, 9), min_size=layout.num_slots, max_size=layout.num_slots)), dtype=float
-    )
+    weights = data.draw(hnp.arrays(np.float64, layout.num_slots, elements=st.integers(1, 9)))
     p2l = layout.physical_to_logical_map
     shares = np.zeros(p2l.shape)
     for layer, row in enumerate(p2l):
@@ -199,28 +192,37 @@ def test_repeats_meet_every_share_within_half_an_entry(layout: ExpertLayout, ran
                 assert abs(share - shares[layer, slot]) <= 0.5 / 25  # one of 25..48 entries is at least so near
 
 
-def test_bad_arguments_of_even_tables_are_named() -> None:
-    with pytest.raises(ValueError, match=r"must be \[1, 4\] or \[2, 1, 4\] from each rank"):
-        even_dispatch_table(PAIR, expert_load=np.ones((1, 5)))
-    with pytest.raises(ValueError, match=r"`expert_load` \(shape \[3, 1, 4\]\) must be \[1, 4\] or \[2, 1, 4\]"):
-        even_dispatch_table(PAIR, expert_load=np.ones((3, 1, 4)))
-    for wrong in (np.full((2, 1, 4), 1j), np.full((2, 1, 4), "much")):
-        with pytest.raises(TypeError, match=r"`expert_load` \(dtype .*\) must be integers or floats"):
-            even_dispatch_table(PAIR, expert_load=wrong)
-    bad = np.ones((2, 1, 4))
-    bad[1, 0, 2] = np.nan
-    with pytest.raises(ValueError, match=r"source rank 1, layer 0, expert 2"):
-        even_dispatch_table(PAIR, expert_load=bad)
-    with pytest.raises(IndexError, match=r"`rank` \(=2\) must be in \[0, 2\)"):
-        hash_dispatch_table(PAIR, rank=2)
-    with pytest.raises(ValueError, match=r"`width` \(=1\) must be at least 2"):
-        hash_dispatch_table(PAIR, width=1)
-    with pytest.raises(ValueError, match=r"`shares` \(shape \[1, 5\]\) must be \[1, 6\]"):
-        hash_dispatch_table(PAIR, shares=np.ones((1, 5)))
-    with pytest.raises(ValueError, match=r"`shares` \(=-0.5\) must be in \[0, 1\] at layer 0, slot 0"):
-        hash_dispatch_table(PAIR, shares=[[-0.5, 1, 1, 0.5, 0.5, 1.5]])
-    with pytest.raises(ValueError, match=r"expert 0 \(sum 0.75\) must sum to 1 at layer 0"):
-        hash_dispatch_table(PAIR, shares=[[0.5, 1, 1, 0.5, 0.5, 0.25]])
+NOT_A_NUMBER = np.where(np.arange(8) == 6, np.nan, 1.0).reshape(2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("load", "error", "text"),
+    [
+        (np.ones((1, 5)), ValueError, r"must be \[1, 4\] or \[2, 1, 4\] from each rank"),
+        (np.ones((3, 1, 4)), ValueError, r"`expert_load` \(shape \[3, 1, 4\]\) must be \[1, 4\] or \[2, 1, 4\]"),
+        (np.full((2, 1, 4), 1j), TypeError, r"`expert_load` \(dtype .*\) must be integers or floats"),
+        (np.full((2, 1, 4), "much"), TypeError, r"`expert_load` \(dtype .*\) must be integers or floats"),
+        (NOT_A_NUMBER, ValueError, r"source rank 1, layer 0, expert 2"),
+    ],
+)
+def test_bad_loads_of_even_tables_are_named(load: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        even_dispatch_table(PAIR, expert_load=load)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"rank": 2}, IndexError, r"`rank` \(=2\) must be in \[0, 2\)"),
+        ({"width": 1}, ValueError, r"`width` \(=1\) must be at least 2"),
+        ({"shares": np.ones((1, 5))}, ValueError, r"`shares` \(shape \[1, 5\]\) must be \[1, 6\]"),
+        ({"shares": [[-0.5, 1, 1, 0.5, 0.5, 1.5]]}, ValueError, r"\(=-0.5\) must be in \[0, 1\] at layer 0, slot 0"),
+        ({"shares": [[0.5, 1, 1, 0.5, 0.5, 0.25]]}, ValueError, r"expert 0 \(sum 0.75\) must sum to 1 at layer 0"),
+    ],
+)
+def test_bad_arguments_of_hash_tables_are_named(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        hash_dispatch_table(PAIR, **options)
 
 
 def test_ranks_that_fit_in_one_order_alone_are_spread_in_that_order() -> None:

@@ -15,7 +15,7 @@ from eplb_core import DispatchTables, ExpertLayout, LoadCounter, replica_shares
 from eplb_core._arrays import FloatArray
 from eplb_core.dispatch.constants import MODES, SOLVED_MODES, TAG
 from eplb_core.dispatch.ops import LayerTables, topk_to_slots
-from tests.dispatch.cases import random_layout
+from tests.cases import random_layout
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from eplb_core import DispatchTables, ExpertLayout, LoadCounter, Topology, replica_shares, topk_to_slots
 from eplb_core.dispatch.constants import MAPPED_TWICE, MODES, OUT_OF_RANGE, TAG, Mode
+from tests.cases import PAIR, layouts, random_layout
 from tests.dispatch import oracle
-from tests.dispatch.cases import PAIR, layouts, random_layout
 
 HOLDING_MODES = [mode for mode in MODES if mode != "fake"]
 
@@ -27,7 +27,7 @@ def random_ids(rows: int, columns: int, experts: int, seed: int = 0) -> torch.Te
 
 
 @given(layouts(), st.sampled_from(MODES), st.integers(0, 20), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_slot_holds_the_expert_on_every_rank_in_every_mode(
     layout: ExpertLayout, mode: str, rows: int, data: st.DataObject
 ) -> None:
@@ -137,21 +137,34 @@ def test_slots_have_the_names_that_the_all_to_all_uses() -> None:
             assert tables.map(0, torch.tensor([[5]])).tolist() == [[7]]
 
 
-def test_ids_that_are_no_experts_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("ids", "options", "error", "text"),
+    [
+        ([[0, 0]], {"num_shared": 3}, ValueError, r"`num_shared` \(=3\) must be in \[0, 2\]"),
+        ([[0, 0]], {"out": torch.zeros(1, 3).long()}, ValueError, r"`out` \(shape \[1, 3\]\) must be \[1, 2\]"),
+        ([[0]], {"out": torch.zeros(1, 1)}, TypeError, r"`out` \(dtype torch.float32\) must be int32 or int64"),
+        ([[0], [5], [4]], {}, IndexError, r"\(=5\) must be .* expert in \[0, 4\) at row 1, column 0; 1 more"),
+        ([[-2]], {}, IndexError, r"\(=-2\)"),
+    ],
+)
+def test_bad_arguments_of_the_operator_are_named(ids: Any, options: Any, error: type[Exception], text: str) -> None:
     """FAULTS C12, C14: physical ids up to 5 enter a table of 4 experts."""
-    t = DispatchTables(PAIR, mode="row").layer(0)
-    with pytest.raises(
-        IndexError, match=r"\(=5\) must be -1 or a logical expert in \[0, 4\) at row 1, column 0; 1 more"
-    ):
-        topk_to_slots(torch.tensor([[0], [5], [4]]), t)
-    with pytest.raises(IndexError, match=r"\(=-2\)"):
-        topk_to_slots(torch.tensor([[-2]]), t)
+    with pytest.raises(error, match=text):
+        topk_to_slots(torch.tensor(ids), DispatchTables(PAIR, mode="row").layer(0), **options)
+
+
+def test_other_ids_modes_and_tables_are_refused() -> None:
+    tables: Any = DispatchTables(PAIR, mode="quota")
     with pytest.raises(IndexError, match=r"\(=9\)"):
-        DispatchTables(PAIR, mode="quota").map(0, torch.tensor([[9]]))
+        tables.map(0, torch.tensor([[9]]))
+    with pytest.raises(TypeError, match=r"`topk_ids` \(dtype torch.int16\) must be int32 or int64"):
+        tables.map(0, torch.zeros(1, 1, dtype=torch.int16))
+    with pytest.raises(TypeError, match=r"`tables` \(=DispatchTables\) must be one layer's: `DispatchTables.layer"):
+        topk_to_slots(torch.zeros(1, 1).long(), tables)
 
 
 @given(layouts(), st.sampled_from(MODES), st.integers(0, 20), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_loop_on_the_host_does_what_the_oracle_does(
     layout: ExpertLayout, mode: Mode, rows: int, data: st.DataObject
 ) -> None:
@@ -259,14 +272,12 @@ def test_one_token_a_rank_spreads_over_the_replicas() -> None:
 @pytest.mark.parametrize("mode", ["row", "weighted", "random"])
 def test_shares_are_met_by_the_rows(mode: str) -> None:
     layout = ExpertLayout([[0, 0, 0]], num_experts=1, topology=Topology(num_ranks=3))
-    tables = DispatchTables(layout, mode=mode, shares=[[0.5, 0.0, 0.5]])  # type: ignore[arg-type]
-    counts = Counter(tables.map(0, torch.zeros(1000, 1).long()).flatten().tolist())
-    assert counts[1] == 0
-    assert abs(counts[0] - 500) <= (3 if mode != "random" else 60)
-    tables.install(layout, shares=[[0.1, 0.2, 0.7]])
-    counts = Counter(tables.map(0, torch.zeros(1000, 1).long()).flatten().tolist())
-    for slot, share in enumerate([100, 200, 700]):
-        assert abs(counts[slot] - share) <= (3 if mode != "random" else 60)
+    tables = DispatchTables(layout, mode=mode)  # type: ignore[arg-type]
+    for shares in ([0.5, 0.0, 0.5], [0.1, 0.2, 0.7]):
+        tables.install(layout, shares=[shares])
+        counts = torch.bincount(tables.map(0, torch.zeros(1000, 1).long()).flatten(), minlength=3).tolist()
+        assert counts == pytest.approx([1000 * share for share in shares], abs=60 if mode == "random" else 3)
+        assert not any(count for count, share in zip(counts, shares, strict=True) if not share)
 
 
 def test_random_draws_anew_with_every_call_and_repeats_with_the_seed() -> None:
@@ -303,14 +314,6 @@ def test_fake_spreads_every_batch_evenly() -> None:
     assert torch.bincount(slots.flatten(), minlength=16).tolist() == [8] * 16
     assert load.count[1, 0].tolist() == [8] * 16
     assert all(len(set(row)) == 4 for row in slots.tolist())
-
-
-def test_bad_arguments_of_the_operator_are_named() -> None:
-    t = DispatchTables(PAIR).layer(0)
-    with pytest.raises(ValueError, match=r"`num_shared` \(=3\) must be in \[0, 2\]"):
-        topk_to_slots(torch.zeros(1, 2).long(), t, num_shared=3)
-    with pytest.raises(ValueError, match=r"`out` \(shape \[1, 3\]\) must be \[1, 2\]"):
-        topk_to_slots(torch.zeros(1, 2).long(), t, out=torch.zeros(1, 3).long())
 
 
 @pytest.mark.slow
@@ -368,17 +371,6 @@ def test_the_operators_schemas_hold() -> None:
         (operators.map_solved, (ids, torch.empty_like(ids), t.table.clone(), t.table, t.blocks, *rest, True)),
     ):
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_ids_and_slots_of_another_type_are_refused() -> None:
-    t = DispatchTables(PAIR).layer(0)
-    with pytest.raises(TypeError, match=r"`topk_ids` \(dtype torch.int16\) must be int32 or int64"):
-        topk_to_slots(torch.zeros(1, 1, dtype=torch.int16), t)
-    with pytest.raises(TypeError, match=r"`out` \(dtype torch.float32\) must be int32 or int64"):
-        topk_to_slots(torch.zeros(1, 1).long(), t, out=torch.zeros(1, 1))
-    tables: Any = DispatchTables(PAIR)
-    with pytest.raises(TypeError, match=r"`tables` \(=DispatchTables\) must be one layer's: `DispatchTables.layer"):
-        topk_to_slots(torch.zeros(1, 1).long(), tables)
 
 
 def test_faults_that_a_device_counted_are_told_once() -> None:

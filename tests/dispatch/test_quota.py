@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core import DispatchTables, ExpertLayout, LoadCounter, Topology, rank_load, replica_shares, topk_to_slots
-from tests.dispatch.cases import layouts, random_layout
+from tests.cases import layouts, random_layout
 
 
 def dispatch_all(
@@ -57,7 +57,7 @@ def test_quotas_are_within_half_a_percent_of_the_optimum(seed: int) -> None:
 
 
 @given(layouts(max_layers=1), st.integers(0, 9), st.integers(0, 2**16))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_token_has_a_place_of_its_expert_and_totals_do_not_depend_on_the_rank(
     layout: ExpertLayout, rows: int, seed: int
 ) -> None:
@@ -91,7 +91,7 @@ def test_slots_and_sources_are_matched_in_order() -> None:
 
 
 @given(layouts(max_layers=1), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_fewest_uses_one_slot_for_each_expert_that_is_used(layout: ExpertLayout, data: st.DataObject) -> None:
     used = data.draw(st.sets(st.integers(0, layout.num_experts - 1)))
     ids = torch.tensor(sorted(used) * 3, dtype=torch.int64)[:, None]

@@ -7,12 +7,13 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from scipy.optimize import linprog
 
 from eplb_core import DispatchTables, ExpertLayout, Topology, balancedness, rank_load, replica_shares
 from eplb_core.dispatch.shares import _solve
 from eplb_core.metrics import check_shares
-from tests.dispatch.cases import PAIR, layouts, random_layout
+from tests.cases import PAIR, layouts, random_layout
 
 
 def lowest_maximum(layout: ExpertLayout, layer: int, load: npt.NDArray[Any]) -> float:
@@ -32,11 +33,9 @@ def lowest_maximum(layout: ExpertLayout, layer: int, load: npt.NDArray[Any]) -> 
 
 
 @given(layouts(max_layers=2, max_ranks=5), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_shares_reach_the_linear_programs_optimum(layout: ExpertLayout, data: st.DataObject) -> None:
-    size = layout.num_layers * layout.num_experts
-    flat = data.draw(st.lists(st.integers(0, 12), min_size=size, max_size=size))
-    load = np.array(flat).reshape(layout.num_layers, -1)
+    load = data.draw(hnp.arrays(np.int64, (layout.num_layers, layout.num_experts), elements=st.integers(0, 12)))
     shares = replica_shares(layout, load)
     p2l = layout.physical_to_logical_map
     assert (shares >= 0).all()
@@ -50,7 +49,7 @@ def test_shares_reach_the_linear_programs_optimum(layout: ExpertLayout, data: st
 
 
 @given(layouts(max_layers=2, max_ranks=5), st.sampled_from([3, 12, 100, 300]), st.integers(0, 2**32), st.integers(1, 3))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_shares_sum_to_one_and_are_installed_however_uneven_the_load(
     layout: ExpertLayout, digits: int, seed: int, windows: int
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, Topology, static_dispatch_table
 from eplb_core.dispatch.static import _draw_sample, _fair_choice, _fair_choices, _Filler
-from tests.dispatch.cases import PAIR, layouts, random_layout
+from tests.cases import PAIR, layouts, random_layout
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "sglang_static_tables.npz")
 
@@ -56,7 +56,7 @@ def plain_static_table(layout: ExpertLayout, seed: int, same_node: bool) -> list
 
 
 @given(layouts(max_ranks=8), st.integers(0, 2**70), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_static_table_follows_the_standard_librarys_draws(layout: ExpertLayout, seed: int, same_node: bool) -> None:
     state = random.getstate()
     table = static_dispatch_table(layout, seed=seed, prefer_same_node=same_node)
@@ -75,7 +75,7 @@ def test_many_replicas_take_the_rejecting_way_of_sampling() -> None:
 
 
 @given(layouts(), st.sampled_from(["all", "narrowed"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_static_entry_is_a_slot_that_holds_the_expert(layout: ExpertLayout, candidates: str) -> None:
     """FAULTS C16."""
     table = static_dispatch_table(layout, candidates=candidates)  # type: ignore[arg-type]

@@ -189,12 +189,13 @@ def read(name: str, path: Path) -> bool:
         with limits(LIMIT_S):
             READERS[name](path)
     except (EplbError, OSError) as error:
-        text = str(error)
+        text, where = str(error), getattr(error, "path", str(path))
         assert text.isprintable(), repr(text)
         assert "MemoryError" not in text
         if isinstance(error, EplbError):
             names = ["inline JSON", path.name, *(os.listdir(path) if path.is_dir() else ())]
             assert any(each in text for each in names), text
+            assert path.is_dir() or where in (str(path), "inline JSON"), text
             assert len(text) <= 3000
         return False
     return True
@@ -255,8 +256,14 @@ def interrupting(line: Sequence[str]) -> Iterator[None]:
 def test_a_broken_file_is_read_right_or_refused_by_its_name(name: str, seeds: dict[str, Path], place: Path) -> None:
     seed, case, fitting = seeds[name], place / f"case-{name}", FITTING[name].split()
     assert all(read(reader, seed) for reader in fitting)
+    whole = b"" if seed.is_dir() else seed.read_bytes()
+    step = max(1, len(whole) // (25 if name.endswith(".pt") else 120))
+    for end in [*range(0, len(whole), step), *range(len(whole))[-1:]]:
+        case.write_bytes(whole[:end])
+        for reader in {"load_trace", "load_layout", *fitting}:
+            read(reader, case)
 
-    @fuzz(12)
+    @fuzz(40)
     @given(chance=st.randoms(), another=st.sampled_from(list(READERS)))
     def check(chance: Random, another: str) -> None:
         if seed.is_dir():
@@ -273,6 +280,21 @@ def test_a_broken_file_is_read_right_or_refused_by_its_name(name: str, seeds: di
             command([chance.choice(("inspect", "plan")), str(case), "--ranks", "2", "--json"])
 
     check()
+
+
+NPY = b"\x93NUMPY"
+HEADS = [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), NPY + b"\1\0", NPY + b"\2\0v\0\0\0", b"{", b"[", b"num_slots: "]
+YAML = [*"[]{},#a1\n ", "num_slots:", "initial_global_assignments:", " 3", "  4:", "- ", "&a", "*a", "!!set"]
+BYTES = st.tuples(st.sampled_from(HEADS), st.binary(max_size=200) | st.text(max_size=80).map(str.encode)).map(b"".join)
+CONFIG = st.lists(st.sampled_from(YAML), max_size=30).map("".join)
+
+
+@fuzz(400)
+@given(BYTES | CONFIG.map(lambda text: b"num_slots: 4\ninitial_global_assignments:" + text.encode()))
+def test_random_content_is_refused_or_read(place: Path, content: bytes) -> None:
+    (place / "random").write_bytes(content)
+    for reader in ("load_trace", "load_layout", "read_config"):
+        read(reader, place / "random")
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 import eplb_core as eplb
 from eplb_core.placement import deepseek
@@ -165,10 +166,8 @@ def problems(draw: st.DrawFn) -> tuple[npt.NDArray[np.float32], int, int, int, i
     slots = ranks * draw(st.integers(-(-experts // ranks), -(-experts // ranks) + 3))
     layers = draw(st.integers(0, 3))
     top = draw(st.sampled_from([1, 3, 1000]))  # small tops make ties, and whole numbers make exact sums
-    rows = draw(
-        st.lists(st.lists(st.integers(0, top), min_size=experts, max_size=experts), min_size=layers, max_size=layers)
-    )
-    return np.array(rows, dtype=np.float32).reshape(layers, experts), slots, groups, nodes, ranks
+    load = draw(hnp.arrays(np.float32, (layers, experts), elements=st.integers(0, top)))
+    return load, slots, groups, nodes, ranks
 
 
 @given(problems())

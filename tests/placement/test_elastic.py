@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 import eplb_core as eplb
 from eplb_core import (
@@ -20,6 +21,7 @@ from eplb_core import (
     place,
     plan_removal,
 )
+from tests.cases import maps
 
 
 def rows_of(layout: ExpertLayout, layer: int = 0) -> list[list[int]]:
@@ -43,19 +45,12 @@ def departures(draw: st.DrawFn) -> tuple[ExpertLayout, list[int], Any]:
     ranks, per_rank, layers = draw(st.integers(2, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     leaving = draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=ranks - 1, unique=True))
     experts = draw(st.integers(1, (ranks - len(leaving)) * per_rank))
-    slots = ranks * per_rank
     nodes = draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks))
     speed = draw(st.lists(st.sampled_from([0.5, 1.0]), min_size=ranks, max_size=ranks))
     seen = sorted(set(nodes))
     topology = Topology(rank_to_node=[seen.index(node) for node in nodes], rank_speed=speed)
-    rows = []
-    for _ in range(layers):
-        spare = draw(st.lists(st.integers(-1, experts - 1), min_size=slots - experts, max_size=slots - experts))
-        rows.append(draw(st.permutations([*range(experts), *spare])))
-    load = draw(
-        st.lists(st.lists(st.integers(0, 50), min_size=experts, max_size=experts), min_size=layers, max_size=layers)
-    )
-    return ExpertLayout(rows, experts, topology=topology), leaving, load
+    load = draw(hnp.arrays(np.int64, (layers, experts), elements=st.integers(0, 50)))
+    return ExpertLayout(draw(maps(layers, ranks * per_rank, experts)), experts, topology=topology), leaving, load
 
 
 # ---- leaving ---------------------------------------------------------------------------------------------------------

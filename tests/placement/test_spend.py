@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 import eplb_core as eplb
 from eplb_core import Topology, place, spend_budget
@@ -21,8 +22,7 @@ def offers(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
     candidates, layers = draw(st.integers(1, 3)), draw(st.integers(1, 5))
 
     def table(least: int, most: int) -> Any:
-        row = st.lists(st.integers(least, most), min_size=layers, max_size=layers)
-        return draw(st.lists(row, min_size=candidates, max_size=candidates))
+        return draw(hnp.arrays(np.int64, (candidates, layers), elements=st.integers(least, most))).tolist()
 
     return table(-2, 9), table(0, 5)
 

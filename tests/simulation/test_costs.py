@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from eplb_core import CostModel, ExpertLayout, StepCost, Topology, cost_preset, place, simulate, transfers
 from eplb_core.simulation import HARDWARE, Hardware, count_links
 from eplb_core.simulation import hardware as links_module
+from tests.cases import maps
 
 FOUR = Topology(num_ranks=4, num_nodes=2)
 
@@ -100,17 +101,13 @@ def links_by_hand(old: ExpertLayout, new: ExpertLayout) -> list[list[int]]:
     return rows
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), cells=st.sampled_from([1, 1 << 24]))
 def test_links_agree_with_plain_python(data: st.DataObject, cells: int) -> None:
     topology = Topology(rank_to_node=data.draw(st.sampled_from([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]])))
 
     def layout() -> ExpertLayout:
-        rows = [
-            data.draw(st.permutations([*range(6), *data.draw(st.lists(st.integers(-1, 5), min_size=2, max_size=2))]))
-            for _ in range(2)
-        ]
-        return ExpertLayout(rows, 6, topology=topology)
+        return ExpertLayout(data.draw(maps(2, 8, 6)), 6, topology=topology)
 
     old, new = layout(), layout()
     before = links_module._CELLS
@@ -126,7 +123,7 @@ def test_links_agree_with_plain_python(data: st.DataObject, cells: int) -> None:
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     load=st.lists(st.integers(0, 40), min_size=6, max_size=6),
     speed=st.sampled_from([[1.0] * 4, [1.0, 2.0, 1.0, 0.5]]),

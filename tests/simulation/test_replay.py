@@ -53,7 +53,7 @@ def test_changing_busiest_ranks_do_not_cancel_out() -> None:
     assert (trivial.mean_balancedness, trivial.total_balancedness) == (0.6, 0.6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     load=hnp.arrays(np.int64, (5, 2, 4), elements=st.integers(0, 50)),
     interval=st.integers(1, 4),

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from eplb_core import DispatchTables, ExpertLayout, LayoutError, LoadCounter, Topology, topk_to_slots
 from eplb_core.testing.layouts import shifted_layout
-from tests.dispatch.cases import layouts
+from tests.cases import layouts
 
 
 @given(layouts())

@@ -192,7 +192,7 @@ EXCHANGE_WITH_A_SLOWER_RANK = Case(
 )
 
 
-@settings(max_examples=4 * EXAMPLES, deadline=None)
+@settings(max_examples=4 * EXAMPLES)
 @given(cases())
 @example(GIFT_BY_PARTS)
 @example(EXCHANGE_WITH_A_SLOWER_RANK)
@@ -226,7 +226,7 @@ def test_a_step_is_the_best_of_the_fullest_rank(case: Case) -> None:
         assert min(nets) <= case.balance(case.row) + 1e-9
 
 
-@settings(max_examples=2 * EXAMPLES, deadline=None)
+@settings(max_examples=2 * EXAMPLES)
 @given(cases(most_ranks=7), st.integers(0, 5), st.booleans())
 def test_the_end_is_a_layout_within_the_budget_and_no_worse(case: Case, budget: int, weighted: bool) -> None:
     row, spent = case.run(steps=40, budget=budget, weighted=weighted)
@@ -242,7 +242,7 @@ def test_the_end_is_a_layout_within_the_budget_and_no_worse(case: Case, budget: 
         assert case.balance(row) - case.price * spent >= case.balance(case.row) - 1e-12
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(cases(most_ranks=7))
 def test_steps_that_lead_down_are_not_kept(case: Case) -> None:
     """The sum of powers may fall while the balancedness does: of all rows on the way the best is answered."""
@@ -251,7 +251,7 @@ def test_steps_that_lead_down_are_not_kept(case: Case) -> None:
         assert after >= before - 1e-9
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_budgets_hold_where_there_is_much_to_do(seed: int, budget: int) -> None:
     rng = np.random.default_rng(seed)
@@ -278,7 +278,7 @@ def solved(case: Case, row: Ints) -> float:
     return float(out[0])
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(st.integers(0, 2**32), st.integers(2, 5), st.integers(1, 4))
 def test_shares_by_sweeps_are_those_of_the_solver(seed: int, ranks: int, stride: int) -> None:
     """`replica_shares` is exact; sweeps come near it from below."""
@@ -308,7 +308,7 @@ def test_replicas_that_share_by_weight_link_full_ranks_with_light_ones() -> None
     assert weighted.balancedness[0] >= even.balancedness[0]
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(st.integers(0, 2**32), st.integers(2, 4), st.integers(2, 3))
 def test_more_effort_is_never_worse_over_windows(seed: int, ranks: int, stride: int) -> None:
     rng = np.random.default_rng(seed)

@@ -87,7 +87,7 @@ def lost(case: Case) -> set[int]:
     return set(range(case.live.num_experts)) - set(row[alive].tolist())
 
 
-@settings(max_examples=3 * EXAMPLES, deadline=None)
+@settings(max_examples=3 * EXAMPLES)
 @given(cases())
 def test_no_link_carries_more_than_its_limit(case: Case) -> None:
     """Every transfer is booked on the link of one holder, but for lost experts that no link has room for."""
@@ -115,7 +115,7 @@ def test_no_link_carries_more_than_its_limit(case: Case) -> None:
     assert all(case.node_limit[link] < 0 or count <= case.node_limit[link] for link, count in by_node.items())
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(cases())
 def test_limits_are_no_reason_for_a_worse_row(case: Case) -> None:
     """No answer is worth less than staying, where the row can stay."""
@@ -126,7 +126,7 @@ def test_limits_are_no_reason_for_a_worse_row(case: Case) -> None:
         assert answer.balancedness[0] >= stay.balancedness[0] - 1e-3 * (case.options["dispatch"] == "weighted")
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(cases())
 def test_limits_of_minus_one_are_none(case: Case) -> None:
     no = {"max_rank_transfers": None, "max_node_transfers": None}
@@ -139,7 +139,7 @@ def test_limits_of_minus_one_are_none(case: Case) -> None:
     assert none.senders is None
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(cases())
 def test_a_limit_of_zero_on_all_links_moves_lost_experts_alone(case: Case) -> None:
     ranks = case.live.topology.num_ranks

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 import eplb_core as eplb
 from eplb_core import CostModel, ExpertLayout, MissingExpertError, Topology, Verdict, place, should_rebalance
+from tests.cases import maps
 
 TWO = Topology(num_ranks=2)
 LIVE = ExpertLayout([[0, 1, 2, 3], [0, 1, 2, 3]], num_experts=4, topology=TWO)
@@ -62,23 +64,10 @@ def moves(draw: st.DrawFn) -> tuple[ExpertLayout, ExpertLayout, Any]:
     topology = Topology(rank_to_node=[r * nodes // ranks for r in range(ranks)], rank_speed=speed)
 
     def layout() -> ExpertLayout:
-        rows = []
-        for _ in range(layers):
-            spare = draw(st.lists(st.integers(-1, experts - 1), min_size=slots - experts, max_size=slots - experts))
-            rows.append(draw(st.permutations([*range(experts), *spare])))
-        return ExpertLayout(rows, experts, topology=topology)
+        return ExpertLayout(draw(maps(layers, slots, experts)), experts, topology=topology)
 
-    windows = draw(st.integers(1, 3))
-    load = draw(
-        st.lists(
-            st.lists(
-                st.lists(st.integers(0, 40), min_size=experts, max_size=experts), min_size=layers, max_size=layers
-            ),
-            min_size=windows,
-            max_size=windows,
-        )
-    )
-    return layout(), layout(), load
+    shape = (draw(st.integers(1, 3)), layers, experts)
+    return layout(), layout(), draw(hnp.arrays(np.int64, shape, elements=st.integers(0, 40)))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Layouts that several test files share."""
+"""Layouts that several folders of tests share."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from eplb_core import ExpertLayout, Topology
 
 
 @st.composite
-def layouts(draw: st.DrawFn, max_layers: int = 3, max_experts: int = 6, max_ranks: int = 4) -> ExpertLayout:
-    """Valid layouts of any kind: pairs on a rank, empty slots, nodes of unequal size."""
-    layers, experts = draw(st.integers(1, max_layers)), draw(st.integers(1, max_experts))
+def maps(draw: st.DrawFn, layers: int, slots: int, experts: int) -> list[list[int]]:
+    """Draw rows that hold every expert: any order, empty slots, pairs on a rank."""
+    spare = st.lists(st.integers(-1, experts - 1), min_size=slots - experts, max_size=slots - experts)
+    return [draw(st.permutations([*range(experts), *draw(spare)])) for _ in range(layers)]
+
+
+@st.composite
+def layouts(
+    draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_experts: int = 6, max_ranks: int = 4
+) -> ExpertLayout:
+    """Draw valid layouts of any kind: pairs on a rank, empty slots, nodes of unequal size."""
+    layers, experts = draw(st.integers(min_layers, max_layers)), draw(st.integers(1, max_experts))
     ranks = draw(st.integers(1, max_ranks))
     per_rank = draw(st.integers(-(-experts // ranks), -(-experts // ranks) + 2))
-    free = ranks * per_rank - experts
-    rows = []
-    for _ in range(layers):
-        extra = draw(st.lists(st.integers(-1, experts - 1), min_size=free, max_size=free))
-        rows.append(draw(st.permutations([*range(experts), *extra])))
+    rows = np.array(draw(maps(layers, ranks * per_rank, experts)), dtype=np.int64)
     node = sorted(draw(st.lists(st.integers(0, 1), min_size=ranks, max_size=ranks)))
     nodes = [n - node[0] for n in node]
-    return ExpertLayout(rows, experts, topology=Topology(rank_to_node=nodes))
+    return ExpertLayout(rows.reshape(layers, ranks * per_rank), experts, topology=Topology(rank_to_node=nodes))
 
 
 def random_layout(
