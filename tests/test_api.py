@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 import eplb_core
+from tests.processes import python
 
 SOURCE = Path(eplb_core.__file__)
 NEED_TORCH = {
@@ -101,5 +100,4 @@ IMPORTED = "print(sorted({'torch', 'numba', 'numpy', 'scipy'} & set(sys.modules)
     ids=["import", "layouts and metrics", "placement", "torch is missing"],
 )
 def test_what_is_not_used_is_not_imported(code: str, said: str) -> None:
-    command = [sys.executable, "-c", f"import sys, eplb_core\n{code}"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{said}\n"
+    assert python(f"import sys, eplb_core\n{code}").stdout == f"{said}\n"

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import pickle
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -139,15 +140,11 @@ def test_ids_that_are_no_expert_are_refused(bad: int, slot: int) -> None:
         ExpertLayout([row, row], 4, topology=TWO)
 
 
-def test_rows_of_unequal_length_are_refused_and_told_how_to_pad() -> None:
-    """B13: accepted elsewhere, and fails later."""
-    with pytest.raises(LayoutError, match=r"must be \[L, P\] with as many slots on every layer; pad .* with -1"):
-        ExpertLayout([[0, 1, 2], [3]], 4, topology=TWO)
-
-
 @pytest.mark.parametrize(
     ("p2l", "experts", "topology", "error", "message"),
     [
+        # B13: accepted elsewhere, and fails later.
+        ([[0, 1, 2], [3]], 4, TWO, LayoutError, r"must be \[L, P\] with as many slots on every layer; pad .* with -1"),
         ([[0, 1, 2]], 3, TWO, ValueError, r"\(3 slots\) must have as many, one or more, on each of 2 ranks; pad"),
         (np.zeros((2, 0), dtype=int), 3, TWO, ValueError, r"\(0 slots\) must have as many, one or more"),
         ([0, 1], 2, TWO, ValueError, r"\(shape \[2\]\) must be \[L, P\]"),
@@ -182,12 +179,6 @@ def test_the_trivial_layout_is_slot_modulo_experts(experts: int, redundant: int,
         assert all(rank[-1] == -1 for rank in held[ranks - short :])
 
 
-def test_fewer_slots_than_experts_have_no_layout() -> None:
-    """A21: the numbers, and what to use."""
-    with pytest.raises(ValueError, match=r"`num_slots` \(=2\) must be at least `num_experts` \(=4\); use 4 or more"):
-        ExpertLayout.trivial(1, 4, num_slots=2, topology=TWO)
-
-
 def test_slots_of_ranks_differ_by_one_at_most() -> None:
     """A5: elsewhere the remainder lands on one rank: [3, 3, 3, 3, 3, 3, 3, 9]."""
     assert rank_capacity(30, 8).tolist() == [4, 4, 4, 4, 4, 4, 3, 3]
@@ -201,14 +192,6 @@ def test_slots_of_ranks_differ_by_one_at_most() -> None:
 def test_the_fewest_redundant_experts_are_minus_experts_modulo_ranks(experts: int, ranks: int, redundant: int) -> None:
     """A5, A6."""
     assert min_redundant(experts, ranks) == redundant
-
-
-def test_numbers_that_are_none_have_no_fewest_redundant_experts() -> None:
-    """A6."""
-    with pytest.raises(ValueError, match=r"`num_ranks` \(=-5\) must be at least 1"):
-        min_redundant(4, -5)
-    with pytest.raises(ValueError, match=r"`num_experts` \(=0\) must be at least 1"):
-        min_redundant(0, 5)
 
 
 # ---- other layouts from one ------------------------------------------------------------------------------------------
@@ -316,17 +299,25 @@ def test_ranks_that_are_none_are_refused(ranks: list[int], error: type[Exception
         ExpertLayout([[0, 1, 1, 0]], 2, topology=TWO).resized(TWO, ranks)
 
 
-def test_more_experts_than_slots_are_refused_before_anything_that_long_is_allocated() -> None:
-    with pytest.raises(MissingExpertError, match=r"expert 2 has no slot at layer 0: `num_experts` \(=10+\) must be at"):
-        ExpertLayout([[0, 1]], 10**12, topology=Topology(2))
-    with pytest.raises(ValueError, match=r"`num_slots` \(=1000000000000\) must be at most 16777216"):
-        ExpertLayout.trivial(1, 2, num_slots=10**12, topology=Topology(2))
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ExpertLayout([[0, 1]], 10**12, topology=TWO), MissingExpertError, r"`num_experts` \(=10+\) must be"),
+        (lambda: trivial(1, 2, 10**12), ValueError, r"`num_slots` \(=1000000000000\) must be at most 16777216"),
+        (lambda: trivial(2**62, 2, 2), ValueError, r"`num_layers` \(=4611686018427387904\), `num_slots` .* product"),
+        (lambda: trivial(1, 2, 2, None), TypeError, r"`topology` \(=NoneType\) must be a Topology"),
+        (lambda: trivial(1, 4, 2), ValueError, r"`num_slots` \(=2\) must be at least `num_experts` \(=4\); use 4"),
+        (lambda: min_redundant(4, -5), ValueError, r"`num_ranks` \(=-5\) must be at least 1"),
+        (lambda: min_redundant(0, 5), ValueError, r"`num_experts` \(=0\) must be at least 1"),
+    ],
+)
+def test_numbers_that_make_no_layout_are_refused_before_memory_is_taken(
+    make: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    """A6, A21: the numbers, and what to use."""
+    with pytest.raises(error, match=message):
+        make()
 
 
-def test_an_absurd_number_of_layers_is_refused_before_memory_is_taken() -> None:
-    with pytest.raises(
-        ValueError, match=r"`num_layers` \(=4611686018427387904\), `num_slots` \(=4\): the product must be"
-    ):
-        ExpertLayout.trivial(2**62, 2, num_slots=2, topology=TWO)
-    with pytest.raises(TypeError, match=r"`topology` \(=NoneType\) must be a Topology"):
-        ExpertLayout.trivial(1, 2, num_slots=2, topology=None)  # type: ignore[arg-type]
+def trivial(layers: int, experts: int, slots: int, topology: Any = TWO) -> ExpertLayout:
+    return ExpertLayout.trivial(layers, experts, num_slots=slots, topology=topology)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,12 @@ import pytest
 import eplb_core
 from eplb_core._numba import _imported, _stamp
 from eplb_core.placement.pack.block import sort_by_load
+from tests.processes import python
 
 ROOT = Path(eplb_core.__file__).parent
 compiled = pytest.mark.skipif(not hasattr(sort_by_load, "py_func"), reason="runs without compilation")
 
+QUIET = {"PYTHONDONTWRITEBYTECODE": "1"}
 WITH_KERNELS = [file for file in sorted(ROOT.rglob("*.py")) if "_numba import" in file.read_text("utf-8")]
 
 
@@ -36,13 +35,6 @@ def kernels() -> dict[str, Any]:
             if isinstance(value, numba.core.dispatcher.Dispatcher) and value.py_func.__module__ == info.name:
                 found[f"{info.name}.{name}"] = value
     return found
-
-
-def python(program: str, folder: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A program in a new process that must end well; `folder` is where it runs."""
-    told = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment}
-    command = [sys.executable, *flags, "-c", program]
-    return subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, check=True, timeout=120)
 
 
 @compiled
@@ -87,7 +79,9 @@ def test_the_disk_cache_notices_a_change_in_a_called_kernels_file(
 
     def run() -> tuple[str, int]:
         program = "from eplb_core.caller import total\nprint(total(1))\nprint(sum(total.stats.cache_misses.values()))"
-        answer, misses = python(program, tmp_path, PYTHONPATH=str(tmp_path)).stdout.split()
+        answer, misses = python(
+            program, folder=tmp_path, PYTHONPATH=str(tmp_path), PYTHONDONTWRITEBYTECODE="1"
+        ).stdout.split()
         return answer, int(misses)
 
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
@@ -109,8 +103,8 @@ def answer_of(folder: Path, before: str = "", after: str = "", **environment: st
             "@kernel\ndef most(x: int) -> int:\n    return inlined(x, 1) + inlined(x, 2) - inlined(2, x)\n"
         )
     program = f"{before}\nfrom one import inlined, inner, most\nprint(most(1))\n{after}"
-    told = {"PYTHONPATH": str(ROOT.parent), "EPLB_CORE_QUIET": "", **environment}
-    done = python(program, folder, "-W", "error", **told)
+    told = {"EPLB_CORE_QUIET": "", **QUIET, **environment}
+    done = python(program, "-W", "error", folder=folder, **told)
     return done.stdout, done.stderr
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 import eplb_core
+from tests.processes import python
 
 pytest.importorskip("torch", reason="fingerprints and rebalance_experts need torch")
 
@@ -97,5 +97,4 @@ def test_without_torch_what_needs_no_tensors_is_warmed(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_after_warming_up_no_call_compiles() -> None:
-    done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, timeout=600, check=False)
-    assert (done.stdout, done.returncode) == ("0 []\n", 0), done.stderr
+    assert python(CALLS).stdout == "0 []\n"

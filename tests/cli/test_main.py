@@ -23,6 +23,7 @@ from eplb_core.cli.simulate import _program
 from eplb_core.files.formats import demo_trace
 from eplb_core.trace import Trace
 from tests.cli.commands import Commands
+from tests.processes import python
 
 PLACE = ["--ranks", "4", "--nodes", "2", "--slots", "20"]
 
@@ -555,4 +556,4 @@ def test_json_has_no_nan() -> None:
 @pytest.mark.slow
 def test_looking_at_files_does_not_wait_for_the_compiler() -> None:
     code = "import sys, eplb_core.cli.main; print({'torch', 'numba', 'matplotlib', 'pandas'} & set(sys.modules))"
-    assert run(program=[sys.executable, "-c", code]).stdout == "set()\n"
+    assert python(code).stdout == "set()\n"

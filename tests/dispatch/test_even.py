@@ -122,14 +122,17 @@ def test_a_node_does_not_keep_more_than_its_part() -> None:
 
 
 @given(layouts())
-@settings(max_examples=40)
-def test_every_even_entry_is_a_slot_that_holds_the_expert(layout: ExpertLayout) -> None:
+@settings(max_examples=60)
+def test_every_entry_is_a_slot_that_holds_the_expert(layout: ExpertLayout) -> None:
+    """FAULTS C16."""
     rng = np.random.default_rng(layout.num_slots)
     shape = (layout.topology.num_ranks, layout.num_layers, layout.num_experts)
-    for load in (None, rng.integers(0, 9, shape[1:]), rng.integers(0, 9, shape)):
-        table = even_dispatch_table(layout, expert_load=load)
-        for layer in range(layout.num_layers):
-            assert (layout.physical_to_logical_map[layer][table[:, layer]] == np.arange(layout.num_experts)).all()
+    loads = (None, rng.integers(0, 9, shape[1:]), rng.integers(0, 9, shape))
+    tables = [even_dispatch_table(layout, expert_load=load) for load in loads]
+    tables += [static_dispatch_table(layout, candidates=words) for words in ("all", "narrowed")]
+    for table in tables:
+        held = np.take_along_axis(layout.physical_to_logical_map[None], table, axis=2)
+        assert (held == np.arange(layout.num_experts)).all()
 
 
 def test_a_layer_of_the_even_table_depends_on_its_own_row_alone() -> None:

@@ -74,16 +74,6 @@ def test_many_replicas_take_the_rejecting_way_of_sampling() -> None:
             assert static_dispatch_table(wide, seed=seed).tolist() == plain_static_table(wide, seed, True)
 
 
-@given(layouts(), st.sampled_from(["all", "narrowed"]))
-@settings(max_examples=60)
-def test_every_static_entry_is_a_slot_that_holds_the_expert(layout: ExpertLayout, candidates: str) -> None:
-    """FAULTS C16."""
-    table = static_dispatch_table(layout, candidates=candidates)  # type: ignore[arg-type]
-    for layer in range(layout.num_layers):
-        held = layout.physical_to_logical_map[layer][table[:, layer]]
-        assert (held == np.arange(layout.num_experts)).all()
-
-
 def test_static_table_of_no_layers_is_empty() -> None:
     layout = ExpertLayout(np.zeros((0, 6), dtype=np.int64), num_experts=4, topology=Topology(num_ranks=2))
     assert static_dispatch_table(layout).shape == (2, 0, 4)

@@ -47,7 +47,7 @@ def test_installing_one_layer_equals_making_the_tables_anew(mode: str) -> None:
 @given(layouts(max_layers=2), st.sampled_from(MODES), st.data())
 @settings(max_examples=60)
 def test_any_order_of_installs_ends_in_the_same_tables(layout: ExpertLayout, mode: str, data: st.DataObject) -> None:
-    rows = data.draw(maps(*layout.physical_to_logical_map.shape, layout.num_experts))
+    rows = data.draw(maps(layout.num_layers, layout.num_slots, layout.num_experts))
     other = ExpertLayout(rows, layout.num_experts, topology=layout.topology)
     tables = DispatchTables(layout, mode=mode)  # type: ignore[arg-type]
     for layer in data.draw(st.permutations(range(layout.num_layers))):

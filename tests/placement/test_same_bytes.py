@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import eplb_core
 from eplb_core import Placement, Topology, place
+from tests.processes import python
 
 PROGRAM = """
 import hashlib, sys
@@ -34,23 +30,10 @@ print(sha.hexdigest())
 """
 
 
-def digest_in_new_process(**environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=Path(eplb_core.__file__).parents[1],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    return done.stdout.strip()
-
-
 @pytest.mark.slow
 def test_processes_agree_whatever_their_hash_seed_and_threads() -> None:
     digests = {
-        digest_in_new_process(PYTHONHASHSEED=seed, NUMBA_NUM_THREADS=threads, OMP_NUM_THREADS=threads)
+        python(PROGRAM, PYTHONHASHSEED=seed, NUMBA_NUM_THREADS=threads, OMP_NUM_THREADS=threads).stdout
         for seed, threads in (("0", "1"), ("4242", "2"))
     }
     assert len(digests) == 1

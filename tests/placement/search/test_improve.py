@@ -161,6 +161,14 @@ def cases(draw: st.DrawFn, most_ranks: int = 4) -> Case:
     )
 
 
+@st.composite
+def crowded(draw: st.DrawFn) -> Case:
+    """Six equal ranks of three slots and 12 experts: much to do."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    row = np.r_[rng.permutation(12), rng.integers(0, 12, 6)].reshape(3, 6).T.reshape(-1)
+    return Case(rng.lognormal(0, 1, (1, 12)), row, np.full(6, 3), np.ones(6), np.ones((6, 6)), 0.0)
+
+
 # The step that is made is a gift judged by parts, and its balancedness is below the start's.
 GIFT_BY_PARTS = Case(
     np.array([[24.0, 20, 14, 16, 5, 28, 23], [3, 16, 30, 28, 23, 6, 10], [30, 14, 31, 13, 7, 16, 15]]),
@@ -226,8 +234,8 @@ def test_a_step_is_the_best_of_the_fullest_rank(case: Case) -> None:
         assert min(nets) <= case.balance(case.row) + 1e-9
 
 
-@settings(max_examples=2 * EXAMPLES)
-@given(cases(most_ranks=7), st.integers(0, 5), st.booleans())
+@settings(max_examples=3 * EXAMPLES)
+@given(cases(most_ranks=7) | crowded(), st.integers(0, 6), st.booleans())
 def test_the_end_is_a_layout_within_the_budget_and_no_worse(case: Case, budget: int, weighted: bool) -> None:
     row, spent = case.run(steps=40, budget=budget, weighted=weighted)
     assert case.received(row) <= budget
@@ -249,18 +257,6 @@ def test_steps_that_lead_down_are_not_kept(case: Case) -> None:
     nets = [case.balance(row) - case.price * spent for row, spent in (case.run(steps) for steps in (1, 2, 3, 5, 8, 40))]
     for before, after in pairwise(nets):
         assert after >= before - 1e-9
-
-
-@settings(max_examples=EXAMPLES)
-@given(st.integers(0, 2**32), st.integers(1, 6))
-def test_budgets_hold_where_there_is_much_to_do(seed: int, budget: int) -> None:
-    rng = np.random.default_rng(seed)
-    row = np.r_[rng.permutation(12), rng.integers(0, 12, 6)].reshape(3, 6).T.reshape(-1)
-    case = Case(rng.lognormal(0, 1, (1, 12)), row, np.full(6, 3), np.ones(6), np.ones((6, 6)), 0.0)
-    after, _ = case.run(steps=40, budget=budget)
-    assert case.received(after) <= budget
-    assert set(after) == set(range(12))
-    assert_no_new_pairs(case, after)
 
 
 def assert_no_new_pairs(case: Case, row: Ints) -> None:
@@ -306,21 +302,6 @@ def test_replicas_that_share_by_weight_link_full_ranks_with_light_ones() -> None
     assert weighted.balancedness[0] == pytest.approx(1.0, abs=1e-6)
     assert (even.dispatch, weighted.dispatch) == ("even", "weighted")
     assert weighted.balancedness[0] >= even.balancedness[0]
-
-
-@settings(max_examples=EXAMPLES)
-@given(st.integers(0, 2**32), st.integers(2, 4), st.integers(2, 3))
-def test_more_effort_is_never_worse_over_windows(seed: int, ranks: int, stride: int) -> None:
-    rng = np.random.default_rng(seed)
-    load = rng.lognormal(0, 1, (3, 2, ranks * stride - rng.integers(0, ranks)))
-    for dispatch in ("even", "weighted"):
-        reached = [
-            eplb.place(load, Topology(ranks), num_slots=ranks * stride, dispatch=dispatch, effort=effort).balancedness
-            for effort in (0.01, 1, 4)
-        ]
-        slack = 1e-9 if dispatch == "even" else 1e-3
-        assert (reached[1] >= reached[0] - slack).all()
-        assert (reached[2] >= reached[1] - slack).all()
 
 
 def test_one_percent_of_noise_moves_nothing() -> None:
