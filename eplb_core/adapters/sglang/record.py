@@ -76,17 +76,19 @@ def fetch(original: Callable[..., Any], loader: Any, model_config: Any, device_c
     except BaseException:
         _leave(presence)
         raise
+    claim = None
+    if presence is not None and presence.found is not None:
+        claim = {"engine": presence.engine_id, "version": presence.adopted, "digest": layout.digest}
     weights, trouble = None, None
-    if layout != own:
-        try:
+    try:
+        if layout != own:
             _adopt(metadata, layout, model_config)
-        except Exception as error:  # raised below, once the other ranks, which wait for it, have this rank's word
-            trouble = error
-        else:
             hooking.log_once(f"record: version {version} of the layout is adopted ({layout.digest[:12]})", logging.INFO)
-    if trouble is None:
-        weights, trouble = _mapped(original, loader, model_config, device_config, presence, layout)
-    recorded = presence is not None and presence.found is not None
+        with hooking.setting(_claim, claim):  # the engine's own code sends it with its request
+            weights = original(loader, model_config, device_config)
+    except Exception as error:  # raised below, once the other ranks, which wait for it, have this rank's word
+        trouble = error
+    recorded = claim is not None
     word = "failed" if trouble else "disk" if weights is None else "mapped, recorded" if recorded else "mapped"
     told = [each.decode() for each in agreement.gather(word.encode())]
     if len({each.partition(",")[0] for each in told}) > 1 or trouble is not None:
@@ -108,25 +110,6 @@ def fetch(original: Callable[..., Any], loader: Any, model_config: Any, device_c
     _kept.append(presence)
     hooking.log_once(f"in effect in SGLang: record at {presence.path}, version {version}", logging.INFO)
     return weights
-
-
-def _mapped(
-    original: Callable[..., Any],
-    loader: Any,
-    model_config: Any,
-    device_config: Any,
-    presence: LayoutClient | None,
-    layout: ExpertLayout,
-) -> tuple[Any, Exception | None]:
-    """Call the engine's own code, whose request then names the layout by which this engine routes; answer or error."""
-    claim = None
-    if presence is not None and presence.found is not None:
-        claim = {"engine": presence.engine_id, "version": presence.adopted, "digest": layout.digest}
-    try:
-        with hooking.setting(_claim, claim):
-            return original(loader, model_config, device_config), None
-    except Exception as error:
-        return None, error
 
 
 def _presence(loader: Any, device_config: Any) -> LayoutClient | None:
