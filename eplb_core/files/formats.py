@@ -178,7 +178,7 @@ def load_trace(path: PathLike, *, key: str | None = None) -> Trace:
 
 
 def demo_trace() -> Trace:
-    """The trace that comes with the package: a stretch of text routing with a sudden change of topic.
+    """Load the trace that comes with the package: recorded routing of text with a sudden change of topic.
 
     112 windows of 8,192 tokens through a 16-layer model of 128 experts, top-8, trained on text in 26 languages and
     on code; the mixture of texts drifts, and switches at window 56.

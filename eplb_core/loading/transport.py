@@ -84,9 +84,9 @@ class Transport(Protocol):
     """One-sided reads from peers' memory into this rank's staging memory.
 
     Called from one thread at a time, never from the forward thread. A transport outlives its users: `export` and
-    `connect` are idempotent, and a scaled-up engine connects to the new ranks only. No method waits for a peer without
-    an end; deadlines are the caller's. Bytes are read as they are at some time between `read` and DONE: it is the
-    caller who makes sure that the owner does not write there, and who compares the owner's slot versions.
+    `connect` are idempotent, and a scaled-up engine connects to the new ranks only. No method waits for a peer forever;
+    the caller sets deadlines. Each byte is read at some time between `read` and DONE. The caller must make sure that
+    the owner does not write there meanwhile: a transport cannot detect it.
     """
 
     @property

@@ -103,8 +103,9 @@ def place(
 ) -> Placement:
     """Which expert goes into which slot, so that the ranks' loads are even?
 
-    Hot experts get the redundant slots, no rank holds an expert twice unless counting forces it, and every layer comes
-    with a proven bound. Equal inputs give equal bytes, on any machine and any number of threads.
+    Hot experts get the redundant slots. A rank gets an expert twice only if it has more slots than there are experts to
+    choose from. Every layer comes with a proven bound. Equal inputs give equal bytes, on any machine and any number of
+    threads.
 
     Args:
         expert_load: Tokens routed to each expert, `[L, E]`, or windows of it, `[T, L, E]`: numpy, lists or torch (a

@@ -47,7 +47,7 @@ Rows = list[torch.Tensor]
 class HostBackup:
     """Experts in safetensors files, as `HostBackup.save` writes them; for `Migrator(backup=)` and `move_experts`.
 
-    A save that was cut off leaves no backup, and a backup that was saved over gives no experts any more. A folder on a
+    An interrupted save leaves no backup, and a backup that a later save replaced gives no experts. A folder on a
     disk that all nodes see serves all nodes; one in memory (`/dev/shm`) serves its node and outlives the ranks'
     processes.
 

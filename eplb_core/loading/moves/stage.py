@@ -134,7 +134,8 @@ class Stager:
                 backup.fetch(step.layer, expert, rows)
             except (KeyError, OSError, RuntimeError, ValueError) as error:
                 raise Trouble(
-                    "backup", f"no live rank holds expert {expert} of layer {step.layer}, and its backup: {error}"
+                    "backup",
+                    f"no live rank holds expert {expert} of layer {step.layer}, and its backup failed: {error}",
                 ) from error
 
     def _compare(self, reference: IntArray, step: Step, pull: Pull) -> None:

@@ -87,8 +87,8 @@ class LayoutFollower:
         agreement: Of all ranks of this engine; nobody else uses it meanwhile.
         tables: Dispatch tables to keep in step, or None.
         on_switch: Called for each layer that has changed as `on_switch(layer, layout)`, on the forward thread.
-            What it or the tables raise comes out of `poll`; the engine has switched. After the latter, install the
-            tables of `layout` anew before a pass.
+            `poll` raises what it or the tables raise, after the engine has switched. If the tables raised, install
+            those of `layout` again before a pass.
 
     Raises:
         LayoutAgreementError: A rank's keeper does not let it follow; on every rank, with the same text. The engine may

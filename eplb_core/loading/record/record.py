@@ -114,13 +114,13 @@ class LayoutRecord:
         return self._state.layout.digest
 
     def revert(self, state: RecordState) -> None:
-        """Return to a former `state`: for a keeper that could not write down what it was about to answer."""
+        """Return to a former `state`, for a keeper that could not write the new one to disk."""
         self._state = state
 
     # ---- presence ------------------------------------------------------------------------------------------------
 
     def attach(self, engine: str) -> Reply:
-        """Register an engine, before it reads a weight. Unless it follows, no other one may begin a move then."""
+        """Register an engine before it reads a weight. Unless it follows, no other engine may then begin a move."""
         if not is_engine_id(engine):
             return self._refused(f"an engine's id must be printable, of 1 to {MAX_ENGINE_ID} characters")
         if is_among(engine, self._state.engines):
@@ -145,7 +145,7 @@ class LayoutRecord:
         return self._ok()
 
     def lose(self, engine: str) -> Reply:
-        """Remove an engine whose connection was ended from this side: it may still read, and its end is not seen."""
+        """Remove an engine that the keeper disconnected: it may still read the weights, and its end cannot be seen."""
         reply = self.detach(engine)
         if reply.status == "ok":
             self._add_non_follower(f"{engine} (its connection was ended)")

@@ -167,9 +167,11 @@ def decode_state(message: Message, known: ExpertLayout | None = None) -> RecordS
             fields[name] = check_int(message[name], name, 0)
         state = RecordState(layout, **fields)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-        raise WireError(f"no whole record: {type(error).__name__}: {error}") from error
+        raise WireError(f"an incomplete record: {type(error).__name__}: {error}") from error
     if layout.digest != message.get("digest"):
-        raise WireError(f"a map of digest {layout.digest[:12]} under the digest {str(message.get('digest'))[:12]}")
+        raise WireError(
+            f"the map has digest {layout.digest[:12]} and the message says {str(message.get('digest'))[:12]}"
+        )
     return state
 
 

@@ -117,7 +117,7 @@ def _map(reply: dict[str, Any], fds: list[int], client: LayoutClient) -> dict[st
     try:
         return map_tensors(reply["weights"], fds)
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError, OSError) as error:
-        raise HostAbsent(f"{client.path}: the host describes its memory in a way that does not fit: {error}") from (
+        raise HostAbsent(f"{client.path}: the host's description of its memory cannot be used: {error}") from (
             RecordLostError(str(error), path=client.path)
         )
 

@@ -84,7 +84,7 @@ class CostModel:
         num_layers: int = 1,
         **known: float,
     ) -> CostModel:
-        """The times of a pass that explain measured ones best: least squares, none negative.
+        """Fit the model to measured passes by least squares, with no coefficient below 0.
 
         Measure passes of different sizes. For each, take the rank that the others waited for.
 

@@ -42,7 +42,7 @@ PAYS = "pays"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """Which layers are worth their move; true where there is one. Arrays are read-only.
+    """Which layers are worth moving; a verdict is true if there is at least one. Arrays are read-only.
 
     The totals cover the layers to move; if none moves, all layers that the placement would change. Times are seconds of
     the cost model; without one, a unit is the time of one token.

@@ -73,7 +73,7 @@ def generate_trace(
     sampled: bool = True,
     seed: int = 0,
 ) -> Trace:
-    """A trace whose layers are as uneven, and whose traffics are as alike, as those of a real model.
+    """Generate a trace with the imbalance of a real model's layers and the correlations of its kinds of traffic.
 
     Log loads of experts are normal, scaled layer by layer so that their deviation and the hottest expert's share have
     the recorded percentiles: few experts have 8 to 14 times the mean. Kinds of traffic share part of them: the log

@@ -311,8 +311,8 @@ def test_a_server_that_does_not_answer_is_lost_after_the_deadline(path: Path) ->
         (wire.LENGTH.pack(2) + b"[]", "answers with a JSON list where an object is due"),
         (wire.pack({"status": "well"}), "answers with status 'well'"),
         (wire.pack({"status": "ok", "reason": "", "version": "1"}), "answers with version '1'"),
-        (wire.pack({"status": "ok", "reason": "", "state": {"map": 3}}), "answers with no whole record: KeyError"),
-        (wire.pack({"status": "refused", "reason": "full"}), "answers with no whole record"),
+        (wire.pack({"status": "ok", "reason": "", "state": {"map": 3}}), "answers with an incomplete record: KeyError"),
+        (wire.pack({"status": "refused", "reason": "full"}), "answers with an incomplete record"),
         (
             wire.LENGTH.pack(30) + b'{"protocol":2,"status":"ok"}  ',
             f"answers with protocol 2 of eplb_core unknown; {ONE}",

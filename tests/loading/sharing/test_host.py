@@ -600,7 +600,7 @@ def test_a_host_whose_memory_cannot_be_understood_is_as_good_as_none(stack: Exit
     stack.enter_context(LayoutServer(path, None, exports=Weights(parts=[])))  # as of another version
     client = stack.enter_context(LayoutClient(path, "a"))
     target = {"w": torch.zeros(2)}
-    with pytest.raises(HostAbsent, match="the host describes its memory in a way that does not fit: 'segments'"):
+    with pytest.raises(HostAbsent, match="the host's description of its memory cannot be used: 'segments'"):
         attach_weights(client, target, config={}, layout=None)
     assert target["w"].tolist() == [0, 0]
 
