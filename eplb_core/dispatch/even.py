@@ -27,8 +27,8 @@ def even_dispatch_table(layout: ExpertLayout, expert_load: ArrayLike | None = No
 
     Where ranks send equal amounts of an expert (`expert_load` not given, `[L, E]`, or equal over ranks), the numbers of
     ranks per replica differ by one at most; among all such tables this one keeps the most tokens on their own rank,
-    then within nodes. Where distance does not decide which replica gets one rank more, the one on the rank with the
-    least load so far does.
+    then within nodes. Where distance does not decide which replica gets one rank more, the replica on the rank with
+    the least load so far gets it.
 
     Where ranks send unequal amounts (`[R, L, E]`), all tokens of a rank and expert go to one slot, and totals are as
     even as whole ranks allow: never worse than longest processing time first, usually the optimum. Within that maximum

@@ -122,7 +122,7 @@ class ExpertStore:
 
         Raises:
             ValueError: A tensor whose first dimension is neither S nor P and that `ignore` does not name, or one that
-                `ExpertStore` refuses: better at start-up than at the first move.
+                `ExpertStore` refuses.
         """
         found = find_slot_tensors(module, slots_per_rank, num_slots=num_slots, num_shared=num_shared, ignore=ignore)
         return cls(*found)

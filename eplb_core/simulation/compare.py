@@ -84,7 +84,7 @@ def compare_policies(
 
     Args:
         trace: As for `simulate`.
-        policies: Names or functions; or by name of your choice a policy, or arguments of `simulate` that differ, as in
+        policies: A list of names or functions; or a dict from a label to a policy or to arguments of `simulate`, as in
             `{"often": {"policy": "place", "interval": 4}}`.
         workers: Replays at a time, in threads: kernels and numpy release the interpreter lock.
         progress: Called with replays done and in all.

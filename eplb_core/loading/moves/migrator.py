@@ -403,7 +403,7 @@ class Migrator:
             The live layout, the same on every rank.
 
         Raises:
-            AgreementError: A rank did not come.
+            AgreementError: A rank did not call it in time.
             MigrationError: A read or a record did not end in time, or ranks are not in one layout: on every rank. Or
                 the agreement has failed: `rejoin` first.
             Exception: What `on_install` or the tables raised on the way to the end, when all else is done: paused.
@@ -510,7 +510,7 @@ class Migrator:
             The live layout, the same on every rank.
 
         Raises:
-            AgreementError: A rank did not come.
+            AgreementError: A rank did not call it in time.
             MigrationError: Ranks cannot be brought to one layout; on every rank.
         """
         run = self._run

@@ -30,7 +30,7 @@ LEAST = -(2**63)
 
 
 class LayoutClient:
-    """Be present at a record's keeper, from the constructor until `close` or the end of the process.
+    """Connect one rank of an engine to a record's keeper; the engine counts as present until `close` or its end.
 
     The constructor does not raise where nobody listens or the keeper cannot be read: one rank that fails there would
     leave the others waiting. `agree_on_layout` gathers what each rank found, and all ranks decide together.

@@ -86,7 +86,7 @@ def generate_trace(
         num_experts: Experts E, 16 or more.
         window_tokens: Tokens of a window.
         top_k: Experts of a token: each layer and window holds `window_tokens * top_k` in all.
-        sampled: Whether tokens are drawn, as real ones are; else each expert gets its share, rounded.
+        sampled: Whether tokens are drawn at random; else each expert gets exactly its share, rounded.
         seed: Of numpy's generator; equal arguments give equal traces with one version of numpy.
 
     Returns:
