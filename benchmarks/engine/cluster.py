@@ -48,9 +48,9 @@ def serve(pipe: Connection, setup: Setup, worker: int) -> None:
         "pass": rank.one_pass,
         "update": rank.update,
         "close": rank.close,
-        "received": lambda: rank.received(),
+        "received": rank.received,
         "map_cost": rank.map_cost,
-        "verify": lambda layers: rank.verify(reference=rank._reference, layers=layers) is not None,
+        "verify": lambda: rank.verify(reference=rank._reference) is not None,
         "retire": lambda index: setattr(rank, "retiring", index),
         "status": lambda: (rank.layout.digest, rank.migrator.status._asdict() if rank.migrator else None),
     }
@@ -153,10 +153,10 @@ class Cluster:
         """The first frame."""
         self.form([(self.spawn(), -1) for _ in range(size)])
 
-    def ask(self, name: str, *arguments: Any, **options: Any) -> None:
+    def ask(self, name: str, *arguments: Any) -> None:
         """The same command to every member."""
         for number in self.who.workers:
-            self.workers[number].ask(name, *arguments, **options)
+            self.workers[number].ask(name, *arguments)
 
     def answers(self, patience: float = 60.0) -> dict[int, tuple[str, Any]]:
         """Every member's answer."""
@@ -167,9 +167,9 @@ class Cluster:
                 raise EngineFailure(f"worker {number}: {value}")
         return answers
 
-    def call(self, name: str, *arguments: Any, patience: float = 60.0, **options: Any) -> list[Any]:
+    def call(self, name: str, *arguments: Any, patience: float = 60.0) -> list[Any]:
         """A command that must succeed on every member."""
-        self.ask(name, *arguments, **options)
+        self.ask(name, *arguments)
         return self.take(name, patience)
 
     def take(self, name: str, patience: float = 60.0) -> list[Any]:

@@ -99,19 +99,6 @@ class Lost(Exception):
     """Another rank did not come; this one waits for a new membership."""
 
 
-class Backup:
-    """The backup of the weights' present version: a Migrator keeps one object for its life."""
-
-    def __init__(self) -> None:
-        self.files: eplb.HostBackup | None = None
-
-    def fetch(self, layer: int, expert: int, rows: Sequence[torch.Tensor]) -> None:
-        """Fill the bytes of an expert that no live rank holds."""
-        if self.files is None:
-            raise KeyError("this engine keeps no backup")
-        self.files.fetch(layer, expert, rows)
-
-
 class Rank:
     """A rank's weights, tables and Migrator, and its passes."""
 
@@ -122,17 +109,15 @@ class Rank:
         self.dense = Dense(config, weights, setup.num_rows)
         self.client: eplb.LayoutClient | None = None
         self.migrator: eplb.Migrator | None = None
-        self.backup = Backup()
+        self.backup: eplb.HostBackup | None = None
         self.tensors: list[dict[str, torch.Tensor]] = []
         self.group: Group | None = None
         self.retiring: int | None = None
-        self.shares: Any = None
         self._layout: eplb.ExpertLayout | None = None
         self._reference: Any = None
         self._attached: Any = None
         self._former_groups: list[Group] = []
         self._since = 0
-        self._last_load: Any = None
         # A transport outlives Migrators, and tensors of staging outlive both: nothing is registered twice.
         self._staging: torch.Tensor | None = None
         transport = setup.make_transport()
@@ -274,13 +259,13 @@ class Rank:
         self.tensors = empty_experts(setup.config, setup.slots_per_rank, dtype=setup.dtype, device=self.device)
         load_experts(setup.checkpoint(who.version), setup.config, self.tensors, layout, self.rank)
 
-    def verify(self, *, reference: Any = None, layers: Sequence[int] | None = None) -> Any:
+    def verify(self, *, reference: Any = None) -> Any:
         """Call 3. Compare what every slot holds with the layout; the next reference. Collective, between passes."""
-        prints = gather(self.members, eplb.fingerprints(self.stores, layers=layers))
+        prints = gather(self.members, eplb.fingerprints(self.stores))
         of_ranks = [torch.zeros_like(prints[0])] * self.layout.topology.num_ranks  # ranks that are gone hold nothing
         for rank, one in zip(self.who.ranks, prints, strict=True):
             of_ranks[rank] = one
-        report = eplb.verify_weights(of_ranks, self.layout, layers=layers, reference=reference)
+        report = eplb.verify_weights(of_ranks, self.layout, reference=reference)
         if not report.ok:
             raise ValueError(f"the weights do not match the layout\n{report}")
         return report.by_expert
@@ -290,9 +275,9 @@ class Rank:
             folder = self.setup.folder / f"backup-{version}"
             there = self.agreement.gather(b"1" if (folder / "whole").exists() else b"")
             if all(there):
-                self.backup.files = eplb.HostBackup(folder)
+                self.backup = eplb.HostBackup(folder)
                 return
-            self.backup.files = eplb.HostBackup.save(
+            self.backup = eplb.HostBackup.save(
                 folder, self.stores, self.layout, rank=self.rank, agreement=self.agreement
             )
             (folder / "whole").touch()
@@ -305,7 +290,7 @@ class Rank:
         self._reference = self.verify()
         self._save_backup(version)
         if self.migrator is not None:
-            self.migrator.resume(reference=self._reference)
+            self.migrator.resume(reference=self._reference, backup=self.backup)
 
     # ---- passes ----------------------------------------------------------------------------------------------------
 

@@ -39,15 +39,9 @@ class Request:
     topic: int
     seed: int
     tokens: list[int]
-    prompt_length: int
     total_length: int
     position: int = 0
     """Tokens that are in its rank's cache."""
-
-    @property
-    def is_done(self) -> bool:
-        """It has all its tokens."""
-        return len(self.tokens) >= self.total_length
 
 
 class Traffic:
@@ -87,7 +81,7 @@ class Traffic:
         prompt = (topic * words + random.integers(0, words, length)).tolist()
         self.made += 1
         total = int(random.integers(length + 4, config.max_length))
-        return Request(self.made, topic, int(random.integers(2**30)), prompt, length, total)
+        return Request(self.made, topic, int(random.integers(2**30)), prompt, total)
 
 
 @dataclass(slots=True)
@@ -124,7 +118,7 @@ class Scheduler:
             if request.position == len(request.tokens):
                 request.tokens.append(sampled[row])
                 self.tokens += 1
-            if request.is_done:
+            if len(request.tokens) >= request.total_length:
                 rows[row] = None
                 self.finished += 1
 

@@ -78,11 +78,12 @@ class Report:
 class Soak:
     """A cluster under traffic, and what may happen to it."""
 
-    def __init__(self, size: int, *, seed: int, folder: Path, setup: dict[str, Any] | None = None) -> None:
+    def __init__(self, size: int, *, seed: int, folder: Path) -> None:
         # Twice the slots that the experts need: half of the ranks may be gone at a time.
         slots = -(-2 * ModelConfig().num_experts // size)
-        options = {"slots_per_rank": slots, "interval": 24, "deadline": 4.0, "faults": SPOILT, "backups": True}
-        self.setup = Setup(folder, seed=seed, **{**options, **(setup or {})})
+        self.setup = Setup(
+            folder, seed=seed, slots_per_rank=slots, interval=24, deadline=4.0, faults=SPOILT, backups=True
+        )
         self.size, self.random = size, np.random.default_rng(seed)
         self.report = Report()
         self.scheduler = Scheduler(Traffic(self.setup.config, seed + 1), self.setup.num_rows)
@@ -208,10 +209,12 @@ class Soak:
         who = self.cluster.who
         return list(zip(who.workers, who.ranks, strict=True))
 
-    def form(self, members: list[tuple[int, int]]) -> None:
-        """A new frame of these processes, (process, former rank)."""
+    def form(self, members: list[tuple[int, int]], leaving: int | None = None) -> None:
+        """A new frame of these processes, (process, former rank); the one that leaves helps to end the old frame."""
         self._look()
         self.cluster.call("leave_frame")
+        if leaving is not None:
+            self._drop(leaving)
         self.cluster.form(members)
         self._seen.clear()
 
@@ -260,43 +263,42 @@ class Soak:
             raise EngineFailure("a rank could not be retired in 400 passes")
         kept = self._kept()
         worker = kept.pop(leaving)[0]
-        self.form_without(worker, kept)
+        self.form(kept, leaving=worker)
         self._count("rank left")
         self._later()
         self._count("rank joined")
 
-    def form_without(self, worker: int, kept: list[tuple[int, int]]) -> None:
-        """As `form`; the one that leaves takes part in the end of the old frame."""
-        self._look()
-        self.cluster.call("leave_frame")
-        self._drop(worker)
-        self.cluster.form(kept)
-        self._seen.clear()
-
     def update(self) -> None:
         """New weights, in the middle of whatever is moving."""
-        version = self.cluster.who.version + 1
-        self._save(version)
+        version = self._next_version()
         self.cluster.call("update", version)
-        self.cluster.who = self.cluster.who._replace(version=version)
-        self.oracle.load(self.setup.checkpoint(version))
+        self._adopt(version)
         for old in (f"experts-{version - 1}", f"backup-{version - 1}"):
             shutil.rmtree(self.setup.folder / old, ignore_errors=True)
         self._count("weights updated")
 
+    def _next_version(self) -> int:
+        """Of the weights; its checkpoint is written."""
+        version = self.cluster.who.version + 1
+        self._save(version)
+        return version
+
+    def _adopt(self, version: int) -> None:
+        """Weights that ranks and the oracle have from now on."""
+        self.cluster.who = self.cluster.who._replace(version=version)
+        self.oracle.load(self.setup.checkpoint(version))
+
     def kill_in_update(self) -> None:
         """SIGKILL while new weights are loaded: some ranks have them, some not. All start anew from the files."""
         victim = self._someone()
-        version = self.cluster.who.version + 1
-        self._save(version)
+        version = self._next_version()
         self.cluster.ask("update", version)
         self._signal(victim, signal.SIGKILL, delay=True)
         answers = self.cluster.answers(patience=15 * self.setup.deadline)
         for worker in list(self.cluster.workers):
             self._drop(worker)
         self._count("rank killed in an update" if any(s != "ok" for s, _ in answers.values()) else "killed after it")
-        self.cluster.who = self.cluster.who._replace(version=version)
-        self.oracle.load(self.setup.checkpoint(version))
+        self._adopt(version)
         self._seen.clear()
         self.start()
 
@@ -321,7 +323,7 @@ class Soak:
 
     def _verify(self) -> None:
         """Between passes: do the weights match the layout?"""
-        self.cluster.call("verify", None)
+        self.cluster.call("verify")
         self.report.weights_verified += 1
 
     def _look(self) -> None:
@@ -352,10 +354,7 @@ class Soak:
             while time.monotonic() - start < seconds or turn < len(kinds):
                 self.passes(10 + int(self.random.integers(40)))
                 self._look()
-                if turn < len(kinds):
-                    kinds[turn]()
-                else:
-                    kinds[int(self.random.integers(len(kinds)))]()
+                kinds[turn if turn < len(kinds) else int(self.random.integers(len(kinds)))]()
                 turn += 1
                 self.refill()
                 self._verify()

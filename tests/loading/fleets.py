@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from eplb_core import DispatchTables, ExpertLayout
+from eplb_core import DispatchTables, ExpertLayout, ExpertStore
+from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.moves.migrator import Migrator
 from eplb_core.loading.moves.progress import MOVING, word
 from eplb_core.loading.transport import ReadState, Status, Transport
-from eplb_core.loading.transports import LocalCopy
+from eplb_core.loading.transports import DeferredCopy, LocalCopy
 from tests.loading.worlds import SIZES, World, label
 
+T = TypeVar("T")
 SLOT = sum(SIZES.values())
 LONG = 20.0
 
@@ -35,6 +39,48 @@ class FailsAt(LocalCopy):
             ticket.finish(Status(ReadState.FAILED, "the cable was cut"))
         else:
             super()._copy(ticket, peer)
+
+
+def breaks(transport: T, call: str, error: BaseException, *, after: int = 0, times: int = sys.maxsize) -> T:
+    """The transport, whose method `call` raises so many times after so many calls."""
+    whole, calls = getattr(transport, call), itertools.count()
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        if after <= next(calls) < after + times:
+            raise error
+        return whole(*arguments, **options)
+
+    setattr(transport, call, broken)
+    return transport
+
+
+def silent(call: str) -> None:
+    """Nothing to say."""
+
+
+class Watched:
+    """An agreement that tells of each call before and after it; whoever is told may raise."""
+
+    def __init__(
+        self, inner: LocalAgreement, before: Callable[[str], None] = silent, after: Callable[[str], None] = silent
+    ) -> None:
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.before, self.after = before, after
+
+    def post(self, word: int) -> None:
+        self._call("post", word)
+
+    def take(self) -> Any:
+        return self._call("take")
+
+    def gather(self, blob: bytes) -> Any:
+        return self._call("gather", blob)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self.before(name)
+        answer = getattr(self.inner, name)(*arguments)
+        self.after(name)
+        return answer
 
 
 class Answer(NamedTuple):
@@ -88,6 +134,12 @@ class Shelf:
             row.copy_(label(layer, expert, name))
 
 
+def alone(stores: Sequence[ExpertStore], layout: ExpertLayout, **options: Any) -> Migrator:
+    """A Migrator of rank 0 that agrees with itself."""
+    own = {"rank": 0, "transport": LocalCopy(), "agreement": LocalAgreement.group(1)[0]}
+    return Migrator(stores, layout, **{**own, **options})
+
+
 class Fleet(World):
     """Ranks with a Migrator each, and the loop of passes."""
 
@@ -100,13 +152,22 @@ class Fleet(World):
         mode: Any = "even",
         transports: dict[int, Transport] | None = None,
         records: dict[int, Any] | None = None,
+        agree: Callable[[LocalAgreement], Any] = lambda member: member,
+        max_replicas: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(layout, make, ranks)
+        super().__init__(layout, make, ranks, agree)
         self.transports |= transports or {}
         self.tables = {rank: DispatchTables(layout, rank=rank, mode=mode) for rank in self.ranks}
+        for tables in self.tables.values():
+            tables.max_replicas = max_replicas or tables.max_replicas
+        self.records, self.options = records or {}, {"deadline": LONG, **options}
         self.installed: list[int] = []
-        made = self.each(
+        self.make(layout)
+
+    def make(self, layout: ExpertLayout) -> None:
+        """Give each rank a Migrator."""
+        made: list[Any] = self.each(
             lambda rank: Migrator(
                 self.stores[rank],
                 layout,
@@ -114,14 +175,14 @@ class Fleet(World):
                 transport=self.transports[rank],
                 agreement=self.agreements[rank],
                 tables=self.tables[rank],
-                record=(records or {}).get(rank),
-                **{"deadline": LONG, **options},
+                record=self.records.get(rank),
+                **self.options,
             )
         )
         failed = [result for result in made if isinstance(result, BaseException)]
         if failed:
             raise failed[0]
-        self.migrators: dict[int, Migrator] = dict(zip(self.ranks, made, strict=True))  # type: ignore[arg-type]
+        self.migrators: dict[int, Migrator] = dict(zip(self.ranks, made, strict=True))
 
     @property
     def first(self) -> Migrator:
@@ -175,6 +236,11 @@ class Fleet(World):
         self.start(target)
         return self.until_idle(meanwhile)
 
+    def start_reading(self, target: Any, reads: DeferredCopy) -> int:
+        """Start, and passes until a read is under way over this transport."""
+        self.start(target)
+        return self.passes(lambda: reads.waiting == 1)
+
     def until_staged(self) -> None:
         """Passes until all ranks have posted that the first step of the first migration is staged."""
         self.passes(lambda: all(m._posted == word(1, MOVING, 1) for m in self.migrators.values()))
@@ -191,9 +257,24 @@ class Fleet(World):
         """What each rank's poll returns, without a look."""
         return [migrator.poll() for migrator in self.migrators.values()]
 
+    def poll_until_idle(self) -> list[tuple[int, ...]]:
+        """Passes without looks; what all the polls returned."""
+        polled: list[tuple[int, ...]] = []
+        self.wait(lambda: self.first.idle, lambda: polled.extend(self.poll()))
+        return polled
+
+    def pause(self, **options: Any) -> list[Any]:
+        return self.each(lambda rank: self.migrators[rank].pause(**options))
+
     def resume(self) -> None:
         for migrator in self.migrators.values():
             migrator.resume()
+
+    def rejoin(self) -> list[Any]:
+        """The ranks that are there meet anew and go on."""
+        self.meet()
+        self.migrators = {rank: self.migrators[rank] for rank in self.ranks}
+        return self.each(lambda rank: self.migrators[rank].rejoin(self.agreements[rank]))
 
     def reached(self, layout: ExpertLayout, cause: str = "") -> bool:
         """Whether the last migration ended so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -13,40 +14,24 @@ from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, Topology, place, transfers
 from eplb_core.loading.pull_plan import PullKind, PullPlan, plan_pull
+from tests.loading.worlds import layout_pairs
 
 KEEP, COPY_OLD, COPY_NEW, READ, RESTORE, EMPTY = PullKind
+PAIRS = layout_pairs(most_ranks=5)
 
 
 def layout(rows: list[list[int]], experts: int, ranks: int, nodes: int = 1) -> ExpertLayout:
     return ExpertLayout(rows, experts, topology=Topology(ranks, nodes))
 
 
-@st.composite
-def pairs(draw: st.DrawFn, empty: bool = True) -> tuple[ExpertLayout, ExpertLayout]:
-    """Two layouts of one frame: pairs on a rank, empty slots, nodes of unequal size."""
-    ranks = draw(st.integers(1, 5))
-    per_rank = draw(st.integers(1, 4))
-    experts = draw(st.integers(1, ranks * per_rank))
-    nodes = draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks))
-    names = sorted(set(nodes))
-    topology = Topology(rank_to_node=[names.index(node) for node in nodes])
-    layers = draw(st.integers(1, 3))
-
-    def row() -> list[int]:
-        spare = st.integers(-1 if empty else 0, experts - 1)
-        extra = draw(st.lists(spare, min_size=ranks * per_rank - experts, max_size=ranks * per_rank - experts))
-        return draw(st.permutations([*range(experts), *extra]))
-
-    old, new = ([row() for _ in range(layers)] for _ in range(2))
-    return ExpertLayout(old, experts, topology=topology), ExpertLayout(new, experts, topology=topology)
-
-
 def plans_of(old: ExpertLayout, new: ExpertLayout, **options: object) -> list[PullPlan]:
     return [plan_pull(old, new, rank=rank, **options) for rank in range(old.topology.num_ranks)]  # type: ignore[arg-type]
 
 
-def apply(plans: list[PullPlan], weights: dict[tuple[int, int], str], per_rank: int, order: list[int]) -> None:
-    """Stage all ranks' reads of a layer, then install rank by rank in the order given."""
+def check(plans: list[PullPlan], old: ExpertLayout, new: ExpertLayout, order: Sequence[int]) -> None:
+    """Stage all ranks' reads of a layer, then install rank by rank in the order given: that gives the new layout."""
+    per_rank = old.slots_per_rank
+    weights = {(layer, slot): f"{layer}/{e}" for (layer, slot), e in np.ndenumerate(old.physical_to_logical_map)}
     for i, layer in enumerate(plans[0].layers.tolist()):
         staged: dict[int, str] = {}
         for plan in plans:
@@ -69,34 +54,26 @@ def apply(plans: list[PullPlan], weights: dict[tuple[int, int], str], per_rank: 
                 elif kind == READ:
                     weights[layer, slot] = staged[slot]
 
-
-def check(weights: dict[tuple[int, int], str], new: ExpertLayout) -> None:
     for (layer, slot), expert in np.ndenumerate(new.physical_to_logical_map):
         if expert >= 0:
             assert weights[layer, slot] == f"{layer}/{expert}"
 
 
-def labelled(old: ExpertLayout) -> dict[tuple[int, int], str]:
-    return {(layer, slot): f"{layer}/{expert}" for (layer, slot), expert in np.ndenumerate(old.physical_to_logical_map)}
-
-
 @settings(deadline=None, max_examples=60)
-@given(pairs(), st.randoms(use_true_random=False))
+@given(PAIRS, st.randoms(use_true_random=False))
 def test_all_plans_applied_to_the_old_layout_give_the_new_one_in_any_order_of_installs(
-    layouts: tuple[ExpertLayout, ExpertLayout], random: Random
+    layouts: list[ExpertLayout], random: Random
 ) -> None:
     """R51."""
     old, new = layouts
     order = list(range(old.topology.num_ranks))
     random.shuffle(order)
-    weights = labelled(old)
-    apply(plans_of(old, new), weights, old.slots_per_rank, order)
-    check(weights, new)
+    check(plans_of(old, new), old, new, order)
 
 
 @settings(deadline=None, max_examples=60)
-@given(pairs())
-def test_a_plan_reads_what_must_be_transferred_and_each_expert_once(layouts: tuple[ExpertLayout, ExpertLayout]) -> None:
+@given(PAIRS)
+def test_a_plan_reads_what_must_be_transferred_and_each_expert_once(layouts: list[ExpertLayout]) -> None:
     old, new = layouts
     plans = plans_of(old, new)
     reads = np.stack([plan.num_reads for plan in plans], axis=1)
@@ -110,8 +87,8 @@ def test_a_plan_reads_what_must_be_transferred_and_each_expert_once(layouts: tup
 
 
 @settings(deadline=None, max_examples=60)
-@given(pairs())
-def test_the_same_node_serves_a_read_if_it_can(layouts: tuple[ExpertLayout, ExpertLayout]) -> None:
+@given(PAIRS)
+def test_the_same_node_serves_a_read_if_it_can(layouts: list[ExpertLayout]) -> None:
     old, new = layouts
     nodes = old.topology.rank_to_node
     for plan in plans_of(old, new):
@@ -123,10 +100,8 @@ def test_the_same_node_serves_a_read_if_it_can(layouts: tuple[ExpertLayout, Expe
 
 
 @settings(deadline=None, max_examples=60)
-@given(pairs(), st.data())
-def test_avoided_ranks_and_unloaded_slots_are_no_source(
-    layouts: tuple[ExpertLayout, ExpertLayout], data: st.DataObject
-) -> None:
+@given(PAIRS, st.data())
+def test_avoided_ranks_and_unloaded_slots_are_no_source(layouts: list[ExpertLayout], data: st.DataObject) -> None:
     """E17: and an unloaded slot is filled although it keeps its expert."""
     old, new = layouts
     shape = old.physical_to_logical_map.shape
@@ -160,10 +135,8 @@ def test_avoided_ranks_and_unloaded_slots_are_no_source(
 
 
 @settings(deadline=None, max_examples=60)
-@given(pairs(), st.data())
-def test_a_layer_s_plan_depends_on_its_own_rows_alone(
-    layouts: tuple[ExpertLayout, ExpertLayout], data: st.DataObject
-) -> None:
+@given(PAIRS, st.data())
+def test_a_layer_s_plan_depends_on_its_own_rows_alone(layouts: list[ExpertLayout], data: st.DataObject) -> None:
     old, new = layouts
     rows = data.draw(st.lists(st.integers(0, old.num_layers - 1), max_size=4))
     whole, part = plan_pull(old, new, rank=0), plan_pull(old, new, rank=0, layers=np.array(rows, dtype=np.int64))
@@ -241,9 +214,7 @@ def test_reads_come_from_the_senders_that_were_booked_so_limits_of_links_hold() 
     assert by_link.max() == 1
     free = np.stack([plan_pull(live, placement.layout, rank=rank).reads_from for rank in range(8)], axis=2)
     assert free.max() > 1  # nearest and fewest reads alone do not keep them
-    weights = labelled(live)
-    apply(plans, weights, live.slots_per_rank, list(range(8)))
-    check(weights, placement.layout)
+    check(plans, live, placement.layout, range(8))
 
 
 def test_a_sender_that_cannot_be_read_counts_for_nothing() -> None:
@@ -307,8 +278,8 @@ def test_bad_arguments_are_named(wrong: dict[str, Any], error: type[Exception], 
 
 
 @settings(deadline=None, max_examples=60)
-@given(pairs())
-def test_a_plan_for_no_change_does_nothing(layouts: tuple[ExpertLayout, ExpertLayout]) -> None:
+@given(PAIRS)
+def test_a_plan_for_no_change_does_nothing(layouts: list[ExpertLayout]) -> None:
     old, _ = layouts
     for plan in plans_of(old, old):
         assert set(plan.kind.reshape(-1).tolist()) <= {KEEP, EMPTY}

@@ -40,13 +40,18 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
-def interpreted(module: str) -> str:
-    """What a module prints in a process of its own: Triton chooses its interpreter when it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+def run_module(module: str, **environment: str) -> str:
+    """What a module prints in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     command = [sys.executable, "-m", module]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def interpreted(module: str) -> str:
+    """What a module prints with Triton's interpreter: Triton chooses it when it is imported."""
+    return run_module(module, TRITON_INTERPRET="1")
 
 
 @cache
@@ -116,14 +121,23 @@ class World:
     """All ranks of a layout: stores, transports, agreements."""
 
     def __init__(
-        self, layout: ExpertLayout, make: Callable[[], Transport] = LocalCopy, ranks: Sequence[int] | None = None
+        self,
+        layout: ExpertLayout,
+        make: Callable[[], Transport] = LocalCopy,
+        ranks: Sequence[int] | None = None,
+        agree: Callable[[LocalAgreement], Any] = lambda member: member,
     ) -> None:
         self.layout = layout
         self.ranks = list(range(layout.topology.num_ranks)) if ranks is None else list(ranks)
         self.stores = {rank: stores_of(layout, rank) for rank in self.ranks}
-        self.transports = {rank: make() for rank in self.ranks}
+        self.transports: dict[int, Any] = {rank: make() for rank in self.ranks}
+        self.agree = agree
+        self.meet()
+
+    def meet(self) -> None:
+        """The ranks that are there make a new agreement."""
         members = LocalAgreement.group(len(self.ranks), deadline=20.0)
-        self.agreements = dict(zip(self.ranks, members, strict=True))
+        self.agreements = {rank: self.agree(member) for rank, member in zip(self.ranks, members, strict=True)}
 
     def each(self, call: Callable[[int], T]) -> list[T | BaseException]:
         """`call(rank)` for all ranks at once."""
@@ -146,14 +160,19 @@ class World:
 
 
 @st.composite
-def layout_pairs(draw: st.DrawFn, count: int = 2, most_ranks: int = 4) -> list[ExpertLayout]:
-    """Layouts of one frame: pairs on a rank, empty slots."""
+def layout_pairs(draw: st.DrawFn, count: int = 2, most_ranks: int = 4, most_layers: int = 3) -> list[ExpertLayout]:
+    """Layouts of one frame: pairs on a rank, empty slots, nodes of unequal size."""
     ranks, per_rank = draw(st.integers(1, most_ranks)), draw(st.integers(1, 4))
-    experts = draw(st.integers(1, min(16, ranks * per_rank)))
-    layers = draw(st.integers(1, 3))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    topology = Topology(ranks)
-    return [random_layout(rng, layers, experts, ranks * per_rank, topology) for _ in range(count)]
+    experts, layers = draw(st.integers(1, ranks * per_rank)), draw(st.integers(1, most_layers))
+    nodes = draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks))
+    topology = Topology(rank_to_node=np.unique(nodes, return_inverse=True)[1])
+    size = ranks * per_rank - experts
+    spare = st.lists(st.integers(-1, experts - 1), min_size=size, max_size=size)
+
+    def row() -> list[int]:
+        return draw(st.permutations([*range(experts), *draw(spare)]))
+
+    return [ExpertLayout([row() for _ in range(layers)], experts, topology=topology) for _ in range(count)]
 
 
 def random_layout(

@@ -11,29 +11,35 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_core import ExpertLayout, ExpertStore, Topology
+from eplb_core import ExpertLayout, ExpertStore
 from eplb_core._arrays import IntArray
 from eplb_core.loading.install.copies import copy_rows, copy_spans, label_groups, order_copies
 from eplb_core.loading.install.installer import Installer, whole_sources
 from eplb_core.loading.install.staging import Staging
 from eplb_core.loading.moves.steps import plan_steps
 from eplb_core.loading.pull_plan import PullKind
+from tests.loading.worlds import layout_pairs
+
+
+def ordered(source: list[int]) -> IntArray:
+    """Copies that fill each place from its source, with one spare place, -1."""
+    copies, scratch = np.empty((2 * len(source), 2), dtype=np.int64), np.empty((2, len(source)), dtype=np.int64)
+    return copies[: order_copies(np.array(source), -1, scratch[0], scratch[1], copies)]
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 8).flatmap(lambda n: st.lists(st.integers(-1, n - 1), min_size=n, max_size=n)))
 def test_copies_in_order_are_as_if_made_at_once(source: list[int]) -> None:
-    places = len(source)
-    copies = np.empty((2 * places, 2), dtype=np.int64)
-    scratch = np.empty((2, places), dtype=np.int64)
-    count = order_copies(np.array(source), -1, scratch[0], scratch[1], copies)
-    content: dict[int, int] = {place: place for place in range(places)}
-    for origin, to in copies[:count].tolist():
+    copies = ordered(source)
+    content: dict[int, int] = {place: place for place in range(len(source))}
+    for origin, to in copies.tolist():
         content[to] = content[origin]
-    assert [content[place] for place in range(places)] == [s if s >= 0 else place for place, s in enumerate(source)]
+    assert [content[place] for place in range(len(source))] == [
+        s if s >= 0 else place for place, s in enumerate(source)
+    ]
     moved = sum(s >= 0 and s != place for place, s in enumerate(source))
-    circles = (copies[:count, 1] == -1).sum()
-    assert count == moved + circles  # one more copy a circle and no other
+    circles = (copies[:, 1] == -1).sum()
+    assert len(copies) == moved + circles  # one more copy a circle and no other
     assert circles <= moved // 2
 
 
@@ -59,19 +65,18 @@ def test_copies_of_a_circle_are_one_group_and_independent_ones_are_not() -> None
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 9).flatmap(lambda n: st.lists(st.integers(-1, n - 1), min_size=n, max_size=n)), st.randoms())
 def test_groups_of_copies_may_be_made_in_any_order(source: list[int], random: random.Random) -> None:
-    places = len(source)
-    copies = np.empty((2 * places, 2), dtype=np.int64)
-    scratch = np.empty((2, places), dtype=np.int64)
-    count = order_copies(np.array(source), -1, scratch[0], scratch[1], copies)
-    groups = groups_of(copies[:count])
-    assert sum(map(len, groups)) == count
+    copies = ordered(source)
+    groups = groups_of(copies)
+    assert sum(map(len, groups)) == len(copies)
     random.shuffle(groups)
-    content: dict[int, int] = {place: place for place in range(places)}
+    content: dict[int, int] = {place: place for place in range(len(source))}
     for group in groups:
         content[-1] = -2  # each group has a spare place of its own
         for origin, to in group.tolist():
             content[to] = content[origin]
-    assert [content[place] for place in range(places)] == [s if s >= 0 else place for place, s in enumerate(source)]
+    assert [content[place] for place in range(len(source))] == [
+        s if s >= 0 else place for place, s in enumerate(source)
+    ]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
@@ -79,10 +84,8 @@ def test_rows_of_any_size_go_round_a_circle_in_chunks(chunk: int) -> None:
     tensors = [torch.randint(0, 256, (3, size), dtype=torch.uint8) for size in (64, 13)]
     before = [tensor.clone() for tensor in tensors]
     addresses = np.array([[tensor[place].data_ptr() for tensor in tensors] for place in range(3)])
-    copies, scratch = np.empty((6, 2), dtype=np.int64), np.empty((2, 3), dtype=np.int64)
-    count = order_copies(np.array([1, 2, 0]), -1, scratch[0], scratch[1], copies)
     spare = torch.empty(chunk, dtype=torch.uint8)
-    copy_rows(copies[:count], addresses, np.array([64, 13]), spare.data_ptr(), chunk)
+    copy_rows(ordered([1, 2, 0]), addresses, np.array([64, 13]), spare.data_ptr(), chunk)
     for tensor, was in zip(tensors, before, strict=True):
         assert torch.equal(tensor, was[[1, 2, 0]])
 
@@ -93,26 +96,9 @@ def test_spans_are_copied_by_address() -> None:
     assert to.tolist() == [0] * 3 + list(range(50, 70)) + [0] * 77
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[ExpertLayout, ExpertLayout]:
-    ranks, per_rank = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    experts = draw(st.integers(1, ranks * per_rank))
-    size = ranks * per_rank - experts
-
-    def row() -> list[int]:
-        extra = draw(st.lists(st.integers(-1, experts - 1), min_size=size, max_size=size))
-        return draw(st.permutations([*range(experts), *extra]))
-
-    topology = Topology(ranks)
-    old, new = (ExpertLayout([row()], experts, topology=topology) for _ in range(2))
-    return old, new
-
-
 @settings(deadline=None, max_examples=100)
-@given(layouts(), st.data())
-def test_an_install_leaves_every_slot_with_its_expert(
-    pair: tuple[ExpertLayout, ExpertLayout], data: st.DataObject
-) -> None:
+@given(layout_pairs(most_layers=1), st.data())
+def test_an_install_leaves_every_slot_with_its_expert(pair: list[ExpertLayout], data: st.DataObject) -> None:
     """E2, E3: all tensors of a slot move, rows of whole tensors too; staging in any order of rows."""
     old, new = pair
     per_rank, slots = old.slots_per_rank, old.num_slots

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import ctypes
 import threading
 from contextlib import nullcontext
 from datetime import timedelta
@@ -23,7 +21,6 @@ from eplb_core import (
     ExpertLayout,
     GroupAgreement,
     LoadCounter,
-    Migrator,
     Target,
     Topology,
     fingerprints,
@@ -37,11 +34,8 @@ from eplb_core.loading.moves.progress import Trouble
 from eplb_core.loading.moves.warm import warm_moves
 from eplb_core.loading.transport import ReadBatch
 from eplb_core.loading.transports import DeferredCopy, Faulty, LocalCopy
-from tests.loading.fleets import LONG, SLOT, Answer, FailsAt, Fleet, Keeper, Shelf, fleet
-from tests.loading.worlds import CROWDED, NEW, OLD, TWO, layout_pairs, stores_of
-
-ROOT = Path(__file__).parents[3]
-
+from tests.loading.fleets import LONG, SLOT, Answer, FailsAt, Fleet, Keeper, Shelf, alone, breaks, fleet
+from tests.loading.worlds import CROWDED, NEW, OLD, TWO, layout_pairs, run_module, stores_of
 
 # ---- it moves --------------------------------------------------------------------------------------------------------
 
@@ -81,22 +75,17 @@ class Noted(LocalCopy):
         return super().read(rank, batch, stream=stream)
 
 
-@pytest.mark.parametrize("how", ["given", "returned"])
-def test_senders_that_come_with_a_layout_are_read_from(how: str) -> None:
+@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize("sender", [0, 1])
+def test_senders_that_come_with_a_layout_are_read_from(sender: int, returned: bool) -> None:
     topology = Topology(3)
     old = ExpertLayout([[0, 1, 0, 2, 3, 2]], 4, topology=topology)
     new = ExpertLayout([[0, 1, 0, 2, 3, 0]], 4, topology=topology)
-    for sender in (0, 1):
-        senders = np.full((1, 6), sender)
-        noted = Noted()
-        with fleet(old, transports={2: noted}) as ranks:
-            if how == "given":
-                ranks.start(Target(new, senders=senders))
-            else:
-                ranks.start(lambda live, senders=senders: Target(new, senders=senders))
-            ranks.until_idle()
-            assert ranks.first.layout == new
-            assert noted.peers == [sender]
+    target, noted = Target(new, senders=np.full((1, 6), sender)), Noted()
+    with fleet(old, transports={2: noted}) as ranks:
+        ranks.move((lambda live: target) if returned else target)
+        assert ranks.first.layout == new
+        assert noted.peers == [sender]
 
 
 def test_a_function_of_the_live_layout_runs_on_a_worker() -> None:
@@ -143,8 +132,7 @@ def test_nothing_is_installed_before_every_rank_has_read() -> None:
     """R59, F2: one rank's reads are late; weights and maps wait for it on both."""
     slow = DeferredCopy()
     with fleet(OLD, transports={1: slow}) as ranks:
-        ranks.start(NEW)
-        ranks.passes(lambda: slow.waiting == 1)
+        ranks.start_reading(NEW, slow)
         for _ in range(20):
             assert ranks.one_pass() == ()
         assert ranks.first.layout == OLD
@@ -159,8 +147,6 @@ def test_an_idle_poll_hands_in_a_word_that_does_not_change() -> None:
             ranks.one_pass()
             words.add(ranks.first.progress)
         assert len(words) == 1
-        import ctypes
-
         assert ctypes.c_int64.from_address(ranks.first.progress_address).value == words.pop()
 
 
@@ -232,8 +218,7 @@ def test_a_rank_that_never_becomes_ready_ends_it_by_the_deadline() -> None:
 def test_a_rank_that_has_failed_says_so_whatever_its_workers_do_next() -> None:
     reads = DeferredCopy()
     with fleet(OLD, transports={1: reads}) as ranks:
-        ranks.start(NEW)
-        ranks.passes(lambda: reads.waiting == 1)
+        ranks.start_reading(NEW, reads)
         run = ranks.migrators[1]._run
         assert run is not None
         run.fail(Trouble("deadline", "too late"))
@@ -283,9 +268,7 @@ def test_a_function_that_gives_no_layout_is_told_what_to_give() -> None:
 def test_a_target_that_the_tables_cannot_hold_is_refused_before_anything_moves() -> None:
     old = ExpertLayout([[0, 1, 2, 0, 1, 2]], 3, topology=TWO)
     many = ExpertLayout([[0, 1, 2, 0, 0, 0]], 3, topology=TWO)
-    with fleet(old) as ranks:
-        for tables in ranks.tables.values():
-            tables.max_replicas = 3
+    with fleet(old, max_replicas=3) as ranks:
         ranks.move(many)
         ends(ranks, "plan", EITHER, old, "an expert has 4 replicas and `tables` hold 3")
         ranks.move(Target(old, np.full((1, 6), 0.5)))
@@ -294,17 +277,11 @@ def test_a_target_that_the_tables_cannot_hold_is_refused_before_anything_moves()
 
 def test_a_row_on_the_way_that_the_tables_cannot_hold_is_refused_before_anything_moves() -> None:
     old, new = CROWDED
-    with fleet(old, staging=SLOT) as ranks:
-        for tables in ranks.tables.values():
-            tables.max_replicas = 3
+    with fleet(old, staging=SLOT, max_replicas=3) as ranks:
         ranks.move(new)
-        assert (ranks.first.status.cause, ranks.first.status.installed, ranks.first.layout) == ("plan", 0, old)
-        who = ranks.first.status.rank
-        assert who is not None
-        assert "hold 3 on the way of layer 0; give more `staging`" in ranks.migrators[who].status.reason
-    with fleet(old) as ranks:  # a whole layer at a time
-        for tables in ranks.tables.values():
-            tables.max_replicas = 3
+        ends(ranks, "plan", EITHER, old, "hold 3 on the way of layer 0; give more `staging`")
+        assert ranks.first.status.installed == 0
+    with fleet(old, max_replicas=3) as ranks:  # a whole layer at a time
         ranks.move(new)
         assert ranks.first.layout == new
 
@@ -327,9 +304,7 @@ def test_shares_that_do_not_fit_are_refused_before_anything_moves(shares: list[l
 def test_a_rank_that_was_never_started_stops_the_others_by_the_deadline_and_none_moves_alone() -> None:
     with fleet(OLD, deadline=0.1) as ranks:
         ranks.migrators[0].start(NEW)
-        polled: list[Any] = []
-        ranks.wait(lambda: ranks.first.idle, lambda: polled.extend(ranks.poll()))
-        assert not any(polled)
+        assert not any(ranks.poll_until_idle())
         assert [migrator.status.cause for migrator in ranks.migrators.values()] == ["deadline"] * 2
         assert ranks.migrators[1].status.migration == 1
         ranks.move(NEW)
@@ -417,26 +392,18 @@ def test_a_busy_record_ends_this_migration_and_a_refusing_one_all() -> None:
     assert "off" in keepers[0].said
 
 
-def test_a_commit_that_fails_leaves_the_layer_new_and_ends_all_moves() -> None:
+@pytest.mark.parametrize(
+    ("keeper", "text"),
+    [
+        (Keeper(OLD, digest="0123456789abcdef"), "restart the keepers"),
+        (breaks(Keeper(OLD), "commit", OSError("no space left")), "layer 0 could not be recorded: OSError: no space"),
+    ],
+)
+def test_a_commit_that_fails_leaves_the_layer_new_and_ends_all_moves(keeper: Keeper, text: str) -> None:
     """R28."""
-    keepers = {0: Keeper(OLD), 1: Keeper(OLD, digest="0123456789abcdef")}
-    with fleet(OLD, records=keepers) as ranks:
+    with fleet(OLD, records={0: Keeper(OLD), 1: keeper}) as ranks:
         ranks.move(NEW)
-        ends(ranks, "record", 1, OLD.replace(NEW, [0]), "restart the keepers")
-        assert ranks.first.status.off
-
-
-class TornKeeper(Keeper):
-    """Raises, which a record may not."""
-
-    def commit(self, layers: list[int], rows: np.ndarray[Any, Any]) -> Answer:
-        raise OSError("no space left")
-
-
-def test_a_record_that_raises_after_an_install_ends_all_moves() -> None:
-    with fleet(OLD, records={0: Keeper(OLD), 1: TornKeeper(OLD)}) as ranks:
-        ranks.move(NEW)
-        ends(ranks, "record", 1, OLD.replace(NEW, [0]), "layer 0 could not be recorded: OSError: no space left")
+        ends(ranks, "record", 1, OLD.replace(NEW, [0]), text)
         assert ranks.first.status.off
 
 
@@ -449,10 +416,7 @@ def test_a_record_on_some_ranks_alone_turns_moves_off() -> None:
 
 def test_nothing_is_compiled_after_the_constructors() -> None:
     """DESIGN rule 8: layers in parts, shares. A kernel that compiled here held the interpreter for half a minute."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.loading.compiled_while_serving"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr[-2000:]
+    assert run_module("tests.loading.compiled_while_serving").split() == []
 
 
 def test_a_callback_that_raises_leaves_the_rank_in_step_with_the_others() -> None:
@@ -478,24 +442,11 @@ def test_a_callback_that_raises_leaves_the_rank_in_step_with_the_others() -> Non
         ends(ranks, "", None, NEW, "")
 
 
-class BrokenTables:
-    """Dispatch tables that cannot be installed once."""
-
-    def __init__(self, inner: DispatchTables) -> None:
-        self.inner, self.breaks = inner, True
-
-    def install(self, layout: ExpertLayout, **options: Any) -> None:
-        if self.breaks:
-            self.breaks = False
-            raise RuntimeError("out of memory")
-        self.inner.install(layout, **options)
-
-
 def test_tables_that_raise_end_the_migration_and_the_step_is_not_installed_twice() -> None:
     """A step whose slots exchange experts in place would bring the old ones back the second time."""
     circle = OLD.replace(ExpertLayout([[1, 0, 3, 2]] * 3, 4, topology=OLD.topology), [0])
     with fleet(OLD) as ranks:
-        ranks.migrators[1]._tables = BrokenTables(ranks.tables[1])
+        breaks(ranks.tables[1], "install", RuntimeError("out of memory"), times=1)
         ranks.start(circle)
         ranks.until_staged()
         assert ranks.migrators[0].poll() == (0,)
@@ -525,26 +476,13 @@ def test_the_number_of_steps_is_the_same_on_a_rank_that_has_no_plan() -> None:
         assert [migrator.status.steps for migrator in ranks.migrators.values()] == [0, 0]
 
 
-class Breaks(LocalCopy):
-    """The second batch of a pull raises what no protocol allows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def read(self, rank: int, batch: ReadBatch, *, stream: Any = None) -> Any:
-        self.calls += 1
-        if self.calls == 2:
-            raise OSError("no route to host")
-        return super().read(rank, batch, stream=stream)
-
-
 def test_a_transport_that_raises_keeps_no_staging() -> None:
     """Three migrations with one slot of staging for each read."""
     topology = Topology(3)
     old = ExpertLayout([[0, 1, 2, 3, 4, 5]], 6, topology=topology)
     new = ExpertLayout([[2, 4, 0, 5, 1, 3]], 6, topology=topology)
-    with fleet(old, transports={0: Breaks()}, deadline=2.0) as ranks:
+    second_read = breaks(LocalCopy(), "read", OSError("no route to host"), after=1, times=1)
+    with fleet(old, transports={0: second_read}, deadline=2.0) as ranks:
         ranks.move(new)
         ends(ranks, "read", 0, old, "layer 0: OSError: no route to host")
         ranks.move(new)
@@ -579,8 +517,7 @@ def test_staging_is_not_read_into_again_before_it_was_installed() -> None:
     """E10: one slot of it; the next layer's reads wait for this rank's own install, however fast they are."""
     reads = DeferredCopy()
     with fleet(OLD, transports={0: reads}, staging=SLOT) as ranks:
-        ranks.start(NEW)
-        ranks.passes(lambda: reads.waiting == 1)
+        ranks.start_reading(NEW, reads)
         reads.complete()
         ranks.wait(lambda: ranks.first.progress == _words.word(1, _words.MOVING, 1))
         assert not ranks.first._mover.wait_quiet(0.05)
@@ -612,8 +549,7 @@ def test_the_next_part_of_a_layer_is_not_read_early_though_staging_has_room() ->
     new = ExpertLayout([[4, 5, 2, 1, 2, 6, 0, 6, 3]], 7, topology=topology)
     reads = DeferredCopy()
     with fleet(old, transports={1: reads}, staging=2 * SLOT) as ranks:
-        ranks.start(new)
-        ranks.passes(lambda: reads.waiting == 1)
+        ranks.start_reading(new, reads)
         reads.complete()
         staged = _words.word(1, _words.MOVING, 1)
         ranks.passes(lambda: ranks.migrators[1]._posted == staged)
@@ -667,8 +603,7 @@ def test_slots_from_the_backup_wait_in_staging_that_no_early_read_gets() -> None
     new = ExpertLayout([[2, 3, 0, 1, -1, -1]] * 2, 4, topology=topology)
     reads = DeferredCopy()
     with fleet(old, ranks=[0, 1], transports={0: reads}, backup=Shelf(), staging=4 * SLOT) as ranks:
-        ranks.start(new)
-        ranks.passes(lambda: reads.waiting == 1)
+        ranks.start_reading(new, reads)
         reads.complete()
         ranks.passes(lambda: reads.waiting == 1)
         reads.complete()
@@ -695,15 +630,7 @@ def test_what_stays_on_the_host_does_so_whatever_device_the_engine_made_its_defa
     with torch.device("meta"):
         load = LoadCounter(1, 4)
         tables = DispatchTables(old, rank=0, mode="weighted", load=load)
-        migrator = Migrator(
-            stores,
-            old,
-            rank=0,
-            transport=LocalCopy(),
-            agreement=GroupAgreement(group, 5.0),
-            tables=tables,
-            staging=SLOT,
-        )
+        migrator = alone(stores, old, agreement=GroupAgreement(group, 5.0), tables=tables, staging=SLOT)
         migrator.start(new)
         while migrator.status.phase in ("planning", "moving"):
             migrator.poll()

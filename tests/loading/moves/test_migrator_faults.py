@@ -22,62 +22,34 @@ from eplb_core import (
     fingerprints,
     place,
     should_rebalance,
-    topk_to_slots,
     verify_weights,
 )
 from eplb_core.errors import MigrationError
 from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.moves import progress as words
-from eplb_core.loading.moves.migrator import Migrator
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
-from tests.loading.fleets import LONG, SLOT, Fleet, Shelf, fleet
+from tests.loading.fleets import LONG, SLOT, Fleet, Shelf, Watched, alone, breaks, fleet
 from tests.loading.worlds import NEW, OLD, SIZES, TWO, label, random_layout, stores_of
 
 
-class Noting:
+class Noting(Watched):
     """An agreement that notes what is asked of it, and on which thread."""
 
     def __init__(self, inner: LocalAgreement) -> None:
-        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        super().__init__(inner, before=self.note)
         self.calls: list[str] = []
         self.threads: set[str] = set()
 
-    def _note(self, what: str) -> None:
-        self.calls.append(what)
+    def note(self, call: str) -> None:
+        self.calls.append(call)
         self.threads.add(threading.current_thread().name)
-
-    def post(self, word: int) -> None:
-        self._note("post")
-        self.inner.post(word)
-
-    def take(self) -> int | None:
-        self._note("take")
-        return self.inner.take()
-
-    def gather(self, blob: bytes) -> list[bytes]:
-        self._note("gather")
-        return self.inner.gather(blob)
-
-
-class NotingFleet(Fleet):
-    """All agreements note."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.noted: dict[int, Noting] = {}
-        super().__init__(*args, **options)
-
-    def each(self, call: Any) -> Any:
-        if not self.noted:
-            self.noted = {rank: Noting(member) for rank, member in self.agreements.items()}
-            self.agreements = dict(self.noted)  # type: ignore[arg-type]
-        return super().each(call)
 
 
 def test_a_pass_makes_one_collective_in_one_order_whatever_happens() -> None:
     """F5: take and post once a pass on every rank, first thing: idle, moving, failing; a pause gathers on all alike."""
     reads = DeferredCopy()
-    ranks = NotingFleet(OLD, transports={1: reads})
-    joined = [list(noting.calls) for noting in ranks.noted.values()]
+    ranks = Fleet(OLD, agree=Noting, transports={1: reads})
+    joined = [list(noting.calls) for noting in ranks.agreements.values()]
     assert joined[0] == joined[1] == ["gather"] * len(joined[0])
     passes = 0
 
@@ -94,41 +66,43 @@ def test_a_pass_makes_one_collective_in_one_order_whatever_happens() -> None:
     reads.fail("on purpose")
     passes += ranks.until_idle()
     more(2)
-    for noting, before in zip(ranks.noted.values(), joined, strict=True):
+    for noting, before in zip(ranks.agreements.values(), joined, strict=True):
         assert noting.calls[len(before) :] == ["take", "post"] * passes
     assert ranks.stop() == [True, True]
-    assert ranks.noted[0].calls == ranks.noted[1].calls
+    assert ranks.agreements[0].calls == ranks.agreements[1].calls
 
 
 def test_no_worker_touches_the_agreement() -> None:
     """F9, R53: it belongs to the forward thread alone; functions, reads and records run on others."""
-    ranks = NotingFleet(OLD)
-    for noting in ranks.noted.values():
+    ranks = Fleet(OLD, agree=Noting)
+    for noting in ranks.agreements.values():
         noting.threads.clear()
     ranks.move(lambda live: NEW)
-    assert {thread for noting in ranks.noted.values() for thread in noting.threads} == {threading.current_thread().name}
+    assert {thread for noting in ranks.agreements.values() for thread in noting.threads} == {
+        threading.current_thread().name
+    }
     ranks.stop()
 
 
 def test_one_agreement_carries_the_whole_handshake_and_after_a_rejoin_the_new_one() -> None:
     """F7: no half of it goes by another group; the one that failed is never asked again."""
-    ranks = NotingFleet(OLD)
+    ranks = Fleet(OLD, agree=Noting)
     ranks.start(NEW)
     ranks.passes(lambda: len(ranks.installed) == 1)
-    for member in ranks.noted.values():
+    for member in ranks.agreements.values():
         member.inner.leave()
     for migrator in ranks.migrators.values():
         for _ in range(3):
             with contextlib.suppress(MigrationError):  # in doubt, if it had the next layer staged
                 migrator.poll()
     assert {migrator.status.phase for migrator in ranks.migrators.values()} == {"lost"}
-    asked = [len(noting.calls) for noting in ranks.noted.values()]
-    members = [Noting(member) for member in LocalAgreement.group(2, deadline=LONG)]
-    ranks.each(lambda rank: ranks.migrators[rank].rejoin(members[rank]))
+    former = list(ranks.agreements.values())
+    asked = [len(noting.calls) for noting in former]
+    ranks.rejoin()
     ranks.move(NEW)
     assert ranks.first.layout == NEW
-    assert [len(noting.calls) for noting in ranks.noted.values()] == asked
-    assert all(len(member.calls) > 4 for member in members)
+    assert [len(noting.calls) for noting in former] == asked
+    assert all(len(member.calls) > 4 for member in ranks.agreements.values())
     ranks.stop()
 
 
@@ -158,8 +132,7 @@ def test_reads_need_nothing_of_their_owner_but_memory() -> None:
     """R50, E12: rank 1 waits for all cores and calls nothing; rank 0 reads from it all the same."""
     reads = DeferredCopy()
     with fleet(OLD, transports={1: reads}) as ranks:
-        ranks.start(NEW)
-        ranks.passes(lambda: reads.waiting == 1)
+        ranks.start_reading(NEW, reads)
         staged = words.word(1, words.MOVING, 1)
         for _ in range(5000):
             if ranks.migrators[0].progress == staged:
@@ -185,6 +158,7 @@ def test_a_small_gain_at_a_high_price_moves_nothing(install_s: float, moved: int
         verdict = should_rebalance(live, load, placed, cost=cost, passes_since=2300)
         return live.replace(placed.layout, verdict.layers) if verdict.layers.any() else None
 
+    decide(old)  # compiles its kernels before passes wait for it
     with fleet(old) as ranks:
         ranks.move(decide)
         assert (ranks.first.status.cause, ranks.first.status.installed) == ("", moved)
@@ -193,28 +167,7 @@ def test_a_small_gain_at_a_high_price_moves_nothing(install_s: float, moved: int
 @pytest.mark.parametrize("call", ["read", "poll", "abandon"])
 def test_a_transport_that_raises_what_is_no_exception_ends_a_migration_and_no_thread(call: str) -> None:
     """What asyncio raises where a task is cancelled is a BaseException."""
-
-    class Cancels(DeferredCopy):
-        left = 1
-
-        def _cancel_once(self, where: str) -> None:
-            if call == where and self.left:
-                self.left -= 1
-                raise asyncio.CancelledError
-
-        def read(self, *arguments: Any, **options: Any) -> Any:
-            self._cancel_once("read")
-            return super().read(*arguments, **options)
-
-        def poll(self, ticket: Any) -> Any:
-            self._cancel_once("poll")
-            return super().poll(ticket)
-
-        def abandon(self, ticket: Any) -> None:
-            self._cancel_once("abandon")
-            super().abandon(ticket)
-
-    reads = Cancels()
+    reads = breaks(DeferredCopy(), call, asyncio.CancelledError(), times=1)
     with fleet(OLD, transports={0: reads}, deadline=0.2 if call == "abandon" else LONG) as ranks:
         ranks.move(NEW)
         assert ranks.first.status.cause == ("deadline" if call == "abandon" else "read")
@@ -242,20 +195,15 @@ def test_a_target_that_leaves_the_process_ends_a_migration_and_no_thread() -> No
 def test_layers_that_were_registered_twice_are_refused() -> None:
     """E15: a list that grew, a tensor that stands in two layers, staging out of a weight; nothing is exported."""
     stores = stores_of(OLD, 0)
-    one = LocalAgreement.group(1)[0]
     with pytest.raises(ValueError, match=r"length 6\) must have .*=3"):
-        Migrator(stores + stores, OLD, rank=0, transport=LocalCopy(), agreement=one)
+        alone(stores + stores, OLD)
     with pytest.raises(ValueError, match=r"'(\w+)' of layer 0 and '\1' of layer 1 share memory"):
-        Migrator([stores[0], stores[0], stores[2]], OLD, rank=0, transport=LocalCopy(), agreement=one)
-    alone = ExpertLayout([[0, 1]], 2, topology=Topology(1))
+        alone([stores[0], stores[0], stores[2]], OLD)
     memory = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"'w' of layer 0 and `staging` share memory"):
-        Migrator(
+        alone(
             [ExpertStore({"w": memory.view(2, 32)})],
-            alone,
-            rank=0,
-            transport=LocalCopy(),
-            agreement=one,
+            ExpertLayout([[0, 1]], 2, topology=Topology(1)),
             staging=memory[32:],
         )
 
@@ -264,18 +212,10 @@ def test_a_second_migrator_registers_nothing_anew() -> None:
     """R56, E15: export and connect are idempotent; the blobs are the same, byte by byte."""
     staging = torch.zeros(2 * SLOT, dtype=torch.uint8)
     stores, transport = stores_of(OLD, 0), LocalCopy()
-    alone = ExpertLayout([[0, 1]] * 3, 2, topology=Topology(1))
+    own = ExpertLayout([[0, 1]] * 3, 2, topology=Topology(1))
     blobs = []
     for _ in range(3):
-        (member,) = LocalAgreement.group(1)
-        migrator = Migrator(
-            _plain(stores),
-            alone,
-            rank=0,
-            transport=transport,
-            agreement=member,
-            staging=staging,
-        )
+        migrator = alone(_plain(stores), own, transport=transport, staging=staging)
         blobs.append(transport._blob)
         assert migrator.stop(LONG)
     assert blobs[0] == blobs[1] == blobs[2]
@@ -286,42 +226,17 @@ def _plain(stores: list[ExpertStore]) -> list[ExpertStore]:
     return [ExpertStore({name: [store.row(name, slot) for slot in range(2)] for name in SIZES}) for store in stores]
 
 
-def test_after_a_migration_tokens_go_to_the_new_slots_and_find_their_expert_there() -> None:
-    """B12: experts 0 and 3 change places; map, weights and the digest say so together, and it is counted."""
-    old = ExpertLayout([[0, 1, 2, 3]], 4, topology=TWO)
-    new = ExpertLayout([[3, 1, 2, 0]], 4, topology=TWO)
-    with fleet(old) as ranks:
-        asked = torch.tensor([[0], [3]])
-        before = topk_to_slots(asked, ranks.tables[0].layer(0)).reshape(-1).tolist()
-        ranks.move(new)
-        after = topk_to_slots(asked, ranks.tables[0].layer(0)).reshape(-1).tolist()
-        assert (before, after) == ([0, 3], [3, 0])
-        assert ranks.first.layout.digest == new.digest != old.digest
-        assert ranks.first.status.installed == 1
-        prints = [fingerprints(ranks.stores[rank]) for rank in (0, 1)]
-        reference = verify_weights([fingerprints(stores_of(old, rank)) for rank in (0, 1)], old).by_expert
-        assert verify_weights(prints, new, reference=reference).faults == ()
-
-
 def test_tables_stores_and_layout_are_resized_together_or_not_at_all() -> None:
     """B9: 4 ranks become 5; whatever still has the old size is refused before a thread starts or a byte moves."""
     four = ExpertLayout.trivial(2, 8, num_slots=12, topology=Topology(4))
     five = four.resized(Topology(5), ranks=[0, 1, 2, 3, -1])
     stores = [ExpertStore({"w": torch.zeros(3, 4)}, {"scale": torch.zeros(12, 1)}) for _ in range(2)]
     wide = [ExpertStore({"w": torch.zeros(3, 4)}, {"scale": torch.zeros(15, 1)}) for _ in range(2)]
-    member = LocalAgreement.group(1)[0]
-
-    def make(stores: list[ExpertStore], tables: DispatchTables) -> Migrator:
-        return Migrator(stores, five, rank=0, transport=LocalCopy(), agreement=member, tables=tables)
-
     threads = threading.active_count()
     with pytest.raises(ValueError, match=r"12.*15|15.*12"):
-        make(stores, DispatchTables(five, rank=0, mode="even"))
-    with pytest.raises(
-        ValueError,
-        match=f"`tables` .*{four.digest[:12]}.* weights .*{five.digest[:12]}",
-    ):
-        make(wide, DispatchTables(four, rank=0, mode="even"))
+        alone(stores, five, tables=DispatchTables(five, rank=0, mode="even"))
+    with pytest.raises(ValueError, match=f"`tables` .*{four.digest[:12]}.* weights .*{five.digest[:12]}"):
+        alone(wide, five, tables=DispatchTables(four, rank=0, mode="even"))
     assert threading.active_count() == threads
 
 
@@ -329,12 +244,11 @@ def test_a_transport_that_lost_the_registration_of_staging_moves_nothing(tmp_pat
     """Another user of it exported other memory in a pause: its staging has the number that this Migrator's had."""
     pytest.importorskip("safetensors")
     with fleet(OLD) as ranks:
-        ranks.each(lambda rank: ranks.migrators[rank].pause())
-        for migrator in ranks.migrators.values():
-            migrator.resume()
+        ranks.pause()
+        ranks.resume()
         ranks.move(OLD.replace(NEW, [0]))  # nothing has happened to it
         live = ranks.first.layout
-        ranks.each(lambda rank: ranks.migrators[rank].pause())
+        ranks.pause()
         saved = ranks.each(
             lambda rank: HostBackup.save(
                 tmp_path,
@@ -346,25 +260,16 @@ def test_a_transport_that_lost_the_registration_of_staging_moves_nothing(tmp_pat
             )
         )
         assert all(isinstance(backup, HostBackup) for backup in saved)
-        for migrator in ranks.migrators.values():
-            migrator.resume()
+        ranks.resume()
         ranks.move(NEW)
         assert (ranks.first.status.cause, ranks.first.layout) == ("read", live)
         blamed = ranks.first.status.rank
         assert blamed is not None
         assert "has exported other memory meanwhile" in ranks.migrators[blamed].status.reason
-    members = LocalAgreement.group(2)
-    made = ranks.each(
-        lambda rank: Migrator(
-            ranks.stores[rank], live, rank=rank, transport=ranks.transports[rank], agreement=members[rank]
-        )
-    )
-    ranks.migrators = dict(enumerate(made))  # type: ignore[arg-type]
-    ranks.start(NEW)
-    while not ranks.first.idle:
-        for migrator in ranks.migrators.values():
-            migrator.poll()
-    ranks.check(NEW)
+    ranks.meet()
+    ranks.make(live)
+    ranks.move(NEW)
+    assert ranks.reached(NEW)
     assert ranks.stop() == [True, True]
 
 
@@ -393,7 +298,7 @@ def test_after_a_reload_the_new_backup_gives_the_new_weights(backup: NewShelf | 
                     store.row(name, slot).bitwise_not_()
     reference = verify_weights([fingerprints(reloaded[rank]) for rank in range(3)], old).by_expert
     ranks = Fleet(old, ranks=[0, 1], backup=Shelf())
-    ranks.each(lambda rank: ranks.migrators[rank].pause())
+    ranks.pause()
     for rank in ranks.ranks:
         for store, fresh in zip(ranks.stores[rank], reloaded[rank], strict=True):
             for name in SIZES:
@@ -404,9 +309,7 @@ def test_after_a_reload_the_new_backup_gives_the_new_weights(backup: NewShelf | 
         assert ranks.migrators[rank].status.phase == "paused"
         ranks.migrators[rank].resume(reference=reference, backup=backup)
     ranks.start(new)
-    while not ranks.first.idle:
-        for migrator in ranks.migrators.values():
-            migrator.poll()
+    ranks.poll_until_idle()
     if backup is None:
         assert ranks.first.status.cause == "read"
         assert "bytes from the backup" in ranks.migrators[0].status.reason

@@ -14,19 +14,18 @@ import torch
 
 from eplb_core import ExpertLayout, SlotResolver, Topology
 from eplb_core.errors import AgreementError, MigrationError, TransportError
-from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.moves import progress as words
-from eplb_core.loading.moves.migrator import Migrator
 from eplb_core.loading.moves.progress import Trouble
 from eplb_core.loading.moves.pull import _WRITTEN
 from eplb_core.loading.transport import ReadState, Status
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
-from tests.loading.fleets import LONG, SLOT, Answer, Fleet, Keeper, Shelf, fleet
+from tests.loading.fleets import LONG, SLOT, Answer, Fleet, Keeper, Shelf, Watched, fleet
 from tests.loading.worlds import NEW, OLD, SIZES, TWO, label
 
 
-def pause(ranks: Fleet, **options: Any) -> list[Any]:
-    return ranks.each(lambda rank: ranks.migrators[rank].pause(**options))
+def raises(layer: int, layout: ExpertLayout) -> None:
+    """As an engine's own `on_install`."""
+    raise ZeroDivisionError(f"layer {layer}")
 
 
 # ---- pause, resume, stop ---------------------------------------------------------------------------------------------
@@ -38,7 +37,7 @@ def test_a_pause_drops_what_is_staged_and_ends_the_migration() -> None:
         ranks.start(NEW)
         ranks.passes(lambda: len(ranks.installed) == 1)
         live = OLD.replace(NEW, [0])
-        assert pause(ranks) == [live, live]
+        assert ranks.pause() == [live, live]
         assert ranks.first.status.phase == "paused"
         assert ranks.first.status.cause == "paused"
         assert not ranks.first.idle
@@ -59,7 +58,7 @@ def test_a_pause_at_any_pass_leaves_all_ranks_in_one_layout_and_the_next_migrati
             for _ in range(passes):
                 ranks.one_pass()
                 threading.Event().wait(0.001)
-            layouts = pause(ranks)
+            layouts = ranks.pause()
             assert layouts == [ranks.first.layout] * 2
             ranks.check(ranks.first.layout)
             ranks.resume()
@@ -73,8 +72,7 @@ def test_a_layer_is_not_read_again_before_every_rank_has_installed_it() -> None:
     new = ExpertLayout([[2, 3, 1, 0]], 4, topology=TWO)
     reads = DeferredCopy()
     with fleet(old, transports={0: reads}, staging=SLOT) as ranks:
-        ranks.start(new)
-        ranks.passes(lambda: reads.waiting == 1)
+        ranks.start_reading(new, reads)
         reads.complete()
         ranks.until_staged()
         assert ranks.migrators[0].poll() == (0,)
@@ -90,21 +88,18 @@ def test_a_pause_can_wait_for_the_end_of_the_migration() -> None:
     with fleet(OLD) as ranks:
         ranks.start(NEW)
         ranks.one_pass()
-        assert pause(ranks, finish=True) == [NEW, NEW]
+        assert ranks.pause(finish=True) == [NEW, NEW]
         ranks.check(NEW)
         assert ranks.first.status.cause == ""
 
 
 def test_a_callback_that_raises_in_a_pause_is_heard_at_the_end_and_holds_nobody_up() -> None:
-    def fail(layer: int, layout: ExpertLayout) -> None:
-        raise OSError(f"layer {layer}")
-
     with fleet(OLD) as ranks:
-        ranks.migrators[1]._on_install = fail
+        ranks.migrators[1]._on_install = raises
         ranks.start(NEW)
-        first, second = pause(ranks, finish=True)
+        first, second = ranks.pause(finish=True)
         assert first == NEW
-        assert isinstance(second, OSError)
+        assert isinstance(second, ZeroDivisionError)
         assert str(second) == "layer 0"
         assert [migrator.status.phase for migrator in ranks.migrators.values()] == ["paused"] * 2
         ranks.look()
@@ -113,9 +108,8 @@ def test_a_callback_that_raises_in_a_pause_is_heard_at_the_end_and_holds_nobody_
 def test_a_read_that_no_one_can_stop_does_not_hold_up_a_pause_and_lands_in_quarantine() -> None:
     slow = DeferredCopy()
     with fleet(OLD, transports={1: slow}) as ranks:
-        ranks.start(NEW)
-        ranks.passes(lambda: slow.waiting == 1)
-        assert pause(ranks) == [OLD, OLD]
+        ranks.start_reading(NEW, slow)
+        assert ranks.pause() == [OLD, OLD]
         assert ranks.migrators[1].status.quarantined == 1
         slow.complete()
         ranks.check(OLD)
@@ -125,14 +119,14 @@ def test_new_weights_in_a_pause_are_what_later_migrations_move() -> None:
     with fleet(OLD) as ranks:
         ranks.start(NEW)
         ranks.passes(lambda: len(ranks.installed) == 2)
-        live = pause(ranks)[0]
+        live = ranks.pause()[0]
         for rank, layer, expert in np.ndindex(2, 3, 4):
             for row in SlotResolver(live, rank).local_slots(layer, expert):
                 for name in SIZES:
                     ranks.stores[rank][layer].row(name, row).copy_(label(layer, expert, name).bitwise_not())
         ranks.resume()
         ranks.start(OLD)
-        ranks.wait(lambda: ranks.first.idle, ranks.poll)
+        ranks.poll_until_idle()
         for layer, slot in np.ndindex(3, 4):
             expert = int(OLD.physical_to_logical_map[layer, slot])
             for name in SIZES:
@@ -143,8 +137,7 @@ def test_new_weights_in_a_pause_are_what_later_migrations_move() -> None:
 def test_stop_says_that_a_read_may_still_write_to_staging() -> None:
     slow = DeferredCopy()
     with fleet(OLD, transports={1: slow}, clean=False) as ranks:
-        ranks.start(NEW)
-        ranks.passes(lambda: slow.waiting == 1)
+        ranks.start_reading(NEW, slow)
         for _ in range(2):
             assert ranks.each(lambda rank: ranks.migrators[rank].stop(0.1)) == [True, False]
         assert ranks.migrators[1]._stager.puller in _WRITTEN
@@ -157,9 +150,8 @@ def test_staging_outlives_a_migrator_that_nobody_stops_while_a_read_may_still_wr
     """Rule 7: an engine that gives up on an error goes on in its process."""
     slow = DeferredCopy()
     ranks = Fleet(OLD, transports={1: slow})
-    ranks.start(NEW)
-    ranks.passes(lambda: slow.waiting == 1)
-    assert ranks.each(lambda rank: ranks.migrators[rank].pause()) == [OLD, OLD]
+    ranks.start_reading(NEW, slow)
+    assert ranks.pause() == [OLD, OLD]
     staging = weakref.ref(ranks.migrators[1]._stager.puller.staging)
     ranks.migrators.clear()
     gc.collect()
@@ -190,17 +182,10 @@ def test_a_stopped_migrator_leaves_the_transport_to_the_next_one() -> None:
     """G10: a Transport outlives its Migrators."""
     with fleet(OLD) as ranks:
         ranks.move(NEW)
-    members = LocalAgreement.group(2, deadline=LONG)
-    made = ranks.each(
-        lambda rank: Migrator(
-            ranks.stores[rank], NEW, rank=rank, transport=ranks.transports[rank], agreement=members[rank]
-        )
-    )
-    ranks.migrators = dict(enumerate(made))  # type: ignore[arg-type]
-    ranks.agreements = dict(enumerate(members))
-    ranks.start(OLD)
-    ranks.wait(lambda: ranks.first.idle, ranks.poll)
-    ranks.check(OLD)
+    ranks.meet()
+    ranks.make(NEW)
+    ranks.move(OLD)
+    assert ranks.reached(OLD)
     assert ranks.stop() == [True, True]
 
 
@@ -251,13 +236,6 @@ def leave_and_poll(ranks: Fleet, dead: int) -> None:
                 ranks.migrators[rank].poll()
 
 
-def rejoin(ranks: Fleet) -> list[Any]:
-    members = LocalAgreement.group(len(ranks.ranks), deadline=LONG)
-    ranks.agreements = dict(zip(ranks.ranks, members, strict=True))
-    ranks.migrators = {rank: ranks.migrators[rank] for rank in ranks.ranks}
-    return ranks.each(lambda rank: ranks.migrators[rank].rejoin(ranks.agreements[rank]))
-
-
 THREE = Topology(3)
 WIDE = ExpertLayout([[0, 1, 2, 3, 0, 2]] * 3, 4, topology=THREE)
 WIDER = ExpertLayout([[3, 1, 2, 0, 1, 2]] * 3, 4, topology=THREE)
@@ -279,97 +257,66 @@ def test_a_rank_that_dies_leaves_the_others_in_one_layout_whatever_the_pass() ->
                 assert "rank 1 did not answer" in status.reason
                 assert ranks.migrators[rank].poll() == ()
                 assert not ranks.migrators[rank].idle
-            assert rejoin(ranks) == [ranks.first.layout] * 2
+            assert ranks.rejoin() == [ranks.first.layout] * 2
             ranks.look()
             ranks.move(WITHOUT_1)
             assert ranks.reached(WITHOUT_1)
             assert ranks.stop() == [True, True]
 
 
-class OneSided:
-    """An agreement that fails on this rank in the pass in which it has succeeded on the others."""
-
-    def __init__(self, inner: LocalAgreement) -> None:
-        self.inner, self.rank, self.size = inner, inner.rank, inner.size
-        self.fails = False
-
-    def post(self, word: int) -> None:
-        self.inner.post(word)
-
-    def take(self) -> int | None:
-        taken = self.inner.take()
-        if self.fails:
-            raise AgreementError("rank 1 did not answer within 20 s, or died", ranks=(1,))
-        return taken
-
-    def gather(self, blob: bytes) -> list[bytes]:
-        told = self.inner.gather(blob)
-        if self.fails:
-            raise AgreementError("rank 1 did not answer within 20 s, or died", ranks=(1,))
-        return told
+def fails(call: str) -> None:
+    """Fail on this rank where the others succeed."""
+    if call != "post":
+        raise AgreementError("rank 1 did not answer within 20 s, or died", ranks=(1,))
 
 
-def one_sided(ranks: Fleet) -> OneSided:
+def one_sided(ranks: Fleet) -> Watched:
     """Rank 1 takes part in a migration by an agreement that can fail on it alone."""
-    wrapped = ranks.migrators[1]._agreement = OneSided(ranks.agreements[1])
+    watched = ranks.migrators[1]._agreement = Watched(ranks.agreements[1])
     ranks.start(NEW)
-    return wrapped
+    return watched
 
 
 def test_a_rank_that_missed_an_install_in_a_pause_catches_up_too() -> None:
     """`pause(finish=True)` installs; the agreement fails on one rank in the round that lets the others install."""
     with fleet(OLD, clean=False) as ranks:
-        wrapped = one_sided(ranks)
+        watched = one_sided(ranks)
         staged = words.word(1, words.MOVING, 1)
         ranks.passes(lambda: all(migrator.progress == staged for migrator in ranks.migrators.values()))
-        wrapped.fails = True
+        watched.after = fails
         ranks.agreements[0].deadline = 0.5
-        first, second = pause(ranks, finish=True)
+        first, second = ranks.pause(finish=True)
         assert isinstance(first, (AgreementError, MigrationError))  # it may have staged the next layer
         assert isinstance(second, MigrationError)
         assert "Other ranks may have installed layer 0" in str(second)
         assert [ranks.migrators[rank].layout for rank in (0, 1)] == [OLD.replace(NEW, [0]), OLD]
         with pytest.raises(MigrationError, match="call `rejoin` first"):
             ranks.migrators[1].pause()  # would drop what is staged
-        assert rejoin(ranks) == [OLD.replace(NEW, [0])] * 2
+        assert ranks.rejoin() == [OLD.replace(NEW, [0])] * 2
         ranks.look()
         assert ranks.stop() == [True, True]
 
 
-def test_a_rank_that_missed_the_last_agreement_catches_up_when_they_rejoin() -> None:
-    """One has installed a layer, the other has it staged: `poll` says so, and `rejoin` installs it there too."""
+@pytest.mark.parametrize("on_install", [None, raises])
+def test_a_rank_that_missed_the_last_agreement_catches_up_when_they_rejoin(on_install: Any) -> None:
+    """One has installed a layer, the other has it staged: `poll` says so, and `rejoin` installs it there too.
+
+    What its `on_install` raises is heard and holds nobody up.
+    """
     with fleet(OLD, clean=False) as ranks:
-        wrapped = one_sided(ranks)
+        watched = one_sided(ranks)
         ranks.until_staged()
-        wrapped.fails = True
+        watched.after = fails
         assert ranks.migrators[0].poll() == (0,)
         assert ranks.migrators[0].layout == OLD.replace(NEW, [0])
         with pytest.raises(MigrationError, match=r"died\. Other ranks may have installed layer 0, .*call `rejoin`"):
             ranks.migrators[1].poll()
         assert ranks.migrators[1].layout == OLD
         assert ranks.migrators[1].poll() == ()
-        assert rejoin(ranks) == [OLD.replace(NEW, [0])] * 2
-        ranks.look()
-        ranks.move(NEW)
-        assert ranks.first.layout == NEW
-        assert ranks.stop() == [True, True]
-
-
-def test_a_rank_whose_on_install_raises_when_it_catches_up_holds_nobody_up() -> None:
-    def fail(layer: int, layout: ExpertLayout) -> None:
-        raise ZeroDivisionError(f"layer {layer}")
-
-    with fleet(OLD, clean=False) as ranks:
-        wrapped = one_sided(ranks)
-        ranks.until_staged()
-        wrapped.fails = True
-        assert ranks.migrators[0].poll() == (0,)
-        with pytest.raises(MigrationError):
-            ranks.migrators[1].poll()
-        ranks.migrators[1]._on_install = fail
-        first, second = rejoin(ranks)
+        ranks.migrators[1]._on_install = on_install
+        first, second = ranks.rejoin()
         assert first == ranks.migrators[1].layout == OLD.replace(NEW, [0])
-        assert isinstance(second, ZeroDivisionError)
+        assert second == first if on_install is None else isinstance(second, ZeroDivisionError)
         ranks.migrators[1]._on_install = None
         ranks.look()
         ranks.move(NEW)
@@ -411,7 +358,7 @@ def test_a_record_that_failed_after_the_end_of_its_migration_turns_moves_off(lat
         with gate:  # the worker sees the install after the end alone
             assert ranks.poll() == [(0,), (0,)]
             ranks.migrators[1]._end(ranks.migrators[1]._run, "paused", "", None)  # type: ignore[arg-type]
-        pause(ranks)
+        ranks.pause()
         ranks.resume()
         assert ranks.migrators[1].start(OLD)
         assert late or ranks.migrators[0].start(OLD)
@@ -427,7 +374,7 @@ def test_a_record_that_failed_after_the_end_of_its_migration_turns_moves_off(lat
 def test_ranks_in_different_layouts_are_named() -> None:
     with fleet(OLD, clean=False) as ranks:
         ranks.migrators[1]._layout = NEW
-        for error in pause(ranks):
+        for error in ranks.pause():
             assert isinstance(error, MigrationError)
             assert f"rank 0: {OLD.digest[:12]}, rank 1: {NEW.digest[:12]}" in str(error)
         assert ranks.stop() == [True, True]

@@ -39,44 +39,38 @@ def keeper(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-class Killing:
+class Killing(LayoutClient):
     """A client whose keeper is killed at one point of the second layer."""
 
-    def __init__(self, client: LayoutClient, process: subprocess.Popen[str], phase: str) -> None:
-        self.client, self.process, self.phase = client, process, phase
-        self.begun = 0
-
-    @property
-    def adopted(self) -> int:
-        return self.client.adopted
+    process: subprocess.Popen[str]
+    phase: str
+    begun = 0
 
     def begin(self, layers: Any, version: int) -> Any:
         self.begun += 1
         if self.begun == 2 and self.phase == "before begin is answered":
             self.process.send_signal(signal.SIGSTOP)  # it reads no request any more
             threading.Timer(0.05, self.kill).start()
-        reply = self.client.begin(layers, version)
-        if self.begun == 2 and self.phase == "after begin":
-            self.kill()
+        reply = super().begin(layers, version)
+        self.kill_at("after begin")
         return reply
 
     def commit(self, layers: Any, rows: Any) -> Any:
-        if self.begun == 2 and self.phase == "between install and commit":
-            self.kill()
-        reply = self.client.commit(layers, rows)
-        if self.begun == 2 and self.phase == "after commit":
-            self.kill()
+        self.kill_at("between install and commit")
+        reply = super().commit(layers, rows)
+        self.kill_at("after commit")
         return reply
 
-    def abort(self, layers: Any) -> Any:
-        return self.client.abort(layers)
-
-    def refuse_moves(self, reason: str) -> None:
-        self.client.refuse_moves(reason)
+    def kill_at(self, phase: str) -> None:
+        if self.begun == 2 and self.phase == phase:
+            self.kill()
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+PENDING = "the move of layer 1 by engine 'a' from version 1 was pending when the keeper"
 
 
 @pytest.mark.slow
@@ -84,13 +78,8 @@ class Killing:
     ("phase", "cause", "installed", "said"),
     [
         pytest.param("before begin is answered", "refused", 1, "", marks=pytest.mark.long),
-        ("after begin", "record", 2, "the move of layer 1 by engine 'a' from version 1 was pending when the keeper"),
-        (
-            "between install and commit",
-            "record",
-            2,
-            "the move of layer 1 by engine 'a' from version 1 was pending when",
-        ),
+        ("after begin", "record", 2, PENDING),
+        ("between install and commit", "record", 2, PENDING),
         pytest.param("after commit", "refused", 2, "", marks=pytest.mark.long),
     ],
 )
@@ -99,9 +88,9 @@ def test_a_keeper_that_is_killed_ends_moves_and_the_next_one_says_what_it_knows(
 ) -> None:
     """R6, R7, R28, R29: the engine never dispatches by a layout that its weights are not in (`Fleet.look`)."""
     with LayoutServer(tmp_path / "other", LayoutRecord(OLD)) as other, keeper(tmp_path) as process:
-        first = LayoutClient(tmp_path / "socket", "a")
-        second = LayoutClient(tmp_path / "other", "a")
-        with first, second, fleet(OLD, records={0: Killing(first, process, phase), 1: second}) as ranks:
+        first, second = Killing(tmp_path / "socket", "a"), LayoutClient(tmp_path / "other", "a")
+        first.process, first.phase = process, phase
+        with first, second, fleet(OLD, records={0: first, 1: second}) as ranks:
             ranks.move(NEW)
             status = ranks.first.status
             assert (status.cause, status.installed, status.rank) == (cause, installed, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from eplb_core import ExpertLayout, Topology
 from eplb_core.errors import AgreementError, MigrationError
 from eplb_core.loading.moves import progress as _words
 from eplb_core.loading.moves.migrator import Migrator
-from eplb_core.loading.transports import DeferredCopy, LocalCopy
-from tests.loading.fleets import LONG, Fleet, Shelf, fleet
+from eplb_core.loading.moves.steps import plan_steps
+from eplb_core.loading.transports import DeferredCopy
+from tests.loading.fleets import LONG, Fleet, Shelf, Watched, breaks, fleet
 
 OLD = ExpertLayout([[0, 1, 2, 3]] * 2, 4, topology=Topology(2))
 NEW = ExpertLayout([[2, 1, 0, 3]] * 2, 4, topology=Topology(2))
@@ -82,35 +82,15 @@ def test_an_install_of_what_is_not_staged_here_is_refused() -> None:
         assert ranks.first.layout == NEW
 
 
-class Deaf:
-    """An agreement that fails where it is told to."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.rank, self.size = inner, inner.rank, inner.size
-        self.fails = ""
-
-    def post(self, word: int) -> None:
-        if self.fails == "post":
-            raise AgreementError("rank 1 died")
-        self.inner.post(word)
-
-    def take(self) -> int | None:
-        if self.fails == "take":
-            raise AgreementError("rank 1 died")
-        word: int | None = self.inner.take()
-        return word
-
-    def gather(self, blob: bytes) -> list[bytes]:
-        blobs: list[bytes] = self.inner.gather(blob)
-        return blobs
-
-
 @pytest.mark.parametrize("fails", ["post", "take"])
 def test_an_agreement_that_fails_while_nothing_moves_costs_no_layout(fails: str) -> None:
-    with fleet(ALONE, clean=False) as ranks:
-        ranks.first._agreement = deaf = Deaf(ranks.agreements[0])
+    def deaf(call: str) -> None:
+        if call == fails:
+            raise AgreementError("rank 1 died")
+
+    with fleet(ALONE, agree=Watched, clean=False) as ranks:
         ranks.one_pass()
-        deaf.fails = fails
+        ranks.agreements[0].before = deaf
         assert ranks.first.poll() == ()
         assert (ranks.first.status.phase, ranks.first.status.reason) == ("lost", "rank 1 died")
         assert ranks.first.layout == ALONE
@@ -126,26 +106,9 @@ def test_an_expert_that_nobody_has_ends_the_migration_where_there_is_no_backup()
         assert ranks.first.layout == WITH_1
 
 
-class Forgets(LocalCopy):
-    """After the constructor: exports raise, or what is asked about a read, with what the protocol does not know."""
-
-    export_raises = poll_raises = False
-
-    def export(self, regions: Any) -> bytes:
-        if self.export_raises:
-            raise RuntimeError("the engine is gone")
-        return super().export(regions)
-
-    def poll(self, ticket: Any) -> Any:
-        if self.poll_raises:
-            raise RuntimeError("no such handle")
-        return super().poll(ticket)
-
-
 def test_a_transport_that_raises_when_it_is_asked_what_it_exports_ends_the_migration() -> None:
-    transport = Forgets()
-    with fleet(OLD, transports={1: transport}) as ranks:
-        transport.export_raises = True
+    with fleet(OLD) as ranks:
+        breaks(ranks.transports[1], "export", RuntimeError("the engine is gone"))
         ranks.move(NEW)
         assert (ranks.first.status.cause, ranks.first.status.rank) == ("read", 1)
         assert ranks.migrators[1].status.reason == "RuntimeError: the engine is gone"
@@ -153,22 +116,14 @@ def test_a_transport_that_raises_when_it_is_asked_what_it_exports_ends_the_migra
 
 
 def test_reads_of_which_nothing_can_be_learnt_do_not_hold_up_the_worker() -> None:
-    transport = Forgets()
-    with fleet(OLD, transports={0: transport}) as ranks:
+    with fleet(OLD) as ranks:
         puller = ranks.first._stager.puller
-        pull = puller.begin(next(iter(steps())), LONG)
-        transport.poll_raises = True
+        pull = puller.begin(next(iter(plan_steps(OLD, NEW, rank=0, capacity=2))), LONG)
+        breaks(ranks.transports[0], "poll", RuntimeError("no such handle"), times=2)
         assert not puller.needs_polls(pull)
         with pytest.raises(RuntimeError, match="no such handle"):
             puller.is_done(pull)
-        transport.poll_raises = False
         puller.give_up(pull)
-
-
-def steps() -> Any:
-    from eplb_core.loading.moves.steps import plan_steps
-
-    return plan_steps(OLD, NEW, rank=0, capacity=2)
 
 
 class Stuck(Shelf):

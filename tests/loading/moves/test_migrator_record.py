@@ -76,6 +76,8 @@ def test_dispatch_weights_and_version_all_show_a_move(tmp_path: Path) -> None:
             assert topk_to_slots(tokens, ranks.tables[0].layer(0)).tolist() == [[0], [3]]
             before = [fingerprints(ranks.stores[rank]) for rank in ranks.ranks]
             ranks.move(new)
+            assert ranks.reached(new)
+            assert ranks.first.status.installed == 1
             assert topk_to_slots(tokens, ranks.tables[0].layer(0)).tolist() == [[3], [0]]
             after = [fingerprints(ranks.stores[rank]) for rank in ranks.ranks]
             reference = verify_weights(before, old).by_expert

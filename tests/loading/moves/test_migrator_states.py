@@ -61,15 +61,14 @@ class Migrations(RuleBasedStateMachine):
     @precondition(lambda self: not self.paused)
     @rule()
     def pause(self) -> None:
-        layouts = self.fleet.each(lambda rank: self.fleet.migrators[rank].pause())
+        layouts = self.fleet.pause()
         assert layouts == [self.fleet.first.layout] * len(layouts)
         self.paused = True
 
     @precondition(lambda self: self.paused)
     @rule()
     def resume(self) -> None:
-        for migrator in self.fleet.migrators.values():
-            migrator.resume()
+        self.fleet.resume()
         self.paused = False
 
     @precondition(lambda self: not self.paused)

@@ -20,7 +20,7 @@ from eplb_core.loading.moves.joining import regions_of
 from eplb_core.loading.moves.mover import move_experts
 from eplb_core.loading.moves.pull import _WRITTEN
 from eplb_core.loading.transports import DeferredCopy, LocalCopy
-from tests.loading.fleets import SLOT, Answer, FailsAt, Keeper, Shelf
+from tests.loading.fleets import SLOT, Answer, FailsAt, Keeper, Shelf, breaks
 from tests.loading.worlds import CROWDED, NEW, OLD, World, layout_pairs, stores_of
 
 
@@ -104,7 +104,7 @@ def test_reads_that_do_not_end_are_given_up_on_and_their_staging_stays_alive() -
     world = World(OLD, DeferredCopy)
     gave_up(world.move_all(NEW, deadline=0.05), "deadline", "", layout=OLD)
     for transport in world.transports.values():
-        assert transport.complete() == 1  # type: ignore[attr-defined]  # late: lands in staging that is kept
+        assert transport.complete() == 1  # late: lands in staging that is kept
     world.check(OLD)
 
 
@@ -147,17 +147,11 @@ def test_a_record_that_holds_another_layout_ends_moves_for_good(world: World) ->
     world.check(OLD.replace(NEW, [0]))
 
 
-class BrokenTables:
-    """Dispatch tables that cannot be installed."""
-
-    def install(self, layout: ExpertLayout, **options: Any) -> None:
-        raise RuntimeError("out of memory")
-
-
 def test_tables_that_raise_end_the_move_on_all_ranks_and_the_layer_is_recorded(world: World) -> None:
     """The weights are new by then, and the other ranks would wait for a word until their deadline."""
     keepers = [Keeper(OLD) for _ in world.ranks]
-    tables = [DispatchTables(OLD, rank=0), BrokenTables()]
+    tables = [DispatchTables(OLD, rank=rank) for rank in world.ranks]
+    breaks(tables[1], "install", RuntimeError("out of memory"))
     results = world.move_all(NEW, record=keepers.__getitem__, tables=tables.__getitem__)
     text = "layer 0: the tables were not installed: out of memory"
     gave_up(results, "failed", text, rank=1, layout=OLD.replace(NEW, [0]))
@@ -211,18 +205,6 @@ def test_tables_that_cannot_hold_a_row_on_the_way_end_the_move_before_that_layer
     assert World(old).move_all(new, tables=None, staging=SLOT) == [new] * 3
 
 
-class Breaks(LocalCopy):
-    def poll(self, ticket: Any) -> Any:
-        raise OSError("the card was unplugged")
-
-
-def test_a_transport_that_raises_ends_the_move_on_all_ranks(world: World) -> None:
-    """F6: the others wait for a word of this rank, not for the agreement's deadline."""
-    world.transports[1] = Breaks()
-    gave_up(world.move_all(NEW), "read", "layer 0: OSError: the card was unplugged", rank=1, layout=OLD)
-    world.check(OLD)
-
-
 class Unreachable(LocalCopy):
     """Of another process, as it says."""
 
@@ -236,35 +218,17 @@ def test_a_peer_that_cannot_be_reached_is_named_on_all_ranks_before_a_byte_moves
     world.check(OLD)
 
 
-class Fails(LocalCopy):
-    """Raises what is no TransportError, in one of its calls."""
-
-    def __init__(self, call: str, error: BaseException) -> None:
-        super().__init__()
-        self.call, self.error = call, error
-
-    def export(self, regions: Any) -> bytes:
-        self.fail_in("export")
-        return super().export(regions)
-
-    def connect(self, rank: int, blob: bytes) -> None:
-        self.fail_in("connect")
-        super().connect(rank, blob)
-
-    def poll(self, ticket: Any) -> Any:
-        self.fail_in("poll")
-        return super().poll(ticket)
-
-    def fail_in(self, call: str) -> None:
-        if call == self.call:
-            raise self.error
-
-
-@pytest.mark.parametrize("call", ["export", "connect", "poll"])
-@pytest.mark.parametrize("error", [RuntimeError("no driver"), CancelledError("no driver")])
+@pytest.mark.parametrize("call", ["export", "connect", "_start", "poll"])
+@pytest.mark.parametrize("error", [OSError("no card"), CancelledError("no card"), TransportError("no card")])
 def test_whatever_a_transport_raises_every_rank_hears_of_it(world: World, call: str, error: BaseException) -> None:
-    world.transports[1] = Fails(call, error)
-    gave_up(world.move_all(NEW), "read" if call == "poll" else "join", f"{type(error).__name__}: no driver")
+    """F6: the others wait for a word of this rank, not for the agreement's deadline."""
+    breaks(world.transports[1], call, error)
+    results = world.move_all(NEW)
+    if call in ("_start", "poll"):
+        gave_up(results, "read", "no card", rank=1, layout=OLD)
+    else:
+        gave_up(results, "join", "no card")
+    assert type(error).__name__ in str(results[0]) or isinstance(error, TransportError)
     world.check(OLD)
 
 
@@ -277,33 +241,12 @@ def test_members_that_take_themselves_for_the_same_rank_are_refused_on_all(world
     gave_up(errors, "join", "`rank` (=[0, 0]) must be unique per member and in [0, 2)")
 
 
-class Refuses(LocalCopy):
-    """Begins no read."""
-
-    error: BaseException = TransportError("the queue is full")
-
-    def _start(self, peer: Any, spans: Any, stream: Any) -> Any:
-        raise self.error
-
-
-def test_a_read_that_cannot_begin_ends_the_move_on_all_ranks(world: World) -> None:
-    world.transports[1] = Refuses()
-    gave_up(world.move_all(NEW), "read", "the queue is full")
-    world.check(OLD)
-
-
 def test_an_interrupt_ends_the_move_as_an_interrupt() -> None:
     old, new = (ExpertLayout([row], 2, topology=Topology(1)) for row in ([0, 1, -1], [0, 1, 1]))
     world = World(old)
-    assert [type(error) for error in world.move_all(new, record=lambda rank: Interrupted(old))] == [KeyboardInterrupt]
+    keeper = breaks(Keeper(old), "begin", KeyboardInterrupt())
+    assert [type(error) for error in world.move_all(new, record=lambda rank: keeper)] == [KeyboardInterrupt]
     world.check(old)
-
-
-class Interrupted(Keeper):
-    """Its user presses Ctrl-C in the middle of an answer."""
-
-    def begin(self, layers: list[int], version: int) -> Answer:
-        raise KeyboardInterrupt
 
 
 class Leaves(LocalAgreement):
@@ -323,7 +266,7 @@ def test_staging_outlives_a_move_whose_agreement_failed_while_a_read_may_still_w
     """Rule 7: the rank that stopped answering is the one that is read from; its bytes may yet arrive."""
     stuck = world.transports[0] = DeferredCopy()
     world.agreements = dict(enumerate(Leaves.group(2)))
-    world.agreements[0].left = 100  # type: ignore[attr-defined]
+    world.agreements[0].left = 100
     staging = [torch.zeros(SLOT, dtype=torch.uint8) for _ in world.ranks]
     held = weakref.ref(staging[0])
     results = world.move_all(NEW, staging=staging.__getitem__, deadline=0.2)
@@ -352,12 +295,12 @@ def test_staging_is_kept_until_the_last_read_that_was_given_up_on_has_ended() ->
     assert [error.reason for error in world.move_all(NEW, deadline=0.05)] == ["deadline"] * 2
     kept = _WRITTEN - before
     assert {id(puller.transport) for puller in kept} == {id(transport) for transport in world.transports.values()}
-    asked = [transport.asked for transport in world.transports.values()]  # type: ignore[attr-defined]
+    asked = [transport.asked for transport in world.transports.values()]
     World(OLD).move_all(NEW)  # other threads may be using those
-    assert asked == [transport.asked for transport in world.transports.values()]  # type: ignore[attr-defined]
+    assert asked == [transport.asked for transport in world.transports.values()]
     assert kept <= _WRITTEN
     for transport in world.transports.values():
-        transport.complete()  # type: ignore[attr-defined]
+        transport.complete()
     world.move_all(NEW, deadline=0.05)
     assert not kept & _WRITTEN
 
