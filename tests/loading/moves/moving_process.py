@@ -75,9 +75,8 @@ class Rank:
     def look(self) -> None:
         layout = self.migrator.layout
         if self.tables.layout != layout or wrong_slots(self.stores, layout, self.rank):
-            raise SystemExit(
-                f"rank {self.rank}: {wrong_slots(self.stores, layout, self.rank)} after {self.passes} passes"
-            )
+            wrong = wrong_slots(self.stores, layout, self.rank)
+            raise SystemExit(f"rank {self.rank}: {wrong} after {self.passes} passes")
 
     def until_idle(self) -> None:
         end = time.monotonic() + 60
@@ -143,14 +142,8 @@ def with_a_victim(me: Rank, after: int, how: signal.Signals) -> dict[str, Any]:
 
 
 def main() -> None:
-    scenario, rank, size, folder, option = (
-        sys.argv[1],
-        int(sys.argv[2]),
-        int(sys.argv[3]),
-        Path(sys.argv[4]),
-        sys.argv[5],
-    )
-    me = Rank(rank, size, folder, 30.0 if scenario == "randomly" else 2.0)
+    scenario, rank, size, folder, option = sys.argv[1:]
+    me = Rank(int(rank), int(size), Path(folder), 30.0 if scenario == "randomly" else 2.0)
     if scenario == "randomly":
         answer = randomly(me, int(option))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from eplb_core import LayoutClient, LayoutRecord, LayoutServer, save_layout
-from tests.loading.engine_process import ROOT, until
+from tests.loading.engine_process import end, spawn, until
 from tests.loading.fleets import fleet
 from tests.loading.worlds import NEW, OLD
 
@@ -26,17 +25,13 @@ def keeper(folder: Path) -> Iterator[subprocess.Popen[str]]:
     files = [str(folder / name) for name in ("socket", "layout.json", "state")]
     save_layout(OLD, files[1])
     options = ["--layout", files[1], "--state", files[2], "--memory", "m1", "--ranks", "2"]
-    command = [sys.executable, "-m", "eplb_core", "record", "serve", files[0], *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    process = spawn(sys.executable, "-m", "eplb_core", "record", "serve", files[0], *options)
     assert process.stdout is not None
     try:
         assert process.stdout.readline().startswith("ready")
         yield process
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        end(process)
 
 
 class Killing(LayoutClient):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,7 +24,7 @@ from eplb_core import (
     verify_weights,
 )
 from tests.loading import mover_process
-from tests.loading.engine_process import ROOT, until
+from tests.loading.engine_process import end, spawn, until
 from tests.loading.fleets import Answer, Fleet, Keeper, fleet
 from tests.loading.worlds import NEW, OLD, SIZES, stores_of, wrong_slots
 
@@ -137,17 +135,13 @@ def outcome_of_a_kill(folder: Path, seed: int) -> str:
         WeightHost(path, load, config=mover_process.CONFIG, layout=mover_process.FIRST, rank=rank)
         for rank, path in enumerate(paths)
     ]
-    command = [sys.executable, "-m", "tests.loading.mover_process", *paths, str(seed)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    engine = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    engine = spawn(sys.executable, "-m", "tests.loading.mover_process", *paths, str(seed))
     try:
         assert engine.stdout is not None
         assert engine.stdout.readline() == "ready\n"
         until(lambda: all(host.state is not None and host.state.version > seed % 5 for host in hosts))
         time.sleep(random.Random(seed).random() * 0.01)
-        engine.kill()
-        engine.wait()
-        engine.stdout.close()
+        end(engine)
         until(lambda: all(host.state is not None and host.state.engines == () for host in hosts))
         states = [host.state for host in hosts]
         for rank, state in enumerate(states):
@@ -163,8 +157,7 @@ def outcome_of_a_kill(folder: Path, seed: int) -> str:
         assert len({state.version for state in states if state is not None}) == 1
         return "clean"
     finally:
-        engine.kill()
-        engine.wait()
+        end(engine)
         for host in hosts:
             host.close()
 
