@@ -222,7 +222,7 @@ def test_rows_of_whole_tensors_are_checked_on_every_rank(device: torch.device) -
     scales[1][4] = 3.0
     (fault,) = verify_weights([fingerprints(s, whole=True) for s in stores], layout, reference=reference).faults
     assert fault == (0, 4, 1, 2, "wrong_expert", 3, (0,))
-    with pytest.raises(ValueError, match="these prints are of whole tensors"):
+    with pytest.raises(ValueError, match="`loaded` must be None with prints of whole tensors"):
         verify_weights([fingerprints(s, whole=True) for s in stores], layout, loaded=np.ones((1, 6), dtype=bool))
 
 
