@@ -38,5 +38,11 @@ def random_layout(
     return ExpertLayout(np.stack(rows), experts, topology=Topology(ranks, nodes))
 
 
+def by_rank(layout: ExpertLayout, layer: int = 0) -> list[list[int]]:
+    """What the slots of each rank hold, empty ones included."""
+    ranks = layout.physical_to_logical_map[layer].reshape(layout.topology.num_ranks, -1)
+    return [rank.tolist() for rank in ranks]
+
+
 # Two ranks of three slots; experts 0 and 3 have two slots, that of 3 on rank 1 being a pair with its neighbour's.
 PAIR = ExpertLayout([[0, 1, 2, 3, 3, 0]], num_experts=4, topology=Topology(num_ranks=2))

@@ -224,20 +224,11 @@ def test_diff_lists_slots_that_change() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (
-            ExpertLayout([[0, 1, 0, 1]], 2, topology=TWO),
-            "differ in slots: 2 and 4; give each rank as many slots, -1 for empty ones",
-        ),
-        (
-            ExpertLayout([[0, 1, 0]], 2, topology=Topology(3)),
-            "differ in slots: 2 and 3; bring one to the other's by `resized`",
-        ),
+        (ExpertLayout([[0, 1, 0, 1]], 2, topology=TWO), "differ in slots: 2 and 4; give .* -1 for empty ones"),
+        (ExpertLayout([[0, 1, 0]], 2, topology=Topology(3)), "differ in slots: 2 and 3; .* by `resized`"),
         (ExpertLayout([[0, 1], [0, 1]], 2, topology=TWO), "differ in layers: 1 and 2; they are of two models"),
         (ExpertLayout([[0, 0]], 1, topology=TWO), "differ in experts: 2 and 1"),
-        (
-            ExpertLayout([[0, 1]], 2, topology=Topology(1)),
-            "differ in topology: Topology.* and Topology.*; bring one to the other's by `resized`",
-        ),
+        (ExpertLayout([[0, 1]], 2, topology=Topology(1)), "differ in topology: Topology.* and Topology.* by `resized`"),
     ],
 )
 def test_layouts_of_another_frame_are_not_compared(other: ExpertLayout, message: str) -> None:

@@ -79,16 +79,8 @@ def test_text_names_ranks_nodes_and_unequal_speeds() -> None:
         ({"num_ranks": 4, "num_nodes": 0}, ValueError, r"`num_nodes` \(=0\) must be at least 1"),
         # Refused before anything that long is allocated.
         ({"num_ranks": 10**12}, ValueError, r"`num_ranks` \(=1000000000000\) must be at most 1048576"),
-        (
-            {"rank_to_node": [0, 10**12]},
-            ValueError,
-            r"`rank_to_node` \(=1000000000000\) must be below 1048576 at rank 1",
-        ),
-        (
-            {"num_ranks": 2, "rank_speed": ["a", "b"]},
-            TypeError,
-            r"`rank_speed` \(dtype <U1\) must be integers or floats",
-        ),
+        ({"rank_to_node": [0, 10**12]}, ValueError, r"`rank_to_node` \(=1000000000000\) must be below 1048576 at rank"),
+        ({"num_ranks": 2, "rank_speed": ["a", "b"]}, TypeError, r"`rank_speed` \(dtype <U1\) must be integers or"),
         ({"num_ranks": 2, "rank_speed": [1j, 2]}, TypeError, r"`rank_speed` \(dtype complex128\) must be integers or"),
         ({"num_ranks": 2, "rank_speed": [[1], 2]}, ValueError, r"`rank_speed` \(list\) must be one array with rows of"),
         # A4: a bare assertion elsewhere.
@@ -105,11 +97,7 @@ def test_text_names_ranks_nodes_and_unequal_speeds() -> None:
         ({"num_ranks": 2, "rank_speed": [1, 0]}, ValueError, r"`rank_speed` \(=0.0\) must be positive .* at rank 1"),
         ({"num_ranks": 2, "rank_speed": [np.nan, 1]}, ValueError, r"\(=nan\) must be positive and finite at rank 0"),
         ({"num_ranks": 2, "rank_speed": [1, np.inf]}, ValueError, r"\(=inf\) must be positive and finite at rank 1"),
-        (
-            {"num_ranks": 2, "rank_speed": [1, 1e7]},
-            ValueError,
-            r"\(from 1 to 1e\+07\) must differ by a factor of a mill",
-        ),
+        ({"num_ranks": 2, "rank_speed": [1, 1e7]}, ValueError, r"\(from 1 to 1e\+07\) must differ by a factor of a"),
     ],
 )
 def test_numbers_that_do_not_fit_raise_with_all_of_them(

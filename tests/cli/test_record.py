@@ -202,14 +202,8 @@ def test_a_host_loads_a_checkpoint_by_itself(path: str, tmp_path: Path, stack: E
         ('--load json:loads --config {"ep_rank":5}', "`config['ep_rank']` (=5) must be 0"),
         ("--checkpoint /nowhere/model", "--checkpoint needs --layout"),
         ("--checkpoint /nowhere/model --layout LAYOUT", "--checkpoint needs --template"),
-        (
-            "--checkpoint /nowhere/model --layout LAYOUT --template nobody",
-            "`template` (='nobody') must be a CheckpointTemplate",
-        ),
-        (
-            "--checkpoint /nowhere/model --layout LAYOUT --template json:nothing",
-            "--template: module json has no 'nothing'",
-        ),
+        ("--checkpoint /nowhere/model --layout LAYOUT --template nobody", "`template` (='nobody') must be"),
+        ("--checkpoint /nowhere/model --layout LAYOUT --template json:nothing", "--template: module json has no"),
         ("--checkpoint /nowhere/model --layout LAYOUT --template mixtral", "/nowhere/model"),
         ("", "one of the arguments --load --checkpoint is required"),
     ],

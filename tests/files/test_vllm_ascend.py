@@ -82,18 +82,12 @@ def test_uneven_devices_are_refused_with_layer_and_device_or_padded(tmp_path: Pa
         (lambda m: m["layer_list"].__setitem__(1, expert_map([[0], [1], [2]])["layer_list"][0]), "found 3 at layer 0"),
         (lambda m: m["layer_list"][0]["device_list"][0].update(device_expert=[0, "1"]), "'1' must be an integer"),
         (lambda m: m["layer_list"][0]["device_list"][0].update(device_expert=[0, 9]), "10 experts in 4 slots"),
-        (
-            lambda m: m["layer_list"][0]["device_list"][0].update(device_expert=[0, 0]),
-            "expert 1 has no slot at layer 0",
-        ),
+        (lambda m: m["layer_list"][0]["device_list"][0].update(device_expert=[0, 0]), "expert 1 has no slot at layer"),
         (lambda m: m["layer_list"][0].pop("device_list"), "no 'device_list'"),
         (lambda m: m["layer_list"][0]["device_list"][0].update(device_expert=[0, 10**30]), "int too large"),
         (lambda m: m["layer_list"][0].update(layer_id=10**30), "layer_ids must be in"),
         (lambda m: m.update(moe_layer_count="\x1b[2J"), r"moe_layer_count \(=.x1b\[2J\) layers, found 2"),
-        (
-            lambda m: m["layer_list"][0].update(device_count="A" * 5000),
-            r"device_count \(=A{200,}\.\.\., found 2 at layer 0",
-        ),
+        (lambda m: m["layer_list"][0].update(device_count="A" * 5000), r"device_count \(=A{200,}\.\.\., found 2 at"),
     ],
 )
 def test_tables_that_do_not_fit_themselves_are_refused(tmp_path: Path, change: Any, match: str) -> None:

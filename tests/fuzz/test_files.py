@@ -300,8 +300,11 @@ def test_random_content_is_refused_or_read(place: Path, content: bytes) -> None:
 @pytest.mark.slow
 def test_a_trap_is_refused_by_every_reader_and_runs_nothing(seeds: dict[str, Path], place: Path) -> None:
     for trap in write_traps(place / "traps", place / "proof", seeds):
-        for reader in READERS:
-            read(reader, trap)
+        done = [reader for reader in READERS if read(reader, trap)]
+        assert trap.suffix not in (".pt", ".npy") or set(done) <= {"is_layout_file", "inline", "open_record"}, (
+            trap,
+            done,
+        )
         command(["inspect", str(trap)])
         command(["plan", str(trap), "--ranks", "2", "--slots", "8"])
         assert not (place / "proof").exists(), trap

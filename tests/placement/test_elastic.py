@@ -21,20 +21,14 @@ from eplb_core import (
     place,
     plan_removal,
 )
-from tests.cases import maps
-
-
-def rows_of(layout: ExpertLayout, layer: int = 0) -> list[list[int]]:
-    """Experts in the slots of each rank."""
-    row, width = layout.physical_to_logical_map[layer].tolist(), layout.slots_per_rank
-    return [row[start : start + width] for start in range(0, len(row), width)]
+from tests.cases import by_rank, maps
 
 
 def plain_lost(layout: ExpertLayout, gone: set[int]) -> list[list[int]]:
     """Layer and expert of all that only ranks of `gone` hold."""
     lost = []
     for layer in range(layout.num_layers):
-        held = {e for rank, row in enumerate(rows_of(layout, layer)) if rank not in gone for e in row}
+        held = {e for rank, row in enumerate(by_rank(layout, layer)) if rank not in gone for e in row}
         lost += [[layer, e] for e in range(layout.num_experts) if e not in held]
     return lost
 
@@ -70,7 +64,7 @@ def test_retiring_moves_exactly_what_only_the_leaving_ranks_hold(case: Any, with
     assert plain_lost(ready, set(leaving)) == []
     for layer in range(live.num_layers):
         for rank in leaving:
-            assert rows_of(ready, layer)[rank] == rows_of(live, layer)[rank]
+            assert by_rank(ready, layer)[rank] == by_rank(live, layer)[rank]
     # Slots that did not take a lost expert are as they were.
     changed = live.diff(ready)
     assert sorted(zip(changed.layer.tolist(), changed.new_expert.tolist(), strict=True)) == [tuple(x) for x in lost]
@@ -84,7 +78,7 @@ def test_ranks_that_were_retired_can_be_dropped(case: Any) -> None:
     ready = plan_removal(live, leaving, expert_load=load)
     smaller = ready.without_ranks(leaving)
     stay = [rank for rank in range(live.topology.num_ranks) if rank not in leaving]
-    assert rows_of(smaller) == [rows_of(ready)[rank] for rank in stay]
+    assert by_rank(smaller) == [by_rank(ready)[rank] for rank in stay]
     assert smaller.topology.rank_speed.tolist() == [live.topology.rank_speed[rank] for rank in stay]
     node = live.topology.rank_to_node
     for a, rank_a in enumerate(stay):
@@ -102,7 +96,7 @@ def test_a_chosen_rank_can_leave_and_not_only_the_last() -> None:
     """H4: retire rank 1 of 4."""
     live = ExpertLayout([[0, 1, 2, 3, 4, 5, 0, 1]], 6, topology=Topology(4))
     ready = plan_removal(live, [1])
-    assert rows_of(ready)[1:3] == [[2, 3], [4, 5]]
+    assert by_rank(ready)[1:3] == [[2, 3], [4, 5]]
     assert eplb.transfers(live, ready).sum() == 2
     assert sorted(ready.without_ranks([1]).physical_to_logical_map[0].tolist()) == [0, 1, 2, 3, 4, 5]
 
@@ -110,11 +104,11 @@ def test_a_chosen_rank_can_leave_and_not_only_the_last() -> None:
 def test_the_replica_that_is_missed_least_makes_way() -> None:
     """An empty slot first; else, of experts 0 and 1 with two replicas on ranks that stay, the cold one."""
     live = ExpertLayout([[0, 1, 0, 1, 2, 3, 2, -1]], 4, topology=Topology(4))
-    assert rows_of(plan_removal(live, [2])) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert by_rank(plan_removal(live, [2])) == [[0, 1], [0, 1], [2, 3], [2, 3]]
     full = ExpertLayout([[0, 1, 0, 1, 0, 2]], 3, topology=Topology(3))
     for load, cold in (([[90, 2, 5]], 1), ([[2, 90, 5]], 0)):
         ready = plan_removal(full, [2], expert_load=load)
-        left = [expert for row in rows_of(ready)[:2] for expert in row]
+        left = [expert for row in by_rank(ready)[:2] for expert in row]
         assert sorted(left) == sorted([0, 1, 2, 1 - cold])
 
 
@@ -152,9 +146,9 @@ def test_too_few_slots_are_said_with_their_numbers() -> None:
 def test_slots_that_a_rank_does_not_have_are_not_filled() -> None:
     """A5: 10 slots on 4 ranks: the last two have two slots, and a third, empty column."""
     live = ExpertLayout.trivial(1, 6, num_slots=10, topology=Topology(4))
-    assert rows_of(live)[2:] == [[0, 1, -1], [2, 3, -1]]
+    assert by_rank(live)[2:] == [[0, 1, -1], [2, 3, -1]]
     ready = plan_removal(live, [1], num_slots=10)
-    assert [row[2] for row in rows_of(ready)[2:]] == [-1, -1]
+    assert [row[2] for row in by_rank(ready)[2:]] == [-1, -1]
     assert plain_lost(ready, {1}) == []
 
 
@@ -169,7 +163,7 @@ def test_experts_that_died_are_named_and_get_a_slot() -> None:
     answers = [place([[4, 3, 2, 1]], Topology(3), num_slots=6, current=live, active_ranks=alive) for _ in range(2)]
     assert answers[0].layout == answers[1].layout
     assert answers[0].transfers.tolist() == [2]
-    rows = rows_of(answers[0].layout)
+    rows = by_rank(answers[0].layout)
     assert rows[1] == [-1, -1]
     assert sorted(rows[0] + rows[2]) == [0, 1, 2, 3]
 

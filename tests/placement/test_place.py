@@ -10,6 +10,7 @@ import torch
 
 import eplb_core as eplb
 from eplb_core import ExpertLayout, InfeasiblePlacementError, Locality, Placement, PlacementDispatch, Topology, place
+from tests import cases
 
 README_LOADS = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
@@ -19,9 +20,7 @@ README_LOADS = [
 
 def by_rank(placement: Placement, layer: int = 0) -> list[list[int]]:
     """Experts of each rank, empty slots left out."""
-    ranks = placement.layout.topology.num_ranks
-    rows = placement.layout.physical_to_logical_map[layer].reshape(ranks, -1).tolist()
-    return [[expert for expert in row if expert >= 0] for row in rows]
+    return [[expert for expert in row if expert >= 0] for row in cases.by_rank(placement.layout, layer)]
 
 
 def top_load(placement: Placement, load: Any) -> float:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import eplb_core as eplb
 from eplb_core import ExpertLayout, Placement, Topology, place
+from tests.cases import by_rank
 
 EXAMPLES = 80
 Load = npt.NDArray[np.float64]
@@ -88,11 +89,6 @@ def problems(draw: st.DrawFn, plain: bool = False) -> Problem:
     return problem
 
 
-def contents(placement: Placement, layer: int) -> list[list[int]]:
-    row = placement.layout.physical_to_logical_map[layer]
-    return [rank.tolist() for rank in row.reshape(placement.layout.topology.num_ranks, -1)]
-
-
 def nodes_of(problem: Problem, rows: list[list[int]], expert: int) -> set[int]:
     return {int(problem.topology.rank_to_node[rank]) for rank, row in enumerate(rows) if expert in row}
 
@@ -112,7 +108,7 @@ def test_a_layout_covers_all_experts_without_pairs_and_fills_the_slots_it_should
     """R48."""
     placement = problem.solve()
     for layer in range(len(problem.load)):
-        rows = contents(placement, layer)
+        rows = by_rank(placement.layout, layer)
         held = [[e for e in row if e >= 0] for row in rows]
         assert {e for row in held for e in row} == set(range(problem.load.shape[1]))
         for rank, row in enumerate(held):
@@ -141,7 +137,7 @@ def test_groups_are_where_the_locality_says(problem: Problem) -> None:
 def check_groups(problem: Problem, placement: Placement) -> None:
     size = problem.load.shape[1] // problem.num_groups
     for layer in range(len(problem.load)):
-        rows = contents(placement, layer)
+        rows = by_rank(placement.layout, layer)
         for group in range(problem.num_groups):
             nodes = [nodes_of(problem, rows, e) for e in range(group * size, (group + 1) * size)]
             if problem.locality == "group":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -44,28 +46,20 @@ def test_own_numbers_and_what_is_reached_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "error", "match"),
+    ("make", "arguments", "options", "error", "match"),
     [
-        (["H300"], {}, ValueError, r"`hardware` \(='H300'\) must be one of H100, H200, B200, GB200 NVL72, MI300X"),
-        (["H100"], {"achieved": 1.5}, ValueError, r"`achieved` \(=1.5\)"),
-        (["H100"], {"hidden_size": 0}, ValueError, r"`hidden_size` \(=0.0\)"),
-        (["H100"], {"combine_bytes": -1}, ValueError, r"`combine_bytes` \(=-1.0\)"),
+        (cost_preset, ["H300"], {}, ValueError, r"`hardware` \(='H300'\) must be one of H100, H200, B200, GB200 NVL72"),
+        (cost_preset, ["H100"], {"achieved": 1.5}, ValueError, r"`achieved` \(=1.5\)"),
+        (cost_preset, ["H100"], {"hidden_size": 0}, ValueError, r"`hidden_size` \(=0.0\)"),
+        (cost_preset, ["H100"], {"combine_bytes": -1}, ValueError, r"`combine_bytes` \(=-1.0\)"),
+        (StepCost, [3], {}, TypeError, r"`model` \(=int\)"),
+        (StepCost, [CostModel()], {"token_bytes": -1}, ValueError, r"`token_bytes` \(=-1.0\)"),
+        (StepCost, [CostModel()], {"memory_bytes": 0}, ValueError, r"`memory_bytes` \(=0.0\)"),
     ],
 )
-def test_bad_numbers_are_named(
-    arguments: list[str], options: dict[str, float], error: type[Exception], match: str
-) -> None:
+def test_bad_numbers_are_named(make: Any, arguments: Any, options: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        cost_preset(*arguments, **options)  # type: ignore[arg-type]
-
-
-def test_a_step_cost_wants_a_model_and_numbers() -> None:
-    with pytest.raises(TypeError, match=r"`model` \(=int\)"):
-        StepCost(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"`token_bytes` \(=-1.0\)"):
-        StepCost(CostModel(), token_bytes=-1)
-    with pytest.raises(ValueError, match=r"`memory_bytes` \(=0.0\)"):
-        StepCost(CostModel(), memory_bytes=0)
+        make(*arguments, **options)
 
 
 def test_all_to_all_counts_the_tokens_that_come_over_each_link() -> None:
