@@ -216,3 +216,12 @@ def _holds(layout: ExpertLayout) -> BoolArray:
     by_rank = layout.physical_to_logical_map.reshape(layers, ranks, layout.slots_per_rank)
     np.put_along_axis(holds, by_rank, True, axis=2)
     return holds[:, :, :-1]  # index -1 (empty slots) went to the last column
+
+
+def pairs_on_a_rank(layout: ExpertLayout) -> list[tuple[int, int, int]]:
+    """List layer, rank and expert wherever a rank holds an expert more than once, by layer, rank and expert."""
+    shape = (layout.num_layers, layout.topology.num_ranks, layout.slots_per_rank)
+    by_rank = np.sort(layout.physical_to_logical_map.reshape(shape), axis=2)
+    again = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] >= 0)
+    layer, rank, at = np.nonzero(again)
+    return list(dict.fromkeys(zip(layer.tolist(), rank.tolist(), by_rank[layer, rank, at].tolist(), strict=True)))

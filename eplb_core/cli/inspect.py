@@ -14,7 +14,7 @@ from eplb_core.cli.inputs import note, note_faults, read_trace, to_json, topolog
 from eplb_core.files import formats
 from eplb_core.files.formats import read_layout_file
 from eplb_core.files.layout_file import LayoutFile
-from eplb_core.layout import ExpertLayout
+from eplb_core.metrics import pairs_on_a_rank
 from eplb_core.trace import Trace
 
 
@@ -55,15 +55,6 @@ def _layout_facts(path: str, read: LayoutFile) -> dict[str, Any]:
         "digest": layout.digest,
         "faults": faults,
     }
-
-
-def pairs_on_a_rank(layout: ExpertLayout) -> list[tuple[int, int, int]]:
-    """Layer, rank and expert wherever a rank holds an expert more than once, by layer, rank and expert."""
-    shape = (layout.num_layers, layout.topology.num_ranks, layout.slots_per_rank)
-    by_rank = np.sort(layout.physical_to_logical_map.reshape(shape), axis=2)
-    again = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] >= 0)
-    layer, rank, at = np.nonzero(again)
-    return list(dict.fromkeys(zip(layer.tolist(), rank.tolist(), by_rank[layer, rank, at].tolist(), strict=True)))
 
 
 def _trace_facts(trace: Trace) -> dict[str, Any]:

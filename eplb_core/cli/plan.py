@@ -12,10 +12,9 @@ import numpy as np
 from eplb_core._arrays import FloatArray, IntArray, add_up
 from eplb_core._text import counted, filled, lines, number
 from eplb_core.cli.inputs import note_faults, ranks_and_current, read_trace, to_json
-from eplb_core.cli.inspect import pairs_on_a_rank
 from eplb_core.files import formats
 from eplb_core.layout import ExpertLayout
-from eplb_core.metrics import mean_of_known, mean_over_top, rank_load, transfers
+from eplb_core.metrics import mean_of_known, mean_over_top, pairs_on_a_rank, rank_load, transfers
 from eplb_core.placement.worth.costs import WORTH
 from eplb_core.simulation.progress import progress_bar
 from eplb_core.topology import Topology

@@ -186,9 +186,11 @@ class DispatchTables:
         self._bounds = torch.zeros((layers, slots if solved else 0), dtype=torch.int32, device=device)
         self._scratch = np.empty((3, max(slots, experts + 1)), dtype=np.int64)
         self._equal = read_only(np.empty(0))  # as given shares are, for kernels compile for each kind
-        self._filler = (
-            _static_filler(self.mode, self.layout, self._seed, self.rank) if self.mode in STATIC_MODES else None
-        )
+        self._filler = None  # from a layer and its row to this rank's slots, in static modes
+        if self.mode == "even":
+            self._filler = even.rank_filler(self.layout, self.rank)
+        elif self.mode == "static":
+            self._filler = static.rank_filler(self.layout, self._seed, self.rank)
 
     @property
     def layout(self) -> ExpertLayout:
@@ -431,10 +433,3 @@ def _settings(seed: int, layer: int, rank: int) -> list[int]:
     base = mix((mix((seed ^ (seed >> 32)) & MASK) + layer * GOLDEN) & MASK)
     words = [base, (rank * GOLDEN) & MASK, mix((base ^ mix(rank + 1)) & MASK)]
     return [word - (1 << 32) if word >= 1 << 31 else word for word in words]
-
-
-def _static_filler(mode: Mode, layout: ExpertLayout, seed: int, rank: int) -> Callable[[int, IntArray], IntArray]:
-    """A function of layer and row that gives a rank's `[E]` slots; what it needs is allocated once."""
-    if mode == "even":
-        return even.rank_filler(layout, rank)
-    return static.rank_filler(layout, seed, rank)

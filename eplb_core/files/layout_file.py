@@ -63,31 +63,21 @@ def save_layout(layout: ExpertLayout, path: PathLike, *, layer_ids: Sequence[int
     if ids.ndim != 1 or len(ids) not in (0, layout.num_layers):
         raise ValueError(f"`layer_ids` ({len(ids)} entries) must be empty or have {layout.num_layers}")
     p2l, topology = layout.physical_to_logical_map, layout.topology
+    head = {
+        "format": np.array(LAYOUT_FORMAT),
+        "num_experts": np.array(layout.num_experts),
+        "num_slots": np.array(layout.num_slots),
+        "rank_to_node": topology.rank_to_node,
+        "rank_speed": topology.rank_speed,
+        "layer_ids": ids,
+        "digest": np.array(layout.digest),
+    }
     if check_path(path).endswith(".npz"):
         stream = io.BytesIO()
-        np.savez_compressed(
-            stream,
-            format=np.array(LAYOUT_FORMAT),
-            num_experts=np.array(layout.num_experts),
-            num_slots=np.array(layout.num_slots),
-            rank_to_node=topology.rank_to_node,
-            rank_speed=topology.rank_speed,
-            layer_ids=np.array(list(layer_ids), dtype=np.int64),
-            digest=np.array(layout.digest),
-            physical_to_logical_map=p2l,
-        )
+        np.savez_compressed(stream, **head, **{MAP: p2l})
         write_atomic(path, stream.getvalue())
         return
-    head = {
-        "format": LAYOUT_FORMAT,
-        "num_experts": layout.num_experts,
-        "num_slots": layout.num_slots,
-        "rank_to_node": topology.rank_to_node.tolist(),
-        "rank_speed": topology.rank_speed.tolist(),
-        "layer_ids": [int(layer) for layer in layer_ids],
-        "digest": layout.digest,
-    }
-    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    lines = [f"  {json.dumps(name)}: {json.dumps(value.tolist())}" for name, value in head.items()]
     rows = ",\n".join(f"    {json.dumps(row)}" for row in p2l.tolist())
     lines.append(f'  "{MAP}": [\n{rows}\n  ]')
     write_atomic(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())

@@ -97,7 +97,7 @@ def _search_from(start: Start, problem: Problem, load: Load, terms: Terms) -> tu
     senders = np.full(rows.shape, -1)
     if problem.pin == 0:
         restore_lost(load.total, problem.capacity, start.was, terms.links, rows, senders)
-    _, needed = _transfers(start.was, rows, terms)
+    _, needed = cost_of_transfers(start.was, rows, terms.links)
     improve_layers(
         start.searched,
         load.weights,
@@ -128,7 +128,7 @@ def _take_solutions(
 ) -> IntArray:
     """Put the solution into `rows` where it must be, or pays although more has to move; return the transfers `[L]`."""
     was, ranks = start.was, problem.topology.num_ranks
-    cost, received = _transfers(was, rows, terms)
+    cost, received = cost_of_transfers(was, rows, terms.links)
     fewest = np.zeros(len(was), dtype=np.int64)
     maybe = ~start.anew & (start.solved > balance)
     least_transfers(was, start.solution, ~maybe, ranks, problem.num_experts, fewest)
@@ -141,7 +141,7 @@ def _take_solutions(
     new, speed = start.solution.copy(), problem.topology.rank_speed
     skip, across = ~(start.anew | maybe), problem.pin == 0
     keep_in_place(was, new, skip, problem.capacity, speed, terms.links, across, problem.num_experts)
-    new_cost, new_received = _transfers(was[asked], new[asked], terms)
+    new_cost, new_received = cost_of_transfers(was[asked], new[asked], terms.links)
     booked = np.full((len(asked), new.shape[1]), -1)
     pays = (start.solved[asked] - terms.price * new_cost > worth[asked]) & (new_received <= terms.budget)
     if terms.limited:
@@ -152,13 +152,6 @@ def _take_solutions(
     rows[taken], senders[taken], balance[taken] = new[taken], booked[take], start.solved[taken]
     received[taken] = new_received[take]
     return received
-
-
-def _transfers(was: IntArray, p2l: IntArray, terms: Terms) -> tuple[FloatArray, IntArray]:
-    """Cost and number of each layer's transfers."""
-    cost, received = np.zeros(len(was)), np.zeros(len(was), dtype=np.int64)
-    cost_of_transfers(was, p2l, terms.links, cost, received)
-    return cost, received
 
 
 def find_homes(p2l: IntArray, problem: Problem) -> tuple[BoolArray, IntArray]:

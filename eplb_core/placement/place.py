@@ -275,19 +275,7 @@ def _solve(problem: Problem, load: Load, effort: float, *, free: bool) -> tuple[
         p2l[np.ix_(skip, open_slots)] = np.arange(open_slots.sum()) % experts
     # What is searched further starts from one place, so that more effort goes on where less has ended.
     further = len(load.windows) > 1 or problem.weighted
-    solve_layers(
-        total,
-        skip,
-        problem.capacity,
-        topology.rank_speed,
-        topology.rank_to_node,
-        problem.num_groups,
-        problem.pin,
-        1.0 if further else effort,
-        scratch,
-        p2l,
-        limit,
-    )
+    solve_layers(problem, total, skip, 1.0 if further else effort, scratch, p2l, limit)
     # What the search proved holds for one window and even shares alone.
     bound_layers(load.windows, load.weights, problem.capacity, topology.rank_speed, limit, not further, scratch, bound)
     if free and further:

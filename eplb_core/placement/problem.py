@@ -37,11 +37,13 @@ class Problem(NamedTuple):
     topology: Topology
     num_experts: int
     capacity: IntArray
-    """Slots to fill of each rank `[R]`; 0 = not active."""
+    """Slots to fill of each rank `[R]`; 0 = not active; all others differ by one at most."""
     stride: int
     """Slots of each rank S, filled or not."""
     pin: int
+    """0 = experts may be anywhere, 1 = one replica in the node of its group, 2 = all of them."""
     num_groups: int
+    """Groups of consecutive experts; 1 where `pin` is 0."""
     weighted: bool
 
 

@@ -26,6 +26,7 @@ def score_rows(problem: Problem, load: Load, p2l: IntArray) -> FloatArray:
     return reached
 
 
+@kernel
 def score_layers(
     load: FloatArray, weights: FloatArray, p2l: IntArray, capacity: IntArray, rank_speed: FloatArray, out: FloatArray
 ) -> None:
@@ -39,23 +40,9 @@ def score_layers(
         rank_speed: `[R]`.
         out: Written `[L]`; NaN also where an expert with load has no live slot.
     """
-    experts = load.shape[2]
-    _score(load, weights, p2l, capacity, rank_speed, np.zeros(experts, dtype=np.int64), np.zeros(experts), out)
-
-
-@kernel
-def _score(
-    load: FloatArray,
-    weights: FloatArray,
-    p2l: IntArray,
-    capacity: IntArray,
-    rank_speed: FloatArray,
-    count: IntArray,
-    share: FloatArray,
-    out: FloatArray,
-) -> None:
     windows, layers, experts = load.shape
     ranks = capacity.size
+    count, share = np.zeros(experts, np.int64), np.zeros(experts)
     stride = p2l.shape[1] // ranks
     speed = 0.0
     for r in range(ranks):
@@ -91,21 +78,16 @@ def _score(
 
 
 @kernel
-def cost_of_transfers(old: IntArray, new: IntArray, links: Links, cost: FloatArray, received: IntArray) -> None:
-    """What each layer must bring over links to go from `old` to `new`: cost by the cheapest holders, and experts.
+def cost_of_transfers(old: IntArray, new: IntArray, links: Links) -> tuple[FloatArray, IntArray]:
+    """What each layer must bring over links to go from `old` to `new`, both `[L, P]`.
 
-    Args:
-        old: `[L, P]`.
-        new: `[L, P]`.
-        links: Their costs.
-        cost: Written `[L]`.
-        received: Written `[L]`: distinct experts that a rank holds in `new` and not in `old`.
+    Returns:
+        Cost by the cheapest holders `[L]`; distinct experts that ranks hold in `new` and not in `old` `[L]`.
     """
     layers, slots = old.shape
     stride = slots // links.node.size
+    cost, received = np.zeros(layers), np.zeros(layers, np.int64)
     for layer in range(layers):
-        cost[layer] = 0.0
-        received[layer] = 0
         for p in range(slots):
             e = new[layer, p]
             if e < 0:
@@ -122,6 +104,7 @@ def cost_of_transfers(old: IntArray, new: IntArray, links: Links, cost: FloatArr
                     if old[layer, q] == e:
                         cheapest = min(cheapest, links.cost[q // stride, r])
                 cost[layer] += cheapest if cheapest < np.inf else links.dearest
+    return cost, received
 
 
 def bound_layers(

@@ -6,9 +6,8 @@ import hashlib
 import itertools
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -87,7 +86,13 @@ def sweep(
         if path is not None and path.exists():
             rows[at] = json.loads(path.read_text("utf-8"))
     todo = [at for at in range(len(settings)) if at not in rows]
-    for done, (at, row) in enumerate(_replayed(load, settings, todo, workers), start=len(rows) + 1):
+    replayed: Iterable[tuple[int, dict[str, Any]]]
+    if workers == 1 or len(todo) < 2:
+        source = Trace(load)
+        replayed = ((at, simulate(source, **settings[at]).summary()) for at in todo)
+    else:
+        replayed = _replayed_by_processes(load, settings, todo, workers)
+    for done, (at, row) in enumerate(replayed, start=len(rows) + 1):
         rows[at] = row
         path = paths[at]
         if path is not None:
@@ -127,21 +132,13 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def _replayed(
-    load: Any, settings: Sequence[dict[str, Any]], todo: Sequence[int], workers: int
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    if workers == 1 or len(todo) < 2:
-        trace = Trace(load)
-        for at in todo:
-            yield at, simulate(trace, **settings[at]).summary()
-    else:
-        yield from _replayed_by_processes(load, settings, todo, workers)
-
-
 def _replayed_by_processes(
     load: Any, settings: Sequence[dict[str, Any]], todo: Sequence[int], workers: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:  # pragma: no cover  starts processes: a test marked `long`
-    with _saved(load) as path, ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with TemporaryDirectory(prefix="eplb_sweep") as folder, ProcessPoolExecutor(workers, spawn) as pool:
+        path = f"{folder}/load.npy"
+        np.save(path, load)
         futures = {pool.submit(_replay_file, path, settings[at]): at for at in todo}
         try:
             for future in as_completed(futures):
@@ -149,14 +146,6 @@ def _replayed_by_processes(
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-
-
-@contextmanager
-def _saved(load: Any) -> Iterator[str]:
-    with TemporaryDirectory(prefix="eplb_sweep") as folder:
-        path = str(Path(folder, "load.npy"))
-        np.save(path, load)
-        yield path
 
 
 def _replay_file(path: str, setting: dict[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,11 @@ import pytest
 
 from eplb_core import ExpertLayout, Topology, load_layout, load_trace, save_layout, save_trace
 from eplb_core.cli.inputs import to_json
-from eplb_core.cli.inspect import pairs_on_a_rank
 from eplb_core.cli.main import main
 from eplb_core.cli.plan import conclude_plan
 from eplb_core.cli.simulate import _program
 from eplb_core.files.formats import demo_trace
+from eplb_core.metrics import pairs_on_a_rank
 from eplb_core.trace import Trace
 from tests.cli.commands import Commands
 from tests.processes import python

@@ -15,8 +15,8 @@ MUTATIONS = [
     ),
     (
         f"{P}place.py",
-        "    solve_layers(",
-        "    np.random.random()\n    solve_layers(",
+        "    solve_layers(problem",
+        "    np.random.random()\n    solve_layers(problem",
         f"{T}test_same_bytes.py::test_the_global_random_state_is_neither_read_nor_advanced",
         "rule 5",
     ),

@@ -18,7 +18,7 @@ MUTATIONS = [
     (NUMBA, "_cache_file._source_stamp = _stamp(", "_cache_file._unused = _stamp(", STAMP, "rule 5"),
     (REFINE, "48271", "16807", DRAW, "rule 5"),
     # a second replica on a rank
-    (REFINE, "return count[e] == 1 or not holds(", "return True or not holds(", BOOKS, "rule 2"),
+    (REFINE, "return ints[REPLICAS, e] == 1 or not holds(", "return True or not holds(", BOOKS, "rule 2"),
     # the last replica is given away
     (GIFT, "f >= 0 and count[f] > 1 and", "f >= 0 and count[f] > 0 and", END, "rule 1"),
 ]

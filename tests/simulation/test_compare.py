@@ -222,11 +222,11 @@ def test_functions_cannot_be_kept(tmp_path: Path) -> None:
     assert sweep(LOAD, {"policy": [swap]}, **OPTIONS).policy.tolist() == ["swap"]
 
 
-def test_a_process_replays_what_was_saved_as_this_one_does() -> None:
+def test_a_process_replays_what_was_saved_as_this_one_does(tmp_path: Path) -> None:
     setting: dict[str, Any] = {"policy": "none", "topology": TWO, "num_slots": 4, "interval": 2}
     load = np.arange(1, 17).reshape(4, 1, 4)
-    with _saved(load) as path:
-        assert _replay_file(path, setting) == simulate(load, **setting).summary()
+    np.save(tmp_path / "load.npy", load)
+    assert _replay_file(str(tmp_path / "load.npy"), setting) == simulate(load, **setting).summary()
 
 
 def test_a_comparison_names_its_replays() -> None:

@@ -465,15 +465,7 @@ def holds(expert: IntArray, rank: int, stride: int, e: int) -> bool:
 
 @inline_kernel
 def put(
-    rank: int,
-    place: int,
-    value: float,
-    e: int,
-    cap: IntArray,
-    stride: int,
-    share: FloatArray,
-    expert: IntArray,
-    load: FloatArray,
+    rank: int, place: int, value: float, e: int, cap: IntArray, stride: int, reals: FloatArray, ints: IntArray
 ) -> None:
     """Replace what stands in `place` of `rank`, keep the descending order, and add the rank's load up anew.
 
@@ -482,17 +474,17 @@ def put(
     first = rank * stride
     end = first + cap[rank]
     i = place
-    while i > first and share[i - 1] < value:
-        share[i] = share[i - 1]
-        expert[i] = expert[i - 1]
+    while i > first and reals[SHARE, i - 1] < value:
+        reals[SHARE, i] = reals[SHARE, i - 1]
+        ints[EXPERT, i] = ints[EXPERT, i - 1]
         i -= 1
-    while i + 1 < end and share[i + 1] > value:
-        share[i] = share[i + 1]
-        expert[i] = expert[i + 1]
+    while i + 1 < end and reals[SHARE, i + 1] > value:
+        reals[SHARE, i] = reals[SHARE, i + 1]
+        ints[EXPERT, i] = ints[EXPERT, i + 1]
         i += 1
-    share[i] = value
-    expert[i] = e
+    reals[SHARE, i] = value
+    ints[EXPERT, i] = e
     total = 0.0
     for j in range(first, end):
-        total += share[j]
-    load[rank] = total
+        total += reals[SHARE, j]
+    reals[RANK_LOAD, rank] = total

@@ -25,19 +25,16 @@ from eplb_core.placement.pack.block import (
 )
 from eplb_core.placement.pack.groups import assign_groups
 from eplb_core.placement.pack.refine import refine
+from eplb_core.placement.problem import Problem
 
 # At effort 1 the search stops when the fullest rank is this far above the certificate.
 TOLERANCE = 0.00098
 
 
 def solve_layers(
+    problem: Problem,
     expert_load: FloatArray,
     skip: BoolArray,
-    capacity: IntArray,
-    rank_speed: FloatArray,
-    rank_to_node: IntArray,
-    num_groups: int,
-    pin: int,
     effort: float,
     scratch: Scratch,
     p2l: IntArray,
@@ -46,18 +43,16 @@ def solve_layers(
     """Place every layer that is not skipped.
 
     Args:
+        problem: What the layers must satisfy.
         expert_load: Load of one window `[L, E]`, each layer with some.
         skip: Layers to leave alone `[L]`.
-        capacity: Live slots of each rank `[R]`, 0 for a rank that is not active; all others differ by one at most.
-        rank_speed: `[R]`.
-        rank_to_node: `[R]`.
-        num_groups: Groups of consecutive experts; used where `pin` is not 0.
-        pin: 0 = experts may be anywhere, 1 = one replica in the node of the group, 2 = all of them.
         effort: Multiplies the work and divides the tolerance.
         scratch: For E experts and R ranks.
         p2l: Written `[L, R * S]`.
         limit: Written `[L]`: no layout of this kind has a largest load / speed below this.
     """
+    capacity, pin, num_groups = problem.capacity, problem.pin, problem.num_groups
+    rank_speed, rank_to_node = problem.topology.rank_speed, problem.topology.rank_to_node
     live = np.flatnonzero(capacity)
     speed = rank_speed[live]
     if pin or (speed != speed[0]).any():
@@ -70,9 +65,7 @@ def solve_layers(
     scratch.ints[NODE, : live.size] = rank_to_node[live]
     scratch.ints[HOME] = -1
     ids = np.arange(expert_load.shape[1])
-    _solve_plain(
-        expert_load, skip, ids, live, capacity[live], p2l.shape[1] // capacity.size, effort, scratch, p2l, limit
-    )
+    _solve_plain(expert_load, skip, ids, live, capacity[live], problem.stride, effort, scratch, p2l, limit)
 
 
 @kernel

@@ -92,12 +92,9 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
     first, since they have the most room. Where none does, the best one is made. Returns the fullest rank and its time.
     """
     # Taken out of the tuple before the loop: each access to one of its arrays counts a reference in and out.
-    share, expert = scratch.reals[SHARE], scratch.ints[EXPERT]
-    load, count = scratch.reals[RANK_LOAD], scratch.ints[REPLICAS]
-    node, home, home_count, work = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT], scratch.ints[WORK]
-    speed, pace, queue = scratch.reals[SPEED], scratch.reals[PACE], scratch.ints[QUEUE]
-    queue_time = scratch.reals[QUEUE_TIME]
-    pinned = work[3] != 0
+    reals, ints = scratch.reals, scratch.ints
+    share, expert, load, work = reals[SHARE], ints[EXPERT], reals[RANK_LOAD], ints[WORK]
+    speed, pace, queue, queue_time = reals[SPEED], reals[PACE], ints[QUEUE], reals[QUEUE_TIME]
     last = cap.size - 1
     for k in range(cap.size):
         queue[k] = k
@@ -115,24 +112,7 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
             if load[full] + load[r] >= best * (speed[full] + speed[r]):
                 continue
             work[0] += 1
-            reached, i, j = _best_pair(
-                full,
-                r,
-                best,
-                target,
-                cap,
-                stride,
-                share,
-                expert,
-                load,
-                count,
-                speed,
-                pace,
-                node,
-                home,
-                home_count,
-                pinned,
-            )
+            reached, i, j = _best_pair(full, r, best, target, cap, stride, share, expert, reals, ints)
             if i >= 0:
                 best = reached
                 at, place, other = k, i, j
@@ -141,7 +121,7 @@ def _exchange_while_better(cap: IntArray, stride: int, target: float, scratch: S
         if at < 0:
             return full, time
         r = queue[at]
-        _exchange(full, place, r, other, cap, stride, share, expert, load, node, home, home_count)
+        _exchange(full, place, r, other, cap, stride, reals, ints)
         # The others are in order: first the one rank among them, then the other among all.
         _requeue(at, last - 1, load[r] * pace[r], queue, queue_time)
         _requeue(last, last, load[full] * pace[full], queue, queue_time)
@@ -173,14 +153,8 @@ def _best_pair(
     stride: int,
     share: FloatArray,
     expert: IntArray,
-    load: FloatArray,
-    count: IntArray,
-    speed: FloatArray,
-    pace: FloatArray,
-    node: IntArray,
-    home: IntArray,
-    home_count: IntArray,
-    pinned: bool,
+    reals: FloatArray,
+    ints: IntArray,
 ) -> tuple[float, int, int]:
     """Which exchange between ranks `full` and `r` leaves the larger of their times smallest, below `limit`?
 
@@ -188,12 +162,12 @@ def _best_pair(
     would make the times equal. Stops at the first that is good enough for the target. Places are -1 if there is none.
     """
     place = other = -1
-    both = speed[full] + speed[r]
+    both = reals[SPEED, full] + reals[SPEED, r]
     # A difference of `ideal` would leave both at time `equal`; one above it leaves `r` later, one below it `full`.
-    equal = (load[full] + load[r]) / both
-    ideal = load[full] - equal * speed[full]
+    equal = (reals[RANK_LOAD, full] + reals[RANK_LOAD, r]) / both
+    ideal = reals[RANK_LOAD, full] - equal * reals[SPEED, full]
     margin = limit - equal
-    late_r, late_full = pace[r], pace[full]
+    late_r, late_full = reals[PACE, r], reals[PACE, full]
     start = r * stride
     end = start + cap[r]
     k = start
@@ -205,8 +179,8 @@ def _best_pair(
             k < end
             and (wanted - share[k]) * late_r < margin
             and share[k] < share[i]
-            and may_move(i, full, r, stride, expert, count, node, home, home_count, pinned)
-            and may_move(k, r, full, stride, expert, count, node, home, home_count, pinned)
+            and may_move(i, full, r, stride, expert, ints)
+            and may_move(k, r, full, stride, expert, ints)
         ):
             margin = (wanted - share[k]) * late_r
             place, other = i, k
@@ -216,8 +190,8 @@ def _best_pair(
             k > start
             and (share[k - 1] - wanted) * late_full < margin
             and share[k - 1] < share[i]
-            and may_move(i, full, r, stride, expert, count, node, home, home_count, pinned)
-            and may_move(k - 1, r, full, stride, expert, count, node, home, home_count, pinned)
+            and may_move(i, full, r, stride, expert, ints)
+            and may_move(k - 1, r, full, stride, expert, ints)
         ):
             margin = (share[k - 1] - wanted) * late_full
             place, other = i, k - 1
@@ -227,51 +201,29 @@ def _best_pair(
 
 
 @inline_kernel
-def may_move(
-    place: int,
-    source: int,
-    to: int,
-    stride: int,
-    expert: IntArray,
-    count: IntArray,
-    node: IntArray,
-    home: IntArray,
-    home_count: IntArray,
-    pinned: bool,
-) -> bool:
+def may_move(place: int, source: int, to: int, stride: int, expert: IntArray, ints: IntArray) -> bool:
     """May this replica go from rank `source` to rank `to`? Not onto a second one, and not the last one at home."""
     e = expert[place]
-    if pinned and home[e] == node[source] and node[to] != node[source] and home_count[e] < 2:
-        return False
-    return count[e] == 1 or not holds(expert, to, stride, e)
+    if ints[WORK, 3] != 0:  # some expert has a home
+        node = ints[NODE, source]
+        if ints[HOME, e] == node and ints[NODE, to] != node and ints[HOME_COUNT, e] < 2:
+            return False
+    return ints[REPLICAS, e] == 1 or not holds(expert, to, stride, e)
 
 
 @inline_kernel
-def _exchange(
-    a: int,
-    i: int,
-    b: int,
-    j: int,
-    cap: IntArray,
-    stride: int,
-    share: FloatArray,
-    expert: IntArray,
-    load: FloatArray,
-    node: IntArray,
-    home: IntArray,
-    home_count: IntArray,
-) -> None:
+def _exchange(a: int, i: int, b: int, j: int, cap: IntArray, stride: int, reals: FloatArray, ints: IntArray) -> None:
     """Exchange place `i` of rank `a` and place `j` of rank `b`."""
-    from_a, share_a = expert[i], share[i]
-    from_b, share_b = expert[j], share[j]
-    if node[a] != node[b]:
+    from_a, share_a = ints[EXPERT, i], reals[SHARE, i]
+    from_b, share_b = ints[EXPERT, j], reals[SHARE, j]
+    if ints[NODE, a] != ints[NODE, b]:
         for e, source, to in ((from_a, a, b), (from_b, b, a)):
-            if home[e] == node[source]:
-                home_count[e] -= 1
-            elif home[e] == node[to]:
-                home_count[e] += 1
-    put(a, i, share_b, from_b, cap, stride, share, expert, load)
-    put(b, j, share_a, from_a, cap, stride, share, expert, load)
+            if ints[HOME, e] == ints[NODE, source]:
+                ints[HOME_COUNT, e] -= 1
+            elif ints[HOME, e] == ints[NODE, to]:
+                ints[HOME_COUNT, e] += 1
+    put(a, i, share_b, from_b, cap, stride, reals, ints)
+    put(b, j, share_a, from_a, cap, stride, reals, ints)
 
 
 @kernel
@@ -288,7 +240,8 @@ def _give_slot(full: int, time: float, cap: IntArray, stride: int, most: int, sc
         if count[g] >= most:
             continue
         less = tokens[g] / (count[g] + 1)
-        if (load[full] - (share[i] - less)) * pace[full] >= best:
+        relief = share[i] - less
+        if (load[full] - relief) * pace[full] >= best:
             continue
         for r in range(cap.size):
             if holds(expert, r, stride, g):
@@ -298,24 +251,10 @@ def _give_slot(full: int, time: float, cap: IntArray, stride: int, most: int, sc
                 f = expert[j]
                 if count[f] < 2 or (home[f] == node[r] and home_count[f] < 2):
                     continue
-                more = tokens[f] / (count[f] - 1)
                 if (load[r] - share[j] + less) * pace[r] >= best:
                     continue
-                reached = _time_after(
-                    full,
-                    r,
-                    share[i] - less,
-                    less - share[j],
-                    more - share[j],
-                    g,
-                    f,
-                    best,
-                    cap,
-                    stride,
-                    expert,
-                    load,
-                    pace,
-                )
+                taken, extra = less - share[j], tokens[f] / (count[f] - 1) - share[j]
+                reached = _time_after(full, r, relief, taken, extra, g, f, best, cap, stride, scratch)
                 if reached < best:
                     best = reached
                     gainer, best_rank, best_place = g, r, j
@@ -369,23 +308,21 @@ def _take_slot(
 @kernel
 def _hand_over(rank: int, place: int, gainer: int, cap: IntArray, stride: int, scratch: Scratch) -> None:
     """Put `gainer` into the place of another expert and write the new shares of both on every rank."""
-    share, expert = scratch.reals[SHARE], scratch.ints[EXPERT]
-    load, tokens = scratch.reals[RANK_LOAD], scratch.reals[EXPERT_LOAD]
-    count, node = scratch.ints[REPLICAS], scratch.ints[NODE]
-    home, home_count = scratch.ints[HOME], scratch.ints[HOME_COUNT]
+    reals, ints = scratch.reals, scratch.ints
+    share, expert, tokens, count = reals[SHARE], ints[EXPERT], reals[EXPERT_LOAD], ints[REPLICAS]
     loser = expert[place]
-    if home[loser] == node[rank]:
-        home_count[loser] -= 1
-    if home[gainer] == node[rank]:
-        home_count[gainer] += 1
+    if ints[HOME, loser] == ints[NODE, rank]:
+        ints[HOME_COUNT, loser] -= 1
+    if ints[HOME, gainer] == ints[NODE, rank]:
+        ints[HOME_COUNT, gainer] += 1
     count[gainer] += 1
     count[loser] -= 1
-    put(rank, place, tokens[gainer] / count[gainer], gainer, cap, stride, share, expert, load)
+    put(rank, place, tokens[gainer] / count[gainer], gainer, cap, stride, reals, ints)
     for r in range(cap.size):
         for e in (gainer, loser):
             for i in range(r * stride, r * stride + cap[r]):
                 if expert[i] == e and share[i] != tokens[e] / count[e]:
-                    put(r, i, tokens[e] / count[e], e, cap, stride, share, expert, load)
+                    put(r, i, tokens[e] / count[e], e, cap, stride, reals, ints)
                     break
 
 
@@ -401,11 +338,10 @@ def _time_after(
     limit: float,
     cap: IntArray,
     stride: int,
-    expert: IntArray,
-    load: FloatArray,
-    pace: FloatArray,
+    scratch: Scratch,
 ) -> float:
     """Largest time of the ranks that a slot of `f` on rank `r`, given to `g`, would change; stops at `limit`."""
+    expert, load, pace = scratch.ints[EXPERT], scratch.reals[RANK_LOAD], scratch.reals[PACE]
     worst: float = 0.0
     for s in range(cap.size):
         change = 0.0
@@ -428,11 +364,9 @@ def _time_after(
 @kernel
 def _kick(num_experts: int, cap: IntArray, stride: int, most: int, scratch: Scratch) -> None:
     """Give one random slot to another expert, and make three random exchanges, one of them with the fullest rank."""
-    share, expert = scratch.reals[SHARE], scratch.ints[EXPERT]
-    load, count = scratch.reals[RANK_LOAD], scratch.ints[REPLICAS]
-    node, home, home_count, work = scratch.ints[NODE], scratch.ints[HOME], scratch.ints[HOME_COUNT], scratch.ints[WORK]
-    pace = scratch.reals[PACE]
-    pinned = work[3] != 0
+    reals, ints = scratch.reals, scratch.ints
+    load, pace, expert, count = reals[RANK_LOAD], reals[PACE], ints[EXPERT], ints[REPLICAS]
+    node, home, home_count, work = ints[NODE], ints[HOME], ints[HOME_COUNT], ints[WORK]
     ranks = cap.size
     a = 0
     for r in range(1, ranks):
@@ -441,7 +375,7 @@ def _kick(num_experts: int, cap: IntArray, stride: int, most: int, scratch: Scra
     for _ in range(_draw(4, work)):
         r = _draw(ranks, work)
         place = r * stride + _draw(cap[r], work)
-        g = scratch.ints[ORDER, _draw(num_experts, work)]
+        g = ints[ORDER, _draw(num_experts, work)]
         f = expert[place]
         if (
             count[f] > 1
@@ -458,10 +392,10 @@ def _kick(num_experts: int, cap: IntArray, stride: int, most: int, scratch: Scra
         if (
             a != b
             and expert[i] != expert[j]
-            and may_move(i, a, b, stride, expert, count, node, home, home_count, pinned)
-            and may_move(j, b, a, stride, expert, count, node, home, home_count, pinned)
+            and may_move(i, a, b, stride, expert, ints)
+            and may_move(j, b, a, stride, expert, ints)
         ):
-            _exchange(a, i, b, j, cap, stride, share, expert, load, node, home, home_count)
+            _exchange(a, i, b, j, cap, stride, reals, ints)
         a = _draw(ranks, work)
 
 

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from eplb_core._arrays import FloatArray, IntArray
+from eplb_core._arrays import IntArray
 from eplb_core._numba import kernel
-from eplb_core.placement.search.links import Links, Step, is_allowed
+from eplb_core.placement.search.links import Ask, Links, Step, is_allowed
 from eplb_core.placement.search.state import NEVER, Work, eighth
 
 
 @kernel
-def best_exchange(
-    full: int,
-    price: float,
-    budget: int,
-    unit: float,
-    found: Step,
-    row: IntArray,
-    senders: IntArray,
-    work: Work,
-    links: Links,
-) -> Step:
+def best_exchange(full: int, ask: Ask, found: Step, row: IntArray, senders: IntArray, work: Work, links: Links) -> Step:
     """The best exchange of a slot of rank `full` with one of another rank, if above `found`."""
     share, time, power, fetch, holds = work.share, work.time, work.power, work.fetch, work.holds
-    held, weight, pace = work.held, work.weight, work.pace
+    held, pace = work.held, work.pace
     others, other_time, other_share, other_pay = work.others, work.other_time, work.other_share, work.other_pay
     pay, after = work.pay, work.after
     num_windows, ranks = time.shape
@@ -51,8 +41,8 @@ def best_exchange(
             continue
         for j in range(n):
             pay[j] = fetch[e, others[j]] - fetch[e, full] if holds[e, others[j]] == 0 else NEVER
-        _power_after(a, full, n, weight, pace, work.other_pace, other_time, other_share, share, time, after)
-        if _rate(n, power[full], price, unit, best, work.other_power, other_pay, pay, after) == 0:
+        _power_after(a, full, n, work)
+        if _rate(n, power[full], ask, best, work) == 0:
             continue
         for m in range(n * stride):
             if after[m] > best:
@@ -60,33 +50,23 @@ def best_exchange(
                 p = r * stride + m // n
                 f = row[p]
                 moves = held[e, full] - held[e, r] + held[f, r] - held[f, full]
-                if moves <= budget and is_allowed(0, a, p, row, senders, work, links):
+                if moves <= ask.budget and is_allowed(0, a, p, row, senders, work, links):
                     best, kind, place, other, cost, number = after[m], 0, a, p, pay[m % n] + other_pay[m], moves
     return best, kind, place, other, cost, number
 
 
 @kernel
-def _power_after(
-    a: int,
-    full: int,
-    n: int,
-    weight: FloatArray,
-    pace: FloatArray,
-    other_pace: FloatArray,
-    other_time: FloatArray,
-    other_share: FloatArray,
-    share: FloatArray,
-    time: FloatArray,
-    after: FloatArray,
-) -> None:
+def _power_after(a: int, full: int, n: int, work: Work) -> None:
     """Power of rank `full` and another together, if slot `a` were exchanged for each of its slots: into `after`.
 
     The loop over ranks is innermost and without branches: it runs as vector instructions, in the same order for each.
     """
-    stride = share.shape[1] // pace.size
+    share, other_share, other_time, other_pace = work.share, work.other_share, work.other_time, work.other_pace
+    after = work.after
+    stride = share.shape[1] // work.pace.size
     after[: n * stride] = 0.0
     for t in range(share.shape[0]):
-        mine, my_time, w, my_pace = share[t, a], time[t, full], weight[t], pace[full]
+        mine, my_time, w, my_pace = share[t, a], work.time[t, full], work.weight[t], work.pace[full]
         for s in range(stride):
             for j in range(n):
                 change = mine - other_share[t, s * n + j]
@@ -96,18 +76,10 @@ def _power_after(
 
 
 @kernel
-def _rate(
-    n: int,
-    mine: float,
-    price: float,
-    unit: float,
-    best: float,
-    other_power: FloatArray,
-    other_pay: FloatArray,
-    pay: FloatArray,
-    after: FloatArray,
-) -> int:
+def _rate(n: int, mine: float, ask: Ask, best: float, work: Work) -> int:
     """Turn the powers after each exchange into net gains by transfer; how many are above `best`?"""
+    other_power, other_pay, pay, after = work.other_power, work.other_pay, work.pay, work.after
+    price, unit = ask.price, ask.unit
     stride = other_pay.size // other_power.size
     above = 0
     for s in range(stride):

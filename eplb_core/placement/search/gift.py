@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eplb_core._arrays import IntArray
 from eplb_core._numba import kernel
-from eplb_core.placement.search.links import Links, Step, is_allowed, keeps_home
+from eplb_core.placement.search.links import Ask, Links, Step, is_allowed, keeps_home
 from eplb_core.placement.search.state import Work, eighth
 
 
@@ -65,22 +65,12 @@ def list_gifts(capacity: IntArray, weighted: bool, row: IntArray, work: Work, li
 
 @kernel
 def best_gift(
-    full: int,
-    num_gifts: int,
-    price: float,
-    budget: int,
-    unit: float,
-    refund: float,
-    weighted: bool,
-    found: Step,
-    row: IntArray,
-    senders: IntArray,
-    work: Work,
-    links: Links,
+    full: int, num_gifts: int, ask: Ask, found: Step, row: IntArray, senders: IntArray, work: Work, links: Links
 ) -> Step:
     """The best gift of a slot to an expert of rank `full`, if above `found`."""
     power, fetch, holds, held = work.power, work.fetch, work.holds, work.held
     slot, burden, after, other_home = work.gift_slot, work.gift_burden, work.gift_after, work.gift_other
+    price, budget, unit, refund, weighted = ask
     ranks = work.pace.size
     stride = row.size // ranks
     best, kind, place, other, cost, number = found

@@ -20,7 +20,7 @@ from eplb_core._numba import kernel
 from eplb_core.placement.pack.block import holds
 from eplb_core.placement.search.exchange import best_exchange
 from eplb_core.placement.search.gift import best_gift, list_gifts
-from eplb_core.placement.search.links import NO_LIMIT, Links, Step, book_row, book_step
+from eplb_core.placement.search.links import NO_LIMIT, Ask, Links, Step, book_row, book_step
 from eplb_core.placement.search.state import (
     NEVER,
     Work,
@@ -117,7 +117,7 @@ def improve_layers(
                 unit = balance / (8.0 * add_up(work.power))
                 # Steps back refund at most this.
                 refund = 2.0 * price * links.dearest if now > 0.0 else 0.0
-                left = budget[layer] - moved
+                ask = Ask(price, budget[layer] - moved, unit, refund, weighted)
                 gifts = list_gifts(capacity, weighted, row, work, links)
                 found = (1e-9, -1, 0, 0, 0.0, 0)
                 tried[:] = False
@@ -126,12 +126,12 @@ def improve_layers(
                     if full < 0 or (n >= width and found[1] >= 0):
                         break
                     tried[full] = True
-                    found = best_exchange(full, price, left, unit, found, row, sender, work, links)
-                    found = best_gift(full, gifts, price, left, unit, refund, weighted, found, row, sender, work, links)
+                    found = best_exchange(full, ask, found, row, sender, work, links)
+                    found = best_gift(full, gifts, ask, found, row, sender, work, links)
                 if barred >= 0:
                     work.fetch[barred, barred_rank] = usual
                     barred = -1
-                if found[1] < 0 or not _step(found, price, unit, weighted, row, sender, work, links):
+                if found[1] < 0 or not _step(found, ask, row, sender, work, links):
                     break
                 now += found[4]
                 moved += found[5]
@@ -303,16 +303,7 @@ def _is_home(e: int, row: IntArray, work: Work, links: Links) -> bool:
 
 
 @kernel
-def _step(
-    found: Step,
-    price: float,
-    unit: float,
-    weighted: bool,
-    row: IntArray,
-    senders: IntArray,
-    work: Work,
-    links: Links,
-) -> bool:
+def _step(found: Step, ask: Ask, row: IntArray, senders: IntArray, work: Work, links: Links) -> bool:
     """Exchange two slots (kind 0), or give the second to the expert in the first (kind 1); False = it did not pay."""
     _, kind, a, p, pays, _ = found
     to_here, to_there = senders[a], senders[p]
@@ -336,15 +327,15 @@ def _step(
         work.replicas[e] += 1
         if f >= 0:
             work.replicas[f] -= 1
-    if weighted:
+    if ask.weighted:
         before = add_up(work.power)
         _hand_over(kind, a, p, f, row, work)
         solve_shares(_SWEEPS, row, work)
-        if (before - add_up(work.power)) * unit <= price * pays:
+        if (before - add_up(work.power)) * ask.unit <= ask.price * pays:
             row[a], row[p] = e, f  # rounding made it look good; the next one would go round in a circle
             senders[a], senders[p] = to_here, to_there
             book_row(senders, links)
-            begin(weighted, row, work)
+            begin(ask.weighted, row, work)
             return False
         return True
     share_evenly(e, row, work)

@@ -19,6 +19,21 @@ Step: TypeAlias = tuple[float, int, int, int, float, int]
 no step; cost and number of its transfers."""
 
 
+class Ask(NamedTuple):
+    """What is asked of a step."""
+
+    price: float
+    """Gain in balancedness that a transfer of cost 1 must bring."""
+    budget: int
+    """Most transfers."""
+    unit: float
+    """Gain in balancedness for each unit of power that goes."""
+    refund: float
+    """Most that a step back can give back."""
+    weighted: bool
+    """Shares are solved in each window; else replicas share evenly."""
+
+
 class Links(NamedTuple):
     """Costs and limits of transfers, and the room that is left on one layer."""
 

@@ -42,7 +42,7 @@ def time_layers(
         passes: Passes of a window.
         weighted: Live replicas share as is best for each window, not equally; experts are read as if equally.
     """
-    windows, layers, experts = load.shape
+    windows, layers, _ = load.shape
     slots = layout.num_slots
     fraction = np.zeros((0, layers, slots))
     if shares is not None:
@@ -53,21 +53,10 @@ def time_layers(
     slowest = float(layout.topology.rank_speed.min()) * min(passes, 1.0)
     if not most * slots * windows * (model.token_s + model.expert_s) / slowest < np.inf:
         raise ValueError(f"`expert_load` (up to {most:g}) is too large to be timed in float64; scale it down")
-    times, lost = np.zeros(layers), np.zeros(layers, dtype=np.bool_)
     solved = weighted and shares is None
-    _time_layers(
-        load,
-        layout.physical_to_logical_map,
-        active,
-        fraction,
-        layout.topology.rank_speed,
-        0.0 if solved else model.token_s,
-        model.expert_s,
-        passes,
-        np.zeros(experts, dtype=np.int64),
-        times,
-        lost,
-    )
+    p2l, speed = layout.physical_to_logical_map, layout.topology.rank_speed
+    token_s = 0.0 if solved else model.token_s
+    times, lost = _time_layers(load, p2l, active, fraction, speed, token_s, model.expert_s, passes)
     if solved:
         times += _solved_times(layout, load, active, lost) * model.token_s / passes
     times += model.layer_s
@@ -125,14 +114,13 @@ def _time_layers(
     token_s: float,
     expert_s: float,
     passes: float,
-    count: IntArray,
-    times: FloatArray,
-    lost: BoolArray,
-) -> None:
+) -> tuple[FloatArray, BoolArray]:
     """Mean over windows of the slowest rank's time / passes; a slot with less than a token a pass is active in part."""
     windows, layers, experts = load.shape
     ranks = active.size
     stride = p2l.shape[1] // ranks
+    count = np.zeros(experts, np.int64)
+    times, lost = np.zeros(layers), np.zeros(layers, np.bool_)
     for layer in range(layers):
         count[:] = 0
         for p in range(p2l.shape[1]):
@@ -161,65 +149,40 @@ def _time_layers(
                 worst = max(worst, (token_s * tokens + expert_s * busy) / rank_speed[r])
             total += worst / passes
         times[layer] = total / windows
+    return times, lost
 
 
 def time_transfers(
     current: ExpertLayout, target: ExpertLayout, active: BoolArray, model: CostModel
 ) -> tuple[IntArray, FloatArray]:
     """Experts that ranks receive, and seconds of the rank that sends or receives longest, both `[L]`."""
-    layers, ranks = current.num_layers, current.topology.num_ranks
-    received, seconds = np.zeros(layers, dtype=np.int64), np.zeros(layers)
-    _time_transfers(
-        current.physical_to_logical_map,
-        target.physical_to_logical_map,
-        active,
-        current.topology.rank_to_node,
-        model.link_s(same_node=True),
-        model.link_s(same_node=False),
-        np.zeros(current.num_experts + 1, dtype=np.int64),
-        np.zeros(current.num_slots, dtype=np.int64),
-        np.full(current.num_experts, -1, dtype=np.int64),
-        np.zeros((2, ranks)),
-        received,
-        seconds,
-    )
-    return received, seconds
+    old, new, experts = current.physical_to_logical_map, target.physical_to_logical_map, current.num_experts
+    near_s, far_s = model.link_s(same_node=True), model.link_s(same_node=False)
+    return _time_transfers(old, new, experts, active, current.topology.rank_to_node, near_s, far_s)
 
 
 @kernel
 def _time_transfers(
-    old: IntArray,
-    new: IntArray,
-    active: BoolArray,
-    rank_to_node: IntArray,
-    near_s: float,
-    far_s: float,
-    start: IntArray,
-    holder: IntArray,
-    had: IntArray,
-    busy: FloatArray,
-    received: IntArray,
-    seconds: FloatArray,
-) -> None:
+    old: IntArray, new: IntArray, experts: int, active: BoolArray, rank_to_node: IntArray, near_s: float, far_s: float
+) -> tuple[IntArray, FloatArray]:
     """Each transfer comes from a holder on the node of its rank, else from any: the one that has sent least so far.
 
     Args:
         old: `[L, P]`.
         new: `[L, P]`.
+        experts: E.
         active: `[R]`; other ranks send nothing.
         rank_to_node: `[R]`.
         near_s: Seconds of a transfer inside a node.
         far_s: Seconds of one between nodes, and of an expert that no live rank holds.
-        start: Scratch `[E + 1]`: where the holders of an expert begin.
-        holder: Scratch `[P]`: ranks by expert.
-        had: Scratch `[E]`, -1: the last rank and layer that held or received the expert.
-        busy: Scratch `[2, R]`: seconds that each rank receives, and sends.
-        received: Written `[L]`.
-        seconds: Written `[L]`.
     """
     layers, slots = old.shape
-    ranks, experts = active.size, had.size
+    ranks = active.size
     stride = slots // ranks
+    start, holder = np.zeros(experts + 1, np.int64), np.zeros(slots, np.int64)  # ranks by expert, and where each begins
+    had = np.full(experts, -1, np.int64)  # the last rank and layer that held or received the expert
+    busy = np.zeros((2, ranks))  # seconds that each rank receives, and sends
+    received, seconds = np.zeros(layers, np.int64), np.zeros(layers)
     for layer in range(layers):
         start[:] = 0
         busy[:] = 0.0
@@ -254,3 +217,4 @@ def _time_transfers(
                     busy[1, source] += link_s
         for r in range(ranks):
             seconds[layer] = max(seconds[layer], busy[0, r], busy[1, r])
+    return received, seconds

@@ -187,11 +187,12 @@ def test_the_smallest_share_that_has_a_place_elsewhere_makes_room() -> None:
 
 @given(st.lists(st.floats(0, 1e3), min_size=3, max_size=6))
 def test_put_keeps_the_order_and_adds_the_load_up_anew(values: list[float]) -> None:
-    share = np.array(sorted(values, reverse=True))
-    expert, load = np.arange(len(values)), np.array([-1.0])
-    k.put(0, 1, 500.0, 99, np.array([len(values)]), len(values), share, expert, load)
+    reals, ints, _ = new_scratch(len(values), 1, len(values))
+    share, expert = reals[k.SHARE, : len(values)], ints[k.EXPERT, : len(values)]
+    share[:], expert[:], reals[k.RANK_LOAD, 0] = sorted(values, reverse=True), np.arange(len(values)), -1.0
+    k.put(0, 1, 500.0, 99, np.array([len(values)]), len(values), reals, ints)
     assert share.tolist() == sorted(share.tolist(), reverse=True)
     assert expert[share.tolist().index(500.0) :].tolist().count(99) == 1
-    assert load[0] == reduce(add, share.tolist(), 0.0)
+    assert reals[k.RANK_LOAD, 0] == reduce(add, share.tolist(), 0.0)
     assert k.holds(expert, 0, len(values), 99)
     assert not k.holds(expert, 0, len(values), 1)
