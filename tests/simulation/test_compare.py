@@ -14,7 +14,7 @@ from eplb_core import CostModel, ExpertLayout, StepCost, Topology, Trace, compar
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core.metrics import mean_of_known
 from eplb_core.simulation import Comparison, Records, table
-from eplb_core.simulation.sweep import _replay_file, _saved, _text
+from eplb_core.simulation.sweep import _replay_file, _text
 
 TWO = Topology(num_ranks=2)
 LOAD = np.array([[[1, 1, 9, 1]]] * 6)
