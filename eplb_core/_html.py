@@ -27,21 +27,14 @@ def words_html(text: str) -> str:
     return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
-def line_svg(
-    values: Sequence[FloatArray],
-    names: Sequence[str] = (),
-    *,
-    low: float | None = None,
-    width: int = 520,
-    height: int = 90,
-) -> str:
+def line_svg(values: Sequence[FloatArray], names: Sequence[str] = ()) -> str:
     """Return small curves in one frame, the first in black, their names below; NaN is a gap."""
     known = np.concatenate([each[~np.isnan(each)] for each in values])
     if not known.size:
         return ""
-    low = float(known.min()) if low is None else low
-    span = max(float(known.max()) - low, 1e-9)
-    left = 34  # room for the numbers
+    low, high = float(known.min()), float(known.max())
+    span = max(high - low, 1e-9)
+    width, height, left = 520, 90, 34  # on the left is room for the numbers
     lines = []
     for number, each in enumerate(values):
         step = (width - left) / max(len(each) - 1, 1)
@@ -59,6 +52,6 @@ def line_svg(
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" style="background:#fff">'
-        f'{"".join(lines)}<text x="0" y="10" font-size="9">{float(known.max()):.3f}</text>'
+        f'{"".join(lines)}<text x="0" y="10" font-size="9">{high:.3f}</text>'
         f'<text x="0" y="{height - 2}" font-size="9">{low:.3f}</text></svg>{legend and f"<div>{legend}</div>"}'
     )

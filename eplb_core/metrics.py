@@ -78,12 +78,7 @@ rounding but a replica that was left out, or another scale.
 
 
 def check_shares(
-    shares: object,
-    layout: ExpertLayout,
-    name: str = "shares",
-    *,
-    num_windows: int | None = None,
-    sums: bool = True,
+    shares: object, layout: ExpertLayout, name: str = "shares", *, num_windows: int | None = None, sums: bool = True
 ) -> FloatArray:
     """Make shares `[L, P]` a new float64 array with 0 at empty slots; raise unless each is one and they sum to 1.
 

@@ -147,17 +147,9 @@ def _trace_options(command: argparse.ArgumentParser) -> None:
 def _topology_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ranks", metavar="R", type=_positive, help="EP ranks, where no layout file says them")
     command.add_argument("--nodes", metavar="N", type=_positive, help="nodes, of equal size (default: 1)")
+    command.add_argument("--rank-to-node", metavar="0,0,1,..", type=_ints, help="node of each rank, for other shapes")
     command.add_argument(
-        "--rank-to-node",
-        metavar="0,0,1,..",
-        type=_ints,
-        help="node of each rank, for other shapes",
-    )
-    command.add_argument(
-        "--rank-speed",
-        metavar="1,1,.5,..",
-        type=_floats,
-        help="relative speed of each rank (default: equal)",
+        "--rank-speed", metavar="1,1,.5,..", type=_floats, help="relative speed of each rank (default: equal)"
     )
 
 

@@ -6,16 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from eplb_core._arrays import (
-    ArrayLike,
-    FloatArray,
-    IntArray,
-    check_id,
-    check_int,
-    check_kind,
-    check_made,
-    read_only,
-)
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_id, check_int, check_kind, check_made, read_only
 from eplb_core._numba import inline_kernel, kernel
 from eplb_core.dispatch.rows import group_slots
 from eplb_core.layout import ExpertLayout

@@ -63,7 +63,7 @@ def save_layout(layout: ExpertLayout, path: PathLike, *, layer_ids: Sequence[int
     if ids.ndim != 1 or len(ids) not in (0, layout.num_layers):
         raise ValueError(f"`layer_ids` ({len(ids)} entries) must be empty or have {layout.num_layers}")
     p2l, topology = layout.physical_to_logical_map, layout.topology
-    head = {
+    head: dict[str, Any] = {
         "format": np.array(LAYOUT_FORMAT),
         "num_experts": np.array(layout.num_experts),
         "num_slots": np.array(layout.num_slots),
@@ -74,7 +74,7 @@ def save_layout(layout: ExpertLayout, path: PathLike, *, layer_ids: Sequence[int
     }
     if check_path(path).endswith(".npz"):
         stream = io.BytesIO()
-        np.savez_compressed(stream, **head, **{MAP: p2l})
+        np.savez_compressed(stream, **{**head, MAP: p2l})
         write_atomic(path, stream.getvalue())
         return
     lines = [f"  {json.dumps(name)}: {json.dumps(value.tolist())}" for name, value in head.items()]

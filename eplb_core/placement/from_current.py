@@ -62,9 +62,7 @@ def start_from(was: IntArray, solution: IntArray, problem: Problem, load: Load) 
     balance = np.where(stays, score_rows(problem, load, present), np.nan)
     searched = load.windows
     if problem.weighted and len(searched) > 1:
-        searched = np.zeros(searched.shape)
-        widen(load.windows, load.weights, searched)
-        read_only(searched)
+        searched = read_only(widen(load.windows, load.weights))
     solved = score_rows(problem, load, solution)
     return Start(was, present, stays, anew, home, balance, solution, solved, searched)
 
@@ -129,9 +127,8 @@ def _take_solutions(
     """Put the solution into `rows` where it must be, or pays although more has to move; return the transfers `[L]`."""
     was, ranks = start.was, problem.topology.num_ranks
     cost, received = cost_of_transfers(was, rows, terms.links)
-    fewest = np.zeros(len(was), dtype=np.int64)
     maybe = ~start.anew & (start.solved > balance)
-    least_transfers(was, start.solution, ~maybe, ranks, problem.num_experts, fewest)
+    fewest = least_transfers(was, start.solution, ~maybe, ranks, problem.num_experts)
     least_cost = fewest * terms.links.cheapest
     worth = balance - terms.price * cost
     maybe &= (fewest <= terms.budget) & (start.solved - terms.price * least_cost > worth)

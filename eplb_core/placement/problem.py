@@ -84,14 +84,11 @@ def state_problem(
             num_live_slots=live,
             num_experts=experts,
         )
-    check_word(locality, "locality", _PIN)
-    pin = _PIN[locality]
+    pin = _PIN[check_word(locality, "locality", _PIN)]
     weighted = check_dispatch(dispatch)
     if weighted and pin:
         raise ValueError(f'`dispatch` (={dispatch!r}) needs `locality="none"`, not {locality!r}')
-    groups = 1
-    if pin:
-        groups = check_groups(num_groups, experts, capacity, topology, locality)
+    groups = check_groups(num_groups, experts, capacity, topology, locality) if pin else 1
     return Problem(topology, experts, capacity, stride, pin, groups, weighted)
 
 

@@ -18,19 +18,19 @@ _SURE = 1.0 - 2.0**-40
 
 def score_rows(problem: Problem, load: Load, p2l: IntArray) -> FloatArray:
     """Balancedness of each layer `[L]`, NaN without load, for replicas that share as the problem says."""
-    reached, speed = np.zeros(len(p2l)), problem.topology.rank_speed
+    speed = problem.topology.rank_speed
     if problem.weighted:
-        score_weighted(load.windows, load.weights, p2l, problem.capacity, 1.0 / speed, reached)
-    else:
-        score_layers(load.windows, load.weights, p2l, problem.capacity, speed, reached)
-    return reached
+        return score_weighted(load.windows, load.weights, p2l, problem.capacity, 1.0 / speed)
+    return score_layers(load.windows, load.weights, p2l, problem.capacity, speed)
 
 
 @kernel
 def score_layers(
-    load: FloatArray, weights: FloatArray, p2l: IntArray, capacity: IntArray, rank_speed: FloatArray, out: FloatArray
-) -> None:
-    """Balancedness of each layer, weighted mean over the windows with load; NaN where there are none.
+    load: FloatArray, weights: FloatArray, p2l: IntArray, capacity: IntArray, rank_speed: FloatArray
+) -> FloatArray:
+    """Balancedness of each layer `[L]`, weighted mean over the windows with load; NaN where there are none.
+
+    NaN also where an expert with load has no live slot.
 
     Args:
         load: `[T, L, E]`.
@@ -38,11 +38,10 @@ def score_layers(
         p2l: `[L, R * S]`; replicas on active ranks share equally, those on other ranks take nothing.
         capacity: Live slots of each rank `[R]`; 0 = not active.
         rank_speed: `[R]`.
-        out: Written `[L]`; NaN also where an expert with load has no live slot.
     """
     windows, layers, experts = load.shape
     ranks = capacity.size
-    count, share = np.zeros(experts, np.int64), np.zeros(experts)
+    count, share, out = np.zeros(experts, np.int64), np.zeros(experts), np.zeros(layers)
     stride = p2l.shape[1] // ranks
     speed = 0.0
     for r in range(ranks):
@@ -75,6 +74,7 @@ def score_layers(
             total += weights[t] * min(1.0, whole / speed / worst) if worst > 0.0 else 0.0
             known += weights[t]
         out[layer] = total / known if known > 0.0 and not lost else np.nan
+    return out
 
 
 @kernel

@@ -95,12 +95,7 @@ def _policy(forecaster: Forecaster, num_slots: int, options: dict[str, Any]) -> 
     def choose(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
         ahead = forecast(windows, forecaster)
         placed = place(
-            ahead.windows,
-            live.topology,
-            num_slots=num_slots,
-            current=live,
-            window_weights=ahead.weights,
-            **options,
+            ahead.windows, live.topology, num_slots=num_slots, current=live, window_weights=ahead.weights, **options
         )
         return placed.layout
 

@@ -106,15 +106,13 @@ def plot_before_after(
     left.bar(at - 0.2, ranks[0][layer] / mean, 0.4, color="0.75", edgecolor="black", linewidth=0.5, label="before")
     left.bar(at + 0.2, ranks[1][layer] / mean, 0.4, color="0.25", edgecolor="black", linewidth=0.5, label="after")
     left.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-    left.set_xlabel("rank")
-    left.set_ylabel("load / mean")
+    left.set(xlabel="rank", ylabel="load / mean")
     left.set_title(f"layer {layer}: {even[0][layer]:.3f} to {even[1][layer]:.3f}", loc="left", fontsize=10)
     left.legend(frameon=False, fontsize=8)
     order = np.argsort(even[0])
     right.plot(even[0][order], "o", color="0.45", fillstyle="none", markersize=4, label="before")
     right.plot(even[1][order], "s", color="black", markersize=3, label="after")
-    right.set_xlabel("layers, least even first")
-    right.set_ylabel("balancedness")
+    right.set(xlabel="layers, least even first", ylabel="balancedness")
     right.set_ylim(top=1.01)
     right.legend(frameon=False, fontsize=8)
     _clean(left, right)
@@ -137,16 +135,7 @@ def plot_frontier(rows: Any, *, x: str = "transfers", y: str = "total_balancedne
     for number, value in enumerate(dict.fromkeys(rows[by].tolist())):
         mine = rows[by] == value
         order = np.argsort(across[mine], kind="stable")
-        style, mark = _STYLES[number % len(_STYLES)]
-        axes.plot(
-            across[mine][order],
-            rows[y][mine][order],
-            linestyle=style,
-            marker=mark,
-            fillstyle="none",
-            color=_SHADES[number % len(_SHADES)],
-            label=str(value),
-        )
+        axes.plot(across[mine][order], rows[y][mine][order], fillstyle="none", label=str(value), **_look(number))
     if across.min() > 0 and across.max() > 30 * across.min():
         axes.set_xscale("log")
     names = {
@@ -154,8 +143,7 @@ def plot_frontier(rows: Any, *, x: str = "transfers", y: str = "total_balancedne
         "bytes": "bytes moved between ranks",
         "redundant": "redundant experts",
     }
-    axes.set_xlabel(names.get(x, x.replace("_", " ")))
-    axes.set_ylabel(y.replace("_", " "))
+    axes.set(xlabel=names.get(x, x.replace("_", " ")), ylabel=y.replace("_", " "))
     axes.legend(frameon=False, fontsize=8, title=by.replace("_", " "), title_fontsize=8)
     axes.grid(True, linewidth=0.3)
     _clean(axes)
@@ -179,10 +167,8 @@ def plot_replicas(layout: ExpertLayout, *, layer: int = 0) -> Any:
             dark = shades[rank, slot] < 0.55
             axes.text(slot, rank, text, ha="center", va="center", fontsize=7, color="white" if dark else "black")
     _separate_nodes(axes, layout.topology.rank_to_node, vertical=False)
-    axes.set_xticks(range(size))
-    axes.set_yticks(range(0, ranks, 1 if ranks <= 32 else 8))
-    axes.set_xlabel("slot of the rank")
-    axes.set_ylabel("rank")
+    axes.set(xticks=range(size), yticks=range(0, ranks, 1 if ranks <= 32 else 8))
+    axes.set(xlabel="slot of the rank", ylabel="rank")
     title = f"layer {layer}: white = one replica, darker = up to {int(count.max())}"
     axes.set_title(title, loc="left", fontsize=9)
     return picture
@@ -205,8 +191,7 @@ def plot_moves(old: ExpertLayout, new: ExpertLayout, *, layer: int | None = None
             these = moves[(moves[:, 2] == source) & (moves[:, 3] == target), 1]
             axes.text(target, source, ",".join(map(str, these.tolist())), ha="center", va="center", fontsize=7)
     _separate_nodes(axes, old.topology.rank_to_node, vertical=True)
-    axes.set_xlabel("to rank")
-    axes.set_ylabel("from rank")
+    axes.set(xlabel="to rank", ylabel="from rank")
     near = old.topology.rank_to_node[moves[:, 2]] == old.topology.rank_to_node[moves[:, 3]]
     where = "all layers" if layer is None else f"layer {layer}"
     text = f"{where}: {len(moves):,} experts move"
@@ -246,13 +231,14 @@ def list_moves(old: ExpertLayout, new: ExpertLayout, layer: int | None = None) -
 
 
 def _line(axes: Any, sim: Simulation, number: int, label: str) -> None:
-    style, mark = _STYLES[number % len(_STYLES)]
     x, y = _thinned(sim.window_balancedness)
-    shade = _SHADES[number % len(_SHADES)]
-    every = max(1, len(x) // 10)
-    axes.plot(
-        x, y, linestyle=style, color=shade, linewidth=1.1, label=label, marker=mark, markevery=every, markersize=4
-    )
+    axes.plot(x, y, linewidth=1.1, label=label, markevery=max(1, len(x) // 10), markersize=4, **_look(number))
+
+
+def _look(number: int) -> dict[str, Any]:
+    """Style, mark and shade of the line of that number."""
+    style, mark = _STYLES[number % len(_STYLES)]
+    return {"linestyle": style, "marker": mark, "color": _SHADES[number % len(_SHADES)]}
 
 
 def _thinned(values: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -290,8 +276,7 @@ def _heat(picture: Any, axes: Any, sim: Simulation, layer: int | None) -> None:
         ends = ([start - 0.5] * 2, [1.0, 1.03])
         axes.plot(*ends, color="black", linewidth=0.8, clip_on=False, transform=axes.get_xaxis_transform())
     _separate_nodes(axes, sim.topology.rank_to_node, vertical=False)
-    axes.set_xlabel("window" if not moving.any() else "window; ticks above: experts move")
-    axes.set_ylabel("rank")
+    axes.set(xlabel="window; ticks above: experts move" if moving.any() else "window", ylabel="rank")
     picture.colorbar(image, ax=axes, label="time / mean of the window")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -241,7 +241,8 @@ class _Run:
         self, policy: str, dispatch: str, spans: tuple[int, int, int], layer_ids: tuple[int, ...], cost: StepCost | None
     ) -> Simulation:
         every, seen, scored = spans
-        columns = {name: read_only(np.concatenate(parts)) for name, parts in self.columns.items()}
+        columns: dict[str, Any] = {name: read_only(np.concatenate(parts)) for name, parts in self.columns.items()}
+        columns.setdefault("layer_rank_load", None)
         mean, top = columns["mean_load"], columns["max_load"]
         each = mean_over_top(mean, top)
         links = np.array(self.links, dtype=np.int64).reshape(len(self.links), mean.shape[1], len(LINKS))
@@ -258,14 +259,8 @@ class _Run:
             cost=cost,
             window_passes=self.passes,
             layer_ids=layer_ids,
-            mean_load=mean,
-            max_load=top,
             balancedness=read_only(each),
             window_balancedness=read_only(np.array([mean_of_known(window) for window in each])),
-            bound=columns["bound"],
-            step_s=columns["step_s"],
-            rank_load=columns["rank_load"],
-            layer_rank_load=columns.get("layer_rank_load"),
             rebalance_windows=read_only(np.array(self.starts, dtype=np.int64)),
             transfers=read_only(links[:, :, 1:].sum(axis=2)),
             link_transfers=read_only(links),
@@ -276,4 +271,5 @@ class _Run:
             layout=self.live,
             mean_balancedness=mean_of_known(each[scored:]),
             total_balancedness=float(mean_over_top(mean[scored:].sum(), top[scored:].sum())),
+            **columns,
         )

@@ -73,7 +73,7 @@ def sweep(
     ]
     if not points:
         raise ValueError(f"`grid` (={quoted(dict(grid), 80)}) must have a value or more for each setting")
-    load = np.ascontiguousarray(trace.load if isinstance(trace, Trace) else check_trace_load(trace))
+    load: Any = np.ascontiguousarray(trace.load if isinstance(trace, Trace) else check_trace_load(trace))
     scored = {"score_from": max(intervals)} if (intervals := grid.get("interval")) else {}
     settings = [{**scored, **options, **point} for point in points]
     check_int(workers, "workers", 1)

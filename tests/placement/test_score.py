@@ -21,12 +21,8 @@ def score(
     weights: list[float] | None = None,
 ) -> float:
     """Windows `[T, E]` of one layer."""
-    out = np.zeros(1)
-    windows = np.array(load, dtype=np.float64)[:, None, :]
-    score_layers(
-        windows, np.array(weights or [1.0] * len(load)), np.array([row]), np.array(capacity), np.array(speed), out
-    )
-    return float(out[0])
+    windows, each = np.array(load, dtype=np.float64)[:, None, :], np.array(weights or [1.0] * len(load))
+    return float(score_layers(windows, each, np.array([row]), np.array(capacity), np.array(speed))[0])
 
 
 def test_score_is_the_mean_over_windows_with_load() -> None:

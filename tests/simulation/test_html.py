@@ -248,7 +248,7 @@ def test_a_pull_plan_counts_what_is_kept_copied_and_read() -> None:
 
 def test_curves_leave_gaps_out() -> None:
     assert line_svg([np.array([np.nan])]) == ""
-    drawn = line_svg([np.array([0.5, 0.5, np.nan, 1.0, 1.0]), np.array([0.5])], low=0.0)
+    drawn = line_svg([np.array([0.5, 0.5, np.nan, 1.0, 1.0]), np.array([0.5])])
     assert [path.count("M") for path in re.findall(r'd="([^"]*)"', drawn)] == [2, 1]
 
 

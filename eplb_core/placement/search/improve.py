@@ -182,9 +182,11 @@ def _fullest(tried: BoolArray, capacity: IntArray, power: FloatArray) -> int:
 
 @kernel
 def score_weighted(
-    windows: FloatArray, weights: FloatArray, p2l: IntArray, capacity: IntArray, pace: FloatArray, out: FloatArray
-) -> None:
-    """Balancedness that solved shares reach, each layer's weighted mean over the windows with load.
+    windows: FloatArray, weights: FloatArray, p2l: IntArray, capacity: IntArray, pace: FloatArray
+) -> FloatArray:
+    """Balancedness that solved shares reach, `[L]`: each layer's weighted mean over the windows with load, or NaN.
+
+    From below: the shares are as near to the best as sweeps bring them.
 
     Args:
         windows: Load `[T, L, E]`.
@@ -192,18 +194,17 @@ def score_weighted(
         p2l: `[L, P]`; every expert on a live rank, none elsewhere.
         capacity: Slots to fill of each rank `[R]`; 0 = not active.
         pace: Time for one token `[R]`.
-        out: Written `[L]`; NaN without load. From below: the shares are as near to the best as sweeps bring them.
     """
     ranks = capacity.size
     work = new_work(windows.shape[0], windows.shape[2], pace, p2l.shape[1] // ranks)
     speed = _speed(capacity, pace)
+    out = np.full(windows.shape[1], np.nan)
     for layer in range(windows.shape[1]):
-        if not _scale(windows, weights, layer, speed, work):
-            out[layer] = np.nan
-            continue
-        begin(True, p2l[layer], work)
-        solve_shares(_LAST_SWEEPS, p2l[layer], work)
-        out[layer] = min(1.0, balance_of(work.weight, work.time))
+        if _scale(windows, weights, layer, speed, work):
+            begin(True, p2l[layer], work)
+            solve_shares(_LAST_SWEEPS, p2l[layer], work)
+            out[layer] = min(1.0, balance_of(work.weight, work.time))
+    return out
 
 
 @kernel

@@ -100,18 +100,19 @@ def settle(old: IntArray, p2l: IntArray, capacity: IntArray, num_experts: int) -
 
 
 @kernel
-def least_transfers(
-    old: IntArray, new: IntArray, skip: BoolArray, num_ranks: int, num_experts: int, fewest: IntArray
-) -> None:
-    """How many transfers no renaming of ranks can save: each rank's contents go where most of them are; `[L]`."""
+def least_transfers(old: IntArray, new: IntArray, skip: BoolArray, num_ranks: int, num_experts: int) -> IntArray:
+    """How many transfers no renaming of ranks can save, `[L]`: each rank's contents go where most of them are.
+
+    0 for layers to skip.
+    """
     stride = old.shape[1] // num_ranks
     first = np.zeros(num_experts + 1, dtype=np.int64)
     home = np.zeros(old.shape[1], dtype=np.int64)
     kept = np.zeros(num_ranks, dtype=np.int64)
+    fewest = np.zeros(old.shape[0], dtype=np.int64)
     for layer in range(old.shape[0]):
         if skip[layer]:
             continue
-        fewest[layer] = 0
         _list_homes(old[layer], stride, first, home)
         for r in range(num_ranks):
             distinct = _count_kept(new[layer], r, stride, first, home, kept)
@@ -119,6 +120,7 @@ def least_transfers(
             for q in range(num_ranks):
                 most = max(most, kept[q])
             fewest[layer] += distinct - most
+    return fewest
 
 
 @kernel

@@ -12,7 +12,7 @@ _FACTOR, _LEAST = 2.0, 0.3
 
 
 @kernel
-def widen(windows: FloatArray, weights: FloatArray, out: FloatArray) -> None:
+def widen(windows: FloatArray, weights: FloatArray) -> FloatArray:
     """Draw each expert's part of the load away from its mean over windows, as far as it stays clear of zero.
 
     Solved shares even out what was seen nearly perfectly, whatever the layout, so that nothing tells a good one from a
@@ -21,10 +21,12 @@ def widen(windows: FloatArray, weights: FloatArray, out: FloatArray) -> None:
     Args:
         windows: Load `[T, L, E]`.
         weights: Weight of each window `[T]`; windows without weight or load have no say in the mean.
-        out: Written, as `windows`; a window's total stays nearly the same, and counts for nothing in the search.
+
+    Returns:
+        As `windows`; a window's total stays nearly the same, and counts for nothing in the search.
     """
     count, layers, experts = windows.shape
-    total = np.zeros(count)
+    out, total = np.zeros(windows.shape), np.zeros(count)
     for layer in range(layers):
         known = 0.0
         for t in range(count):
@@ -46,3 +48,4 @@ def widen(windows: FloatArray, weights: FloatArray, out: FloatArray) -> None:
                 part = windows[t, layer, e] / total[t] if total[t] > 0.0 else 0.0
                 wide = max(mean + (part - mean) * factor, 0.0) * total[t]
                 out[t, layer, e] = wide if factor > 1.0 else windows[t, layer, e]
+    return out

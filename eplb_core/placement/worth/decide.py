@@ -12,15 +12,7 @@ from html import escape
 
 import numpy as np
 
-from eplb_core._arrays import (
-    ArrayLike,
-    BoolArray,
-    FloatArray,
-    IntArray,
-    check_kind,
-    check_real,
-    read_only,
-)
+from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_kind, check_real, read_only
 from eplb_core._html import HTML_LAYERS, table_html
 from eplb_core.errors import MissingExpertError
 from eplb_core.layout import ExpertLayout, layer_rows

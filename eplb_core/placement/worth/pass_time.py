@@ -82,11 +82,9 @@ def solved_balancedness(layout: ExpertLayout, load: FloatArray, active: BoolArra
     capacity = np.where(active, layout.slots_per_rank, 0).astype(np.int64)
     rows = np.where(np.repeat(active, layout.slots_per_rank), layout.physical_to_logical_map, -1)
     rows[lost] = np.arange(layout.num_slots) % layout.num_experts
-    balance = np.zeros(load.shape[:2])
     pace = 1.0 / layout.topology.rank_speed
-    for window in range(len(load)):
-        score_weighted(load[window : window + 1], np.ones(1), rows, capacity, pace, balance[window])
-    return balance
+    each = (score_weighted(load[at : at + 1], np.ones(1), rows, capacity, pace) for at in range(len(load)))
+    return np.array(list(each)).reshape(load.shape[:2])
 
 
 @kernel

@@ -268,9 +268,9 @@ def assert_no_new_pairs(case: Case, row: Ints) -> None:
 
 def solved(case: Case, row: Ints) -> float:
     """Balancedness under solved shares."""
-    out, windows = np.zeros(1), case.windows[:, None].copy()
+    windows = case.windows[:, None].copy()
     windows.setflags(write=False)
-    score_weighted(windows, np.ones(len(windows)), row[None].copy(), case.capacity, case.pace, out)
+    out = score_weighted(windows, np.ones(len(windows)), row[None].copy(), case.capacity, case.pace)
     return float(out[0])
 
 
@@ -288,8 +288,7 @@ def test_shares_by_sweeps_are_those_of_the_solver(seed: int, ranks: int, stride:
     for window in windows:
         load = eplb.rank_load(layout, window, shares=eplb.replica_shares(layout, window))
         exact.append(load.mean() / load.max())
-    out = np.zeros(1)
-    score_weighted(windows, np.ones(2), row[None].copy(), np.full(ranks, stride), np.ones(ranks), out)
+    out = score_weighted(windows, np.ones(2), row[None].copy(), np.full(ranks, stride), np.ones(ranks))
     assert np.mean(exact) - 0.005 <= out[0] <= np.mean(exact) + 1e-9
 
 

@@ -16,9 +16,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def widened(load: Floats, weights: Floats | None = None) -> Floats:
-    out = np.zeros(load.shape)
-    widen(load, np.ones(len(load)) if weights is None else weights, out)
-    return out
+    return widen(load, np.ones(len(load)) if weights is None else weights)
 
 
 def parts(load: Floats) -> Floats:
