@@ -78,7 +78,16 @@ class Placement:
         )
 
     def _repr_html_(self) -> str:
-        return _html(self)
+        """Balance against its bound, layer by layer, and the layout."""
+        balance, bound = self.balancedness, self.bound
+        facts = f"<b>Placement</b> for {self.dispatch} dispatch: {int(self.transfers.sum())} transfers"
+        known = int(np.isfinite(balance).sum())
+        if known:
+            facts += f", balancedness {mean_of_known(balance):.4f} on average, bound {mean_of_known(bound):.4f}"
+        worst = np.argsort(balance, kind="stable")[: min(HTML_LAYERS, known)].tolist()  # NaN comes last
+        rows = [[layer, f"{balance[layer]:.4f}", f"{bound[layer]:.4f}", self.transfers[layer]] for layer in worst]
+        table = table_html(["least even layers", "balancedness", "bound", "transfers"], rows) if rows else ""
+        return f"<div>{facts}{table}</div>{self.layout._repr_html_()}"
 
 
 def place(
@@ -310,16 +319,3 @@ def _balance_windows(problem: Problem, load: Load, p2l: IntArray, effort: float)
             p2l,
             np.full(p2l.shape, -1),
         )
-
-
-def _html(placement: Placement) -> str:
-    """Balance against its bound, layer by layer, and the layout."""
-    balance, bound = placement.balancedness, placement.bound
-    facts = f"<b>Placement</b> for {placement.dispatch} dispatch: {int(placement.transfers.sum())} transfers"
-    known = int(np.isfinite(balance).sum())
-    if known:
-        facts += f", balancedness {mean_of_known(balance):.4f} on average, bound {mean_of_known(bound):.4f}"
-    worst = np.argsort(balance, kind="stable")[: min(HTML_LAYERS, known)].tolist()  # NaN comes last
-    rows = [[layer, f"{balance[layer]:.4f}", f"{bound[layer]:.4f}", placement.transfers[layer]] for layer in worst]
-    table = table_html(["least even layers", "balancedness", "bound", "transfers"], rows) if rows else ""
-    return f"<div>{facts}{table}</div>{placement.layout._repr_html_()}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -118,7 +118,8 @@ def compare_policies(
         futures = [pool.submit(run, setting) for _, setting in settings]
         _follow(futures, progress)
     found = (future.result() for future in futures)
-    return Comparison(tuple(_named(sim, name) for sim, (name, _) in zip(found, settings, strict=True)))
+    named = zip(found, settings, strict=True)
+    return Comparison(tuple(sim if name is None else replace(sim, policy=name) for sim, (name, _) in named))
 
 
 def _settings(policies: Policies, options: SimulateOptions) -> list[tuple[str | None, SimulateOptions]]:
@@ -132,12 +133,6 @@ def _settings(policies: Policies, options: SimulateOptions) -> list[tuple[str | 
         if not callable(policy):
             check_kind(policy, "policies", str)
     return [(None, {**options, "policy": policy}) for policy in named]
-
-
-def _named(sim: Simulation, name: str | None) -> Simulation:
-    if name is not None:
-        object.__setattr__(sim, "policy", name)  # nobody else has it yet
-    return sim
 
 
 def _follow(futures: Sequence[Future[Any]], progress: Callable[[int, int], None] | None) -> None:

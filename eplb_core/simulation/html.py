@@ -16,7 +16,7 @@ from eplb_core._arrays import FloatArray
 from eplb_core._html import words_html
 from eplb_core.files.reading import PathLike, write_atomic
 from eplb_core.metrics import mean_of_known
-from eplb_core.simulation.result import Simulation, summary_table
+from eplb_core.simulation.result import Simulation, averaged, summary_table, time_over_mean
 from eplb_core.simulation.words import conclude, recommended
 
 # What the page draws: a screen has no more room.
@@ -64,26 +64,24 @@ def _page_data(sims: Sequence[Simulation]) -> dict[str, Any]:
         "step": step,
         "unscored": sims[0].scored_from,
         "best": sims.index(recommended(sims)),
-        "bound": None if bound is None else _rounded(_averaged(bound, step)),
+        "bound": None if bound is None else _rounded(averaged(bound, step)),
         "timeUnit": "ms per pass" if sims[0].cost is not None else "tokens of the fullest rank",
         "policies": [_policy_data(sim, step) for sim in sims],
     }
 
 
 def _policy_data(sim: Simulation, step: int) -> dict[str, Any]:
-    time = sim.rank_load / sim.topology.rank_speed
-    mean = time.mean(axis=1, keepdims=True)
-    share = np.divide(time, mean, out=np.full(time.shape, np.nan), where=mean > 0)
+    share = time_over_mean(sim.rank_load, sim.topology.rank_speed)
     ranks = -(-share.shape[1] // _RANKS)
     names = sim.layer_ids or tuple(range(sim.balancedness.shape[1]))
     scored = sim.balancedness[sim.scored_from :]
     unit = 1.0 if sim.cost is None else 1e3
     return {
         "name": sim.policy,
-        "curve": _rounded(_averaged(sim.window_balancedness, step)),
+        "curve": _rounded(averaged(sim.window_balancedness, step)),
         "moves": [int(w) for w, count in zip(sim.rebalance_windows, sim.transfers.sum(axis=1), strict=True) if count],
         "rankStep": ranks,
-        "ranks": [_rounded(_averaged(row, ranks)) for row in _averaged(share, step)],
+        "ranks": [_rounded(averaged(row, ranks)) for row in averaged(share, step)],
         "layers": [
             {
                 "layer": int(names[layer]),
@@ -96,18 +94,6 @@ def _policy_data(sim: Simulation, step: int) -> dict[str, Any]:
             for layer in range(sim.balancedness.shape[1])
         ],
     }
-
-
-def _averaged(values: FloatArray, step: int) -> FloatArray:
-    """Mean of each `step` neighbours along the first axis; NaN only where all are."""
-    if step == 1:
-        return values
-    starts = np.arange(0, len(values), step)
-    known = ~np.isnan(values)
-    count = np.add.reduceat(known.astype(np.float64), starts, axis=0)
-    total = np.add.reduceat(np.where(known, values, 0.0), starts, axis=0)
-    means: FloatArray = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
-    return means
 
 
 def _rounded(values: FloatArray) -> list[float | None]:

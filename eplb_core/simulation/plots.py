@@ -15,7 +15,7 @@ import numpy as np
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import balancedness, rank_load
-from eplb_core.simulation.result import Simulation
+from eplb_core.simulation.result import Simulation, averaged, time_over_mean
 
 _STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1)), "v"), ((0, (1, 3)), "P"))
 _SHADES = ("black", "0.45", "tab:blue", "tab:red", "tab:green", "tab:purple")
@@ -244,10 +244,9 @@ def _look(number: int) -> dict[str, Any]:
 def _thinned(values: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Windows and values, neighbours averaged where there are too many."""
     step = -(-len(values) // _POINTS)
-    starts = range(0, len(values), step)
-    parts = [values[start : start + step] for start in starts]
-    means = [part[~np.isnan(part)].mean() if not np.isnan(part).all() else np.nan for part in parts]
-    return np.array([start + (len(part) - 1) / 2 for start, part in zip(starts, parts, strict=True)]), np.array(means)
+    starts = np.arange(0, len(values), step)
+    ends = np.minimum(starts + step, len(values))
+    return (starts + ends - 1) / 2, averaged(values, step)
 
 
 def _over_windows(axes: Any, sim: Simulation) -> None:
@@ -267,9 +266,7 @@ def _heat(picture: Any, axes: Any, sim: Simulation, layer: int | None) -> None:
         if sim.layer_rank_load is None:
             raise ValueError(f"`layer` (={layer}) needs a replay with `keep_ranks=True`")
         load = sim.layer_rank_load[:, layer]
-    time = load / sim.topology.rank_speed
-    mean = time.mean(axis=1, keepdims=True)
-    share = np.divide(time, mean, out=np.full(time.shape, np.nan), where=mean > 0)
+    share = time_over_mean(load, sim.topology.rank_speed)
     image = axes.imshow(share.T, aspect="auto", cmap=_HEAT, interpolation="nearest", origin="lower")
     moving = sim.transfers.sum(axis=1) > 0
     for start in sim.rebalance_windows[moving].tolist():

@@ -260,3 +260,22 @@ def summary_table(sims: Sequence[Simulation]) -> str:
             row += [f"{facts['pass_s'] * 1e3:.4g}", f"{facts['pause_s']:.3g}", f"{facts['memory_bytes'] / 1e9:.3g}"]
         rows.append(row)
     return table_html([*head, *(["ms per pass", "s of pauses", "GB per rank"] if costs else [])], rows)
+
+
+def time_over_mean(rank_load: FloatArray, rank_speed: FloatArray) -> FloatArray:
+    """Time of each rank over the mean of its window, `[T, R]`; NaN in windows without load."""
+    time = rank_load / rank_speed
+    mean = time.mean(axis=1, keepdims=True)
+    return np.divide(time, mean, out=np.full(time.shape, np.nan), where=mean > 0)
+
+
+def averaged(values: FloatArray, step: int) -> FloatArray:
+    """Mean of each `step` neighbours along the first axis; NaN only where all are."""
+    if step == 1:
+        return values
+    starts = np.arange(0, len(values), step)
+    known = ~np.isnan(values)
+    count = np.add.reduceat(known.astype(np.float64), starts, axis=0)
+    total = np.add.reduceat(np.where(known, values, 0.0), starts, axis=0)
+    means: FloatArray = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+    return means

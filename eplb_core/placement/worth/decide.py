@@ -74,7 +74,21 @@ class Verdict:
         return bool(self.layers.any())
 
     def _repr_html_(self) -> str:
-        return _html(self)
+        """The verdict, and the layers that gain most with their reasons."""
+        order = np.argsort(-self.layer_gain, kind="stable")[:HTML_LAYERS].tolist()
+        rows = [
+            [
+                layer,
+                "moves" if self.layers[layer] else "stays",
+                f"{self.layer_gain[layer]:.3g}",
+                f"{self.layer_cost[layer]:.3g}",
+                self.layer_transfers[layer],
+                self.layer_reasons[layer],
+            ]
+            for layer in order
+        ]
+        head = ["layer", "", "gain a pass", "cost", "transfers", "why"]
+        return f"<div><b>Verdict</b>: {escape(self.reason)}{table_html(head, rows)}</div>"
 
     def __repr__(self) -> str:
         return f"Verdict({self.reason})"
@@ -294,21 +308,3 @@ def _say(
         f"{reasons.count(why)} {why}" for why in (UNCHANGED, FROZEN, NO_LOAD, TOO_LITTLE, TOO_DEAR) if why in reasons
     ]
     return "; ".join([text, *others])
-
-
-def _html(verdict: Verdict) -> str:
-    """The verdict, and the layers that gain most with their reasons."""
-    order = np.argsort(-verdict.layer_gain, kind="stable")[:HTML_LAYERS].tolist()
-    rows = [
-        [
-            layer,
-            "moves" if verdict.layers[layer] else "stays",
-            f"{verdict.layer_gain[layer]:.3g}",
-            f"{verdict.layer_cost[layer]:.3g}",
-            verdict.layer_transfers[layer],
-            verdict.layer_reasons[layer],
-        ]
-        for layer in order
-    ]
-    head = ["layer", "", "gain a pass", "cost", "transfers", "why"]
-    return f"<div><b>Verdict</b>: {escape(verdict.reason)}{table_html(head, rows)}</div>"

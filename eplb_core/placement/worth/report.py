@@ -89,7 +89,21 @@ class GainReport:
         return "\n".join([*lines, "", filled(self.conclusion)])
 
     def _repr_html_(self) -> str:
-        return _html(self)
+        """One row for each number of slots; the one to take is marked."""
+        rows = [
+            [
+                "*" if number == self.best else "",
+                row.redundant,
+                row.num_slots,
+                f"{row.seen:.3f}",
+                f"{row.bound:.3f}",
+                "-" if np.isnan(row.unseen) else f"{row.unseen:.3f}",
+                f"{row.saved:.1%}",
+            ]
+            for number, row in enumerate(self.rows)
+        ]
+        head = ["", "redundant", "slots", "seen", "bound", "unseen", "time saved"]
+        return f"<div><b>GainReport</b>: {words_html(self.conclusion)}{table_html(head, rows)}</div>"
 
 
 def gain_report(
@@ -230,21 +244,3 @@ def _conclude(row: GainRow, ceiling: float, pays: bool, ranks: int) -> str:
     each = "" if np.isnan(row.saved_s) else f", {row.saved_s * 1e3:.3g} ms of a pass"
     memory = f" for {row.memory_bytes / 1e9:.3g} GB per rank" if row.memory_bytes else ""
     return f"Pays: {gives}{each}{memory}; perfect balance would save {ceiling:.1%}."
-
-
-def _html(report: GainReport) -> str:
-    """One row for each number of slots; the one to take is marked."""
-    rows = [
-        [
-            "*" if number == report.best else "",
-            row.redundant,
-            row.num_slots,
-            f"{row.seen:.3f}",
-            f"{row.bound:.3f}",
-            "-" if np.isnan(row.unseen) else f"{row.unseen:.3f}",
-            f"{row.saved:.1%}",
-        ]
-        for number, row in enumerate(report.rows)
-    ]
-    head = ["", "redundant", "slots", "seen", "bound", "unseen", "time saved"]
-    return f"<div><b>GainReport</b>: {words_html(report.conclusion)}{table_html(head, rows)}</div>"
