@@ -29,7 +29,8 @@ from eplb_core import (
 )
 from eplb_core._html import line_svg, words_html
 from eplb_core.simulation import Comparison
-from eplb_core.simulation.html import _averaged, report_html, write_report
+from eplb_core.simulation.html import report_html, write_report
+from eplb_core.simulation.result import averaged
 
 TOPOLOGY = Topology(4, 2)
 LOAD = np.random.default_rng(0).integers(1, 90, (9, 3, 8))
@@ -115,8 +116,8 @@ def test_windows_without_load_are_gaps() -> None:
 
 def test_what_a_screen_cannot_show_is_averaged() -> None:
     values = np.array([1.0, 3.0, np.nan, 5.0, np.nan])
-    assert _averaged(values, 2).tolist()[:2] == [2.0, 5.0]
-    assert np.isnan(_averaged(values, 2)[2])
+    assert averaged(values, 2).tolist()[:2] == [2.0, 5.0]
+    assert np.isnan(averaged(values, 2)[2])
     load = np.tile(LOAD, (100, 1, 1))
     data = data_of(report_html(compare_policies(load, "none", topology=TOPOLOGY, num_slots=12, interval=450)))
     assert (data["step"], len(data["policies"][0]["curve"])) == (3, 300)
