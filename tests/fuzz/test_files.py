@@ -289,6 +289,7 @@ BYTES = st.tuples(st.sampled_from(HEADS), st.binary(max_size=200) | st.text(max_
 CONFIG = st.lists(st.sampled_from(YAML), max_size=30).map("".join)
 
 
+@pytest.mark.slow
 @fuzz(400)
 @given(BYTES | CONFIG.map(lambda text: b"num_slots: 4\ninitial_global_assignments:" + text.encode()))
 def test_random_content_is_refused_or_read(place: Path, content: bytes) -> None:
