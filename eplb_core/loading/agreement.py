@@ -107,7 +107,10 @@ class GroupAgreement:
         self._pending: tuple[Any, torch.Tensor] | None = None
         self._failure: AgreementError | None = None
         self._window = min(1.0, self.deadline / 4)
-        self._marks = _Marks(cpu_group, self.rank, store)
+        self._store = store
+        if store is None:
+            with contextlib.suppress(AttributeError, KeyError, TypeError):
+                self._store = options._world.pg_map[cpu_group][1]
 
     def post(self, word: int) -> None:
         """Start this pass's all-reduce.
@@ -115,9 +118,7 @@ class GroupAgreement:
         Raises:
             AgreementError: The group is broken, or the word of the pass before was not taken.
         """
-        if self._failure is not None:
-            raise self._failure
-        if self._pending is not None:
+        if self._pending is not None and self._failure is None:
             raise AgreementError("`post` was called twice without a `take` between them; call each once per pass")
         buffer = self._words[0]
         self._words.reverse()
@@ -147,8 +148,6 @@ class GroupAgreement:
         """
         import torch
 
-        if self._failure is not None:
-            raise self._failure
         sizes = self._all_gather(torch.tensor([len(blob)], dtype=torch.int64, device="cpu"))
         lengths = [int(size[0]) for size in sizes]
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
@@ -173,13 +172,15 @@ class GroupAgreement:
             if now - start > self.deadline - self._window:
                 raise RuntimeError("it took too long")
             if now > look:
-                if self._marks.any():
+                if self._store is not None and self._store.check(["eplb-failed"]):
                     raise RuntimeError("another rank has seen a failure")
                 look = now + _LOOK_S
             time.sleep(2e-5 if now - start < 0.01 else 1e-3)
         work.wait()
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
+        if self._failure is not None:
+            raise self._failure
         try:
             return call()
         except RuntimeError as error:
@@ -193,12 +194,15 @@ class GroupAgreement:
             raise self._failure from error
 
     def _missing(self) -> tuple[int, ...]:
-        """Ranks that do not say soon that they too have seen the failure."""
+        """Ranks that do not say soon, in the store that the group was made with, that they too saw the failure."""
+        if self._store is None:
+            return ()
         try:
-            self._marks.set()
+            self._store.set("eplb-failed", "1")
+            self._store.set(f"eplb-alive-{self.rank}", "1")
             until = time.monotonic() + self._window
             while True:
-                missing = self._marks.missing(self.size)
+                missing = tuple(rank for rank in range(self.size) if not self._store.check([f"eplb-alive-{rank}"]))
                 if not missing or time.monotonic() > until:
                     return missing
                 time.sleep(0.01)
@@ -208,33 +212,6 @@ class GroupAgreement:
 
 _LOOK_S = 0.2
 """How often a rank that waits asks whether others have given up."""
-
-
-class _Marks:
-    """How ranks whose group has failed find each other: keys in the store that the group was made with, if known."""
-
-    def __init__(self, group: Any, rank: int, store: Any) -> None:
-        import torch.distributed as dist
-
-        world: Any = dist.distributed_c10d
-        self._rank = rank
-        self._store = store
-        if store is None:
-            with contextlib.suppress(AttributeError, KeyError, TypeError):
-                self._store = world._world.pg_map[group][1]
-
-    def set(self) -> None:
-        if self._store is not None:
-            self._store.set("eplb-failed", "1")
-            self._store.set(f"eplb-alive-{self._rank}", "1")
-
-    def any(self) -> bool:
-        return self._store is not None and bool(self._store.check(["eplb-failed"]))
-
-    def missing(self, size: int) -> tuple[int, ...]:
-        if self._store is None:
-            return ()
-        return tuple(rank for rank in range(size) if not self._store.check([f"eplb-alive-{rank}"]))
 
 
 class LocalAgreement:

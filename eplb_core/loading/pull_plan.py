@@ -73,7 +73,13 @@ class PullPlan:
         return count
 
     def _repr_html_(self) -> str:
-        return _html(self)
+        """Count the slots of each kind, in all and layer by layer."""
+        parts: list[tuple[object, Int8Array]] = [("all", self.kind), *enumerate(self.kind[:HTML_LAYERS])]
+        rows = [[name, *(int((kinds == kind).sum()) for kind in PullKind)] for name, kinds in parts]
+        left = len(self.kind) - HTML_LAYERS
+        more = f"<div>{left} more layers</div>" if left > 0 else ""
+        table = table_html(["row", *(kind.name.lower().replace("_", " ") for kind in PullKind)], rows)
+        return f"<div><b>PullPlan</b>: slots of one rank{table}{more}</div>"
 
 
 def plan_pull(
@@ -136,7 +142,7 @@ def plan_pull(
     readable = np.ones(ranks, dtype=np.bool_)
     for avoided in to_list(avoid_ranks, "avoid_ranks"):
         readable[check_id(avoided, "avoid_ranks", ranks)] = False
-    is_loaded, wanted = _check_loaded(loaded, old), check_senders(senders, old)
+    is_loaded, wanted = check_loaded(loaded, old), check_senders(senders, old)
     count, per_rank = len(rows), old.slots_per_rank
     kind = np.empty((count, per_rank), dtype=np.int8)
     source = np.empty((count, per_rank), dtype=np.int64)
@@ -151,7 +157,8 @@ def plan_pull(
     return PullPlan(rank, *map(read_only, (rows, kind, source, num_reads, reads_from, most_staged)))
 
 
-def _check_loaded(loaded: ArrayLike | None, layout: ExpertLayout) -> BoolArray:
+def check_loaded(loaded: ArrayLike | None, layout: ExpertLayout) -> BoolArray:
+    """Loaded slots as bool `[L, P]`; None: all."""
     shape = layout.physical_to_logical_map.shape
     if loaded is None:
         return np.ones(shape, dtype=np.bool_)
@@ -352,13 +359,3 @@ def _sort_needs(needs: int, ranks: int, need_choices: IntArray, order: IntArray,
     for k in range(needs):
         order[count[need_choices[k]]] = k
         count[need_choices[k]] += 1
-
-
-def _html(plan: PullPlan) -> str:
-    """Count the slots of each kind, in all and layer by layer."""
-    parts: list[tuple[object, Int8Array]] = [("all", plan.kind), *enumerate(plan.kind[:HTML_LAYERS])]
-    rows = [[name, *(int((kinds == kind).sum()) for kind in PullKind)] for name, kinds in parts]
-    left = len(plan.kind) - HTML_LAYERS
-    more = f"<div>{left} more layers</div>" if left > 0 else ""
-    table = table_html(["row", *(kind.name.lower().replace("_", " ") for kind in PullKind)], rows)
-    return f"<div><b>PullPlan</b>: slots of one rank{table}{more}</div>"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from eplb_core.layout import ExpertLayout
 Rows = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False, init=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SlotResolver:
     """Find, for one rank, the rows that hold an expert: `local_slots` of its own tensors, `global_slots` of whole ones.
 
@@ -65,36 +65,30 @@ class SlotResolver:
     """What each slot holds."""
     rank: int
     """EP rank whose tensors are loaded."""
-    num_shared: int
+    layer_ids: Iterable[int] | None = field(default=None, kw_only=True)
+    """The model's layer id of each row of the layout."""
+    draft_layers: Iterable[int] = field(default=(), kw_only=True)
+    """Layer ids beyond the map."""
+    num_shared: int = field(default=0, kw_only=True)
     """Fused shared experts F."""
-    shared: Literal["per_rank", "global"]
+    shared: Literal["per_rank", "global"] = field(default="per_rank", kw_only=True)
     """How whole tensors number shared rows."""
-    _row_of_layer: dict[int, int]
-    _options: dict[str, Any]
-    _local: dict[int, dict[int, Rows]]
-    _global: dict[int, dict[int, Rows]]
-    _no_rows: dict[int, Rows]
-    _single: list[Rows]
+    _row_of_layer: dict[int, int] = field(init=False)
+    _local: dict[int, dict[int, Rows]] = field(init=False)
+    _global: dict[int, dict[int, Rows]] = field(init=False)
+    _no_rows: dict[int, Rows] = field(init=False)
+    _single: list[Rows] = field(init=False)
 
-    def __init__(
-        self,
-        layout: ExpertLayout,
-        rank: int,
-        *,
-        layer_ids: Iterable[int] | None = None,
-        draft_layers: Iterable[int] = (),
-        num_shared: int = 0,
-        shared: Literal["per_rank", "global"] = "per_rank",
-    ) -> None:
-        check_kind(layout, "layout", ExpertLayout)
-        check_id(rank, "rank", layout.topology.num_ranks)
-        check_word(shared, "shared", ("per_rank", "global"))
-        ids = range(layout.num_layers) if layer_ids is None else _ids(layer_ids, "layer_ids")
+    def __post_init__(self) -> None:
+        layout = check_kind(self.layout, "layout", ExpertLayout)
+        rank = check_id(self.rank, "rank", layout.topology.num_ranks)
+        check_word(self.shared, "shared", ("per_rank", "global"))
+        ids = range(layout.num_layers) if self.layer_ids is None else _ids(self.layer_ids, "layer_ids")
         if len(ids) != layout.num_layers:
             raise ValueError(
                 f"`layer_ids` has {len(ids)} ids and the layout {layout.num_layers} layers; name each layer"
             )
-        draft = _ids(draft_layers, "draft_layers")
+        draft = _ids(self.draft_layers, "draft_layers")
         row_of_layer = {layer: row for row, layer in enumerate(ids)} | dict.fromkeys(draft, -1)
         if len(row_of_layer) < len(ids) + len(draft):
             named = [*ids, *draft]
@@ -102,14 +96,11 @@ class SlotResolver:
             raise ValueError(f"layer {twice} is named twice by `layer_ids` and `draft_layers`; name each layer once")
         if row_of_layer and min(row_of_layer) < 0:
             raise ValueError(f"`layer_ids` and `draft_layers` (={min(row_of_layer)}) must not be negative")
-        num_shared = check_int(num_shared, "num_shared", 0)
-        options = {"layer_ids": tuple(ids), "draft_layers": tuple(draft), "num_shared": num_shared, "shared": shared}
         for name, value in {
-            "layout": layout,
-            "rank": int(rank),
-            "num_shared": num_shared,
-            "shared": shared,
-            "_options": options,
+            "rank": rank,
+            "layer_ids": tuple(ids),
+            "draft_layers": tuple(draft),
+            "num_shared": check_int(self.num_shared, "num_shared", 0),
             "_row_of_layer": row_of_layer,
             "_local": {},
             "_global": {},
@@ -120,7 +111,8 @@ class SlotResolver:
             object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[Callable[..., SlotResolver], tuple[ExpertLayout, int]]:
-        return partial(SlotResolver, **self._options), (self.layout, self.rank)
+        options = {name: getattr(self, name) for name in ("layer_ids", "draft_layers", "num_shared", "shared")}
+        return partial(SlotResolver, **options), (self.layout, self.rank)
 
     def __repr__(self) -> str:
         return f"SlotResolver({self.layout!r}, rank={self.rank}, num_shared={self.num_shared}, shared={self.shared!r})"
@@ -187,7 +179,7 @@ class SlotResolver:
 
     def with_layout(self, layout: ExpertLayout) -> SlotResolver:
         """Make a resolver of another layout for the same rank and layers, as a reload after moves needs it."""
-        return SlotResolver(layout, self.rank, **self._options)
+        return replace(self, layout=layout)
 
     # ---- tables --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from eplb_core.errors import TransportError
-from eplb_core.loading.transport import ReadState, Status
+from eplb_core.loading.transport import ReadState
 from eplb_core.testing.peers import (
     Bytes,
     Op,
@@ -269,7 +269,7 @@ def a_peer_that_dies_during_a_read_ends_it(kit: TransportKit) -> None:
         tickets = [in_time(w.transport.read, kit.deadline, "read", 1, batch(_pieces(kit.big))) for _ in range(4)]
         _process(w, 1).kill()
         for ticket in tickets:
-            _ended(w, ticket, own[0], 1)
+            _ended(w, ticket, own[0])
         _done(w, w.transport.read(2, batch(_pieces(kit.big, dst=1))))
         _equal(contents(own[1]), pattern(2, kit.big), "bytes of a live peer after another died")
         _ends_though_dead(w, own[0])
@@ -488,24 +488,23 @@ def _stays(w: World, tensor: Any, meanwhile: Callable[[], object]) -> None:
     _equal(contents(tensor), mark, "late bytes in a destination that was given back")
 
 
-def _ended(w: World, ticket: Any, tensor: Any, seed: int) -> Status:
+def _ended(w: World, ticket: Any, tensor: Any) -> None:
     status = wait(w.transport, ticket, w.kit.deadline)
     allowed = (ReadState.DONE, ReadState.FAILED, ReadState.LOST_PEER)
     _expect(status.state in allowed, f"a read from a dead peer must end within {w.kit.deadline:g} s, not stay {status}")
     if status.state is ReadState.DONE:
-        _equal(contents(tensor), pattern(seed, w.kit.big), "bytes of a read that is DONE though its peer died")
+        _equal(contents(tensor), pattern(1, w.kit.big), "bytes of a read that is DONE though its peer died")
     else:
         _expect("1" in status.reason, f"the reason must name the rank, not be {status.reason!r}")
-    return status
 
 
-def _ends_though_dead(w: World, tensor: Any, seed: int = 1) -> None:
+def _ends_though_dead(w: World, tensor: Any) -> None:
     put(tensor, pattern(54321, tensor.numel()))
     try:
         ticket = in_time(w.transport.read, w.kit.deadline, "read", 1, batch(_pieces(w.kit.big)))
     except TransportError:
         return
-    _ended(w, ticket, tensor, seed)
+    _ended(w, ticket, tensor)
 
 
 def _applies(check: Check, needs: str) -> Check:

@@ -108,7 +108,8 @@ def test_a_rank_that_waits_learns_from_one_that_has_seen_the_failure(tmp_path: P
     members = gloo(tmp_path, 3, 3.0)  # what is under way when the group goes holds its end up for so long
     for member in members[:2]:
         member.post(1)
-    members[1]._marks.set()  # as if it had seen a closed connection
+    for mark in ("eplb-failed", "eplb-alive-1"):  # as if it had seen a closed connection
+        members[1]._store.set(mark, "1")
     members[1]._window = members[0]._window = 0.1
     with pytest.raises(AgreementError) as caught:
         members[0].take()
@@ -120,7 +121,7 @@ def test_without_a_store_or_the_process_that_keeps_it_the_rank_cannot_be_told(tm
     members = gloo(tmp_path, 2, 0.4, named=named)
     if named:
         host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        members[0]._marks._store = dist.TCPStore("127.0.0.1", host.port, wait_for_workers=False)
+        members[0]._store = dist.TCPStore("127.0.0.1", host.port, wait_for_workers=False)
         del host
     members[0].post(1)
     with pytest.raises(AgreementError, match=r"a rank did not answer rank 0 within 0.4 s") as caught:

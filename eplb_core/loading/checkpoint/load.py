@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eplb_core._arrays import BoolArray, read_only, to_list
+from eplb_core._extras import needed
 from eplb_core._text import plain, quoted
 from eplb_core.errors import FileFormatError
 from eplb_core.files.reading import check_path, open_regular, read_json, reading
@@ -131,16 +132,13 @@ def _read_some(file: Any, todo: deque[tuple[str, Copy]], plan: LoadPlan) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError("reading checkpoints needs safetensors: pip install 'eplb-core[files]'") from error
+    safetensors = needed("safetensors", "files", "reading checkpoints")
     try:
         open_regular(path, sys.maxsize).close()  # a pipe would be waited for
-        file = safe_open(path, framework="pt", device="cpu")
+        file = safetensors.safe_open(path, framework="pt", device="cpu")
     except FileFormatError:
         raise
-    except (SafetensorError, OSError, ValueError) as error:  # no file can have such a name
+    except (safetensors.SafetensorError, OSError, ValueError) as error:  # no file can have such a name
         what = f"shard {plain(path.name)} is no whole safetensors file in {plain(str(path.parent))}"
         raise FileFormatError(f"{what}: {plain(str(error))}; fetch it again", path=str(path)) from error
     with file:

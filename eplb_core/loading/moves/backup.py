@@ -10,7 +10,7 @@ import os
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,9 @@ class HostBackup:
         path = self._file_of.get((layer, expert))
         if path is None:
             raise KeyError(f"`expert`: {self.folder} does not have expert {expert} of layer {layer}")
-        with self._source(path) as tensor_of:
+        source: Any = contextlib.nullcontext() if self._pinned else _open(path)
+        with source as file:
+            tensor_of = self._pinned.__getitem__ if self._pinned else file.get_tensor
             for index, row in enumerate(rows):
                 with reading.reading(path, f"tensor {index} of expert {expert} of layer {layer}", _MEND):
                     found = tensor_of(f"{layer}.{expert}.{index}")
@@ -116,14 +118,6 @@ class HostBackup:
                         f"{row.numel()} in the store (`rows`); save the backup anew"
                     )
                 row.copy_(found)
-
-    @contextmanager
-    def _source(self, path: Path) -> Iterator[Callable[[str], torch.Tensor]]:
-        if self._pinned:
-            yield self._pinned.__getitem__
-            return
-        with _open(path) as file:
-            yield file.get_tensor
 
     @classmethod
     def save(

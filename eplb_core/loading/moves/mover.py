@@ -115,14 +115,12 @@ def _carry_out(steps: Iterator[Step], live: ExpertLayout, stager: Stager, agreem
             trouble = as_trouble(error, f"layer {step.layer}: ")
         try:
             failures = _tell(agreement, trouble, puller.rank, live)
+            if failures or staged is None:
+                _raise(failures, live)
         except MigrationError:
             if staged is not None:
                 recorder.abort(step)
             raise
-        if failures or staged is None:
-            if staged is not None:
-                recorder.abort(step)
-            _raise(failures, live)
         installer.run(step.layer, staged.copies)
         puller.release(staged.pull)
         live = step.after

@@ -49,14 +49,6 @@ def as_trouble(error: BaseException, where: str = "") -> Trouble:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-class Word(NamedTuple):
-    """The parts of a word of a migration under way."""
-
-    migration: int
-    phase: int
-    value: int
-
-
 class Failure(NamedTuple):
     """The parts of a failed rank's word."""
 
@@ -76,9 +68,9 @@ def failure(migration: int, cause: Cause, rank: int) -> int:
     return -(1 + (migration << 24 | CAUSES.index(cause) << 20 | rank))
 
 
-def decode_word(agreed: int) -> Word:
-    """Decode a minimum of 0 or more."""
-    return Word(agreed >> 34, agreed >> 32 & 3, agreed & BITS)
+def decode_word(agreed: int) -> tuple[int, int, int]:
+    """Return migration, phase and value of a minimum of 0 or more."""
+    return agreed >> 34, agreed >> 32 & 3, agreed & BITS
 
 
 def decode_failure(agreed: int) -> Failure:
@@ -86,11 +78,6 @@ def decode_failure(agreed: int) -> Failure:
     bits = -agreed - 1
     migration, cause, rank = bits >> 24, bits >> 20 & 15, bits & (MOST_RANKS - 1)
     return Failure(migration, CAUSES[cause] if cause < len(CAUSES) else CAUSES[0], rank if migration else None)
-
-
-def target_bits(digest: str) -> int:
-    """Return the first 32 bits of a layout's digest."""
-    return int(digest[:8], 16)
 
 
 # ---- status ----------------------------------------------------------------------------------------------------------

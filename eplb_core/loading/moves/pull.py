@@ -157,14 +157,6 @@ class Puller:
                 )
             time.sleep(POLL_S)
 
-    def begin_early(self, step: Step) -> Pull | None:
-        """Begin all reads of a step if staging has free rows; return None if not: `begin` when it is its turn."""
-        try:
-            self.num_quarantined()
-            return self._begin(step)
-        except RAISED:  # what lasts is met again, and told, in its turn
-            return None
-
     def _begin(self, step: Step) -> Pull | None:
         """Begin all reads of a step; None: staging has no room."""
         row_bytes = self.stores[step.layer].row_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -15,8 +16,8 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.loading.install.installer import Copies
 from eplb_core.loading.moves import progress
 from eplb_core.loading.moves.progress import Trouble, as_trouble
-from eplb_core.loading.moves.pull import POLL_S, Pull
-from eplb_core.loading.moves.stage import Staged, Stager
+from eplb_core.loading.moves.pull import POLL_S, RAISED, Pull
+from eplb_core.loading.moves.stage import Stager
 from eplb_core.loading.moves.steps import Step, plan_steps
 from eplb_core.loading.moves.workers import breathe
 from eplb_core.loading.tables import lacks_room
@@ -133,7 +134,7 @@ class RunWorker:
                 self.stager.check(step)
                 run.steps.append(step)
                 breathe()
-            run.bits = progress.target_bits(target.layout.digest)
+            run.bits = int(target.layout.digest[:8], 16)
             if self.last_install is not None:  # pragma: no cover  needs a GPU
                 # A migration that ended early may have left one in the stream, and peers will read what it writes.
                 self.last_install.synchronize()
@@ -180,7 +181,11 @@ class RunWorker:
                 if run.ended:
                     return
                 pull, early = early, None
-                staged = self._try_to_stage(run, step, pull)
+                try:
+                    staged = self.stager.stage(step, pull, lambda: run.ended)
+                except BaseException as error:  # a transport's own, such as asyncio's CancelledError
+                    run.fail(as_trouble(error, f"layer {step.layer}: "))
+                    return
                 if staged is None:
                     return
                 with run.changed:
@@ -194,20 +199,14 @@ class RunWorker:
             if early is not None:
                 self.puller.give_up(early)
 
-    def _try_to_stage(self, run: Run, step: Step, pull: Pull | None) -> Staged | None:
-        """Stage; what goes wrong ends the run."""
-        try:
-            return self.stager.stage(step, pull, lambda: run.ended)
-        except BaseException as error:  # a transport's own, such as asyncio's CancelledError
-            run.fail(as_trouble(error, f"layer {step.layer}: "))
-        return None
-
     def _read_ahead(self, run: Run, index: int) -> Pull | None:
         """Begin the reads of a step while ranks agree on the one before, if that is of another layer."""
         if run.ended or run.trouble or index == len(run.steps) or run.steps[index].layer == run.steps[index - 1].layer:
             return None
         breathe()
-        return self.puller.begin_early(run.steps[index])
+        with contextlib.suppress(*RAISED):  # staging without a free row too: met again, and told, in its turn
+            return self.puller.begin(run.steps[index], 0.0)
+        return None
 
     def _see_installed(self, run: Run, index: int, pull: Pull, early: Pull | None) -> bool:
         """Wait until a step is installed, and record it; False if the run is over for this thread."""

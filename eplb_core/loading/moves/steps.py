@@ -154,7 +154,7 @@ def _next_row(row: IntArray, new: IntArray, ranks: int, capacity: int, readable:
                 used[rank] += 1
                 arrivals += 1
     if arrivals == 0:
-        _exchange(row, new, ranks, per_rank, met, wanted, scratch[4], scratch[5], scratch[6])
+        _exchange(row, new, per_rank, met, wanted, scratch[4:])
     for slot in range(len(row)):
         if new[slot] >= 0 and not met[slot]:
             return
@@ -195,19 +195,10 @@ def _meet_one(
 
 
 @kernel
-def _exchange(
-    row: IntArray,
-    new: IntArray,
-    ranks: int,
-    per_rank: int,
-    met: IntArray,
-    wanted: IntArray,
-    place: IntArray,
-    path_slot: IntArray,
-    path_want: IntArray,
-) -> None:
+def _exchange(row: IntArray, new: IntArray, per_rank: int, met: IntArray, wanted: IntArray, scratch: IntArray) -> None:
     """Exchange along one circle of ranks."""
-    place[:ranks] = -1
+    place, path_slot, path_want = scratch[0], scratch[1], scratch[2]
+    place[:] = -1
     want = 0
     while want < len(row) and (new[want] < 0 or met[want]):
         want += 1

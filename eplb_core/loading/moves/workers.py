@@ -46,14 +46,10 @@ class Worker:
             self._given += 1
             self._jobs.put(job)
 
-    def is_quiet(self) -> bool:
-        """Return whether no job runs or waits."""
-        return self._given == self._done
-
     def wait_quiet(self, seconds: float) -> bool:
         """Wait until no job runs or waits; return False if it takes longer."""
         until = time.monotonic() + seconds
-        while not self.is_quiet():
+        while self._given != self._done:
             if time.monotonic() > until:
                 return False
             time.sleep(0.0005)
@@ -69,23 +65,17 @@ class Worker:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             _relax_capture()
-        while self._run_one():
+        while (job := self._wait()) is not None:
+            try:
+                job()
+            except BaseException:  # the thread goes on; a migration that hangs on it ends by its deadline
+                _log.exception("a job of %s failed", threading.current_thread().name)
+            del job  # and what it holds, before the wait for another
             self._done += 1
 
     def _wait(self) -> Callable[[], None] | None:
         """Wait for the next job, without the interpreter lock."""
         return self._jobs.get()
-
-    def _run_one(self) -> bool:
-        """Run the next job and drop what it holds before the wait for another; return False at the end."""
-        job = self._wait()
-        if job is None:
-            return False
-        try:
-            job()
-        except BaseException:  # the thread goes on; a migration that hangs on it ends by its deadline
-            _log.exception("a job of %s failed", threading.current_thread().name)
-        return True
 
 
 def _relax_capture() -> None:  # pragma: no cover  needs a GPU

@@ -29,7 +29,7 @@ LEAST = -(2**63)
 """What the keeper judges must be a whole number here."""
 
 
-class LayoutClient:
+class LayoutClient(contextlib.AbstractContextManager["LayoutClient"]):
     """Connect one rank of an engine to a record's keeper; the engine counts as present until `close` or its end.
 
     The constructor does not raise where nobody listens or the keeper cannot be read: one rank that fails there would
@@ -95,7 +95,11 @@ class LayoutClient:
         """A connection that answers no more: kept open, since its end would say that this engine has gone."""
         self._connect(wait)
         if self._socket is not None:
-            self._attach({"do": "attach", "engine": self.engine_id} if attach else {"do": "query"})
+            with contextlib.suppress(RecordLostError):  # `error` holds it
+                reply = self._ask_state({"do": "attach", "engine": self.engine_id} if attach else {"do": "query"})
+                self.engine_id = str(reply.get("engine") or self.engine_id)
+                if attach and reply["status"] != "ok" and reply.get("code") not in _WITHOUT_RECORD:
+                    raise self._lost(f"refused to attach this engine: {reply['reason']}", ended=True)
 
     @property
     def connected(self) -> bool:
@@ -214,9 +218,6 @@ class LayoutClient:
                 self.error = self.error or RecordLostError(f"{self.path}: this side has left", path=self.path)
         self._socket = self._silent = None
 
-    def __enter__(self) -> LayoutClient:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -249,15 +250,6 @@ class LayoutClient:
                 self.error = found or self.error
                 return
             time.sleep(min(0.05, max(end - time.monotonic(), 0.0)))
-
-    def _attach(self, hello: Message) -> None:
-        try:
-            reply = self._ask_state(hello)
-            self.engine_id = str(reply.get("engine") or self.engine_id)
-            if hello["do"] == "attach" and reply["status"] != "ok" and reply.get("code") not in _WITHOUT_RECORD:
-                raise self._lost(f"refused to attach this engine: {reply['reason']}", ended=True)
-        except RecordLostError:
-            return  # `error` holds it
 
     def _ask_state(self, message: Message, deadline: float | None = math.inf) -> Message:
         """Ask for something whose reply has the record's state; the map comes only if it is another one than here."""
@@ -357,7 +349,7 @@ def _receive(connection: socket.socket, deadline: float | None) -> tuple[Message
             fds += more
             if not data:
                 raise ConnectionError("it ended")
-            inbox.add(data)
+            inbox.extend(data)
         message = wire.unpack(body)
         _check_reply(message)
         return message, fds

@@ -35,7 +35,7 @@ SPARE = 8
 _NOTHING = memoryview(b"")
 
 
-class LayoutServer:
+class LayoutServer(contextlib.AbstractContextManager["LayoutServer"]):
     """Serve a record at a path, from the constructor to `close`.
 
     The socket is for this user only. A socket that a dead server left is replaced; one where a server lives, or that
@@ -112,9 +112,6 @@ class LayoutServer:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._place.release()
-
-    def __enter__(self) -> LayoutServer:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -244,7 +241,7 @@ class _Loop:
             if not data:
                 self._drop(connection)
                 return
-            connection.inbox.add(data)
+            connection.inbox.extend(data)
             self._answer_one(connection)
 
     def _answer_one(self, connection: _Connection) -> None:

@@ -73,17 +73,8 @@ def unpack(body: bytes | bytearray) -> Message:
     return message
 
 
-class Inbox:
-    """Collect bytes as they arrive; give messages as they become complete."""
-
-    __slots__ = ("_bytes",)
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def add(self, data: bytes) -> None:
-        """Append what arrived."""
-        self._bytes += data
+class Inbox(bytearray):
+    """Bytes as they arrived; gives messages as they become complete."""
 
     def take(self, limit: int) -> bytes | None:
         """The next message's body, or None until it is whole.
@@ -91,16 +82,16 @@ class Inbox:
         Raises:
             WireError: It is declared longer than `limit`: where the next one starts is then unknown.
         """
-        if len(self._bytes) < LENGTH.size:
+        if len(self) < LENGTH.size:
             return None
-        (length,) = LENGTH.unpack_from(self._bytes)
+        (length,) = LENGTH.unpack_from(self)
         if length > limit:
             raise WireError(f"a message of {length:,} bytes; at most {limit:,} are allowed")
         end = LENGTH.size + length
-        if len(self._bytes) < end:
+        if len(self) < end:
             return None
-        body = bytes(self._bytes[LENGTH.size : end])
-        del self._bytes[:end]
+        body = bytes(self[LENGTH.size : end])
+        del self[:end]
         return body
 
 

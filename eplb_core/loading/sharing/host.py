@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TypeAlias
 
 import torch
@@ -34,7 +34,7 @@ log = logging.getLogger("eplb_core")
 Loader: TypeAlias = Callable[[ExpertLayout | None, int], "Mapping[str, torch.Tensor] | torch.nn.Module"]
 
 
-class WeightHost:
+class WeightHost(AbstractContextManager["WeightHost"]):
     """Load a rank's weights once and share them until `close`, with the record of their layout.
 
     The constructor claims the path before it loads anything, so a second host fails at once. Engines can connect only
@@ -120,9 +120,6 @@ class WeightHost:
         """Stop; engines keep what they have mapped. Idempotent."""
         self._server.close()
         self._memory.close()
-
-    def __enter__(self) -> WeightHost:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

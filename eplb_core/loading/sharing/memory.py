@@ -73,8 +73,6 @@ class SharedMemory:
         except BaseException:
             self.close()
             raise
-        self.nbytes = sum(size for _, size in segments)
-        """Size of all segments."""
         self.description: Message = {"segments": segments, "spans": where, "tensors": listed}
 
     def close(self) -> None:
@@ -114,12 +112,12 @@ class _Segment:
 
 def _pack(spans: list[_Span]) -> list[_Segment]:
     """Which span goes into which segment: one of host memory, and as few of device memory as the peak allows."""
-    on_device = sum(span.nbytes for span in spans if span.device.type == "cuda")
+    on_device = sum(span.nbytes for span in spans if span.storage.device.type == "cuda")
     most = max(DEVICE_SEGMENT_BYTES, -(-on_device // MAX_DEVICE_SEGMENTS))
     made: list[_Segment] = []
     last: dict[str, _Segment] = {}
     for number, span in enumerate(spans):
-        kind: Literal["memfd", "cuda"] = "cuda" if span.device.type == "cuda" else "memfd"
+        kind: Literal["memfd", "cuda"] = "cuda" if span.storage.device.type == "cuda" else "memfd"
         size = -(-span.nbytes // ALIGNMENT) * ALIGNMENT
         if kind not in last or (kind == "cuda" and last[kind].nbytes + size > most):
             last[kind] = _Segment(kind)
@@ -135,11 +133,6 @@ class _Span(NamedTuple):
     storage: torch.UntypedStorage
     start: int
     nbytes: int
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return torch.device(self.storage.device)
 
     def bytes(self) -> torch.Tensor:
         """As a flat view."""

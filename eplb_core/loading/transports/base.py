@@ -11,6 +11,7 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,18 +41,16 @@ class Peer(NamedTuple):
     """What the kind of transport adds."""
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One read, as its reader sees it."""
 
-    __slots__ = ("_end", "given_up", "lost", "rank", "spans")
-
-    def __init__(self, rank: int, spans: Spans) -> None:
-        self.rank = rank
-        self.spans = spans
-        self.given_up = False
-        self.lost = ""
-        """Why the peer is gone, where `disconnect` or `close` said so."""
-        self._end: Status | None = None
+    rank: int
+    spans: Spans
+    given_up: bool = field(default=False, init=False)
+    lost: str = field(default="", init=False)
+    """Why the peer is gone, where `disconnect` or `close` said so."""
+    _end: Status | None = field(default=None, init=False)
 
     @property
     def unwanted(self) -> bool:

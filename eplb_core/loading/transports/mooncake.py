@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, cast
 
@@ -49,7 +50,7 @@ class Mooncake(BaseTransport):
         if protocol not in ("tcp", "rdma"):  # Mooncake takes any word
             raise TransportError(f"`protocol` (={protocol!r}) must be 'tcp' or 'rdma'")
         engine_type = _import()
-        kinds = ["cpu"] if _is_installed(_HOST_ONLY) else ["cpu", "cuda"]
+        kinds = ["cpu"] if any(metadata.distributions(name=_HOST_ONLY)) else ["cpu", "cuda"]
         super().__init__("mooncake", *kinds, max_batch=1024, owner_must_progress=True, stops_late_writes=False)
         self._engine = engine_type()
         self._timeout = timeout
@@ -124,18 +125,15 @@ class Mooncake(BaseTransport):
             self._unregister(set(self._registered))
 
 
+@dataclass(slots=True, eq=False)
 class _Transfers(Ticket):
     """A read of one transfer for each operation."""
 
-    __slots__ = ("engine", "failed", "numbers", "stuck")
-
-    def __init__(self, rank: int, spans: Spans, engine: Any) -> None:
-        super().__init__(rank, spans)
-        self.engine = engine
-        self.numbers: list[int] = []
-        """Of transfers that are not over, the first one last. Asking for one that is over would be an error."""
-        self.failed = ""
-        self.stuck = False
+    engine: Any
+    numbers: list[int] = field(default_factory=list)
+    """Of transfers that are not over, the first one last. Asking for one that is over would be an error."""
+    failed: str = ""
+    stuck: bool = False
 
     def look(self) -> None:
         """Poll up to the first transfer that is not over; the read is over when all are."""
@@ -151,13 +149,6 @@ class _Transfers(Ticket):
                 self.failed = f"rank {self.rank}: Mooncake ended a transfer with code {code}; it may be gone"
         if not self.numbers:
             self.finish(Status(ReadState.FAILED, self.failed) if self.failed else DONE)
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        return bool(metadata.version(distribution))
-    except metadata.PackageNotFoundError:
-        return False
 
 
 def _import() -> Any:

@@ -9,6 +9,7 @@ import importlib.util
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -187,25 +188,19 @@ class Nixl(BaseTransport):
 
     def _quietly(self, function: Any, *args: Any) -> None:
         """Call, and accept that NIXL has released it by itself, such as a peer that died."""
-        try:
+        bind = self._api.nixlBind
+        with contextlib.suppress(bind.nixlNotFoundError, bind.nixlRemoteDisconnectError):
             function(*args)
-        except self._api.nixlBind.nixlNotFoundError:
-            return
-        except self._api.nixlBind.nixlRemoteDisconnectError:
-            return
 
 
+@dataclass(slots=True, eq=False)
 class _Transfer(Ticket):
     """A read of one handle for each pair of kinds of memory."""
 
-    __slots__ = ("handles", "name", "problem")
-
-    def __init__(self, rank: int, spans: Spans, name: str) -> None:
-        super().__init__(rank, spans)
-        self.name = name
-        self.handles: list[Any] = []
-        """Those that are not over."""
-        self.problem: Status | None = None
+    name: str
+    handles: list[Any] = field(default_factory=list)
+    """Those that are not over."""
+    problem: Status | None = None
 
     def look(self, agent: Any, ending: Any) -> None:
         """Ask for each handle; the read is over when all are."""

@@ -11,6 +11,7 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,14 +148,11 @@ def why_failed(pid: int, moved: int, expected: int) -> str:
     return f"process {pid}: {why}; memory was unmapped"
 
 
+@dataclass(slots=True, eq=False)
 class _Copy(Ticket):
     """A read that the worker makes in pieces, looking between them whether it is still wanted."""
 
-    __slots__ = ("maps",)
-
-    def __init__(self, rank: int, spans: Spans, maps: _Maps) -> None:
-        super().__init__(rank, spans)
-        self.maps = maps
+    maps: _Maps
 
     def run(self) -> None:
         failed = self.maps.read(self.spans, lambda: not self.unwanted)

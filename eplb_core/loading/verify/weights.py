@@ -10,6 +10,7 @@ import numpy as np
 
 from eplb_core._arrays import ArrayLike, BoolArray, IntArray, check_kind, read_only, to_numpy
 from eplb_core.layout import ExpertLayout, layer_rows
+from eplb_core.loading.pull_plan import check_loaded
 
 UNKNOWN = np.iinfo(np.int64).min
 """In a reference: nothing is recorded for this expert."""
@@ -126,16 +127,11 @@ def verify_weights(
     by_expert = np.full((layout.num_layers, layout.num_experts, tensors), UNKNOWN, dtype=np.int64)
     if reference is not None:
         by_expert[:] = check_reference(reference, by_expert.shape)
-    written = np.ones(expert.shape, dtype=np.bool_)
-    if loaded is not None:
-        mask = to_numpy(loaded, "loaded")
-        if mask.dtype != np.bool_ or mask.shape != (layout.num_layers, layout.num_slots):
-            raise ValueError(
-                f"`loaded` ({mask.dtype} {list(mask.shape)}) must be bools [{layout.num_layers}, {layout.num_slots}]"
-            )
-        if expert.shape[1] != layout.num_slots:
+    written = check_loaded(loaded, layout)[rows]
+    if expert.shape[1] != layout.num_slots:
+        if loaded is not None:
             raise ValueError("`loaded` must be None with prints of whole tensors; it describes slots")
-        written = mask[rows]
+        written = np.ones(expert.shape, dtype=np.bool_)
     faults: list[WeightFault] = []
     checked = unchecked = 0
     for index, layer in enumerate(rows.tolist()):

@@ -107,7 +107,7 @@ def ask(connection: socket.socket, message: bytes | dict[str, Any]) -> dict[str,
         data = connection.recv(1 << 16)
         if not data:
             return {}
-        inbox.add(data)
+        inbox.extend(data)
     return wire.unpack(body)
 
 
@@ -450,7 +450,7 @@ def test_a_client_that_reads_late_gets_every_reply_whole(path: Path) -> None:
         while replies < 50:
             body = inbox.take(wire.MAX_REPLY)
             if body is None:
-                inbox.add(late.recv(1 << 16))
+                inbox.extend(late.recv(1 << 16))
             else:
                 assert wire.decode_state(wire.unpack(body)["state"]).layout == large
                 replies += 1

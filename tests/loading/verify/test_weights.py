@@ -247,7 +247,7 @@ ZEROS = np.zeros((2, 8, 1), dtype=int)
             ZEROS,
             {"loaded": np.ones((2, 4), dtype=bool)},
             ValueError,
-            r"`loaded` \(bool \[2, 4\]\) must be bools \[2, 8\]",
+            r"`loaded` \(bool \[2, 4\]\) must be bool \[2, 8\]",
         ),
     ],
 )

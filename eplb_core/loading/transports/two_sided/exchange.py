@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,13 +46,13 @@ class Memory(NamedTuple):
     on_device: BoolArray
 
 
+@dataclass(slots=True, eq=False)
 class Served:
     """What this rank's threads give to peers."""
 
-    def __init__(self, identity: int, buffers: Buffers) -> None:
-        self.identity = identity
-        self.buffers = buffers
-        self.memory: Memory | None = None
+    identity: int
+    buffers: Buffers
+    memory: Memory | None = None
 
     def answer(self, request: IntArray, room: torch.Tensor) -> tuple[int, int]:
         """Copy what was asked for behind the head of `room`; how that went, and the bytes that are to be sent."""
@@ -79,17 +80,14 @@ class Served:
         return _OK
 
 
+@dataclass(slots=True, eq=False)
 class Fetch(Ticket):
     """A read that a courier makes request by request."""
 
-    __slots__ = ("on_device", "peer", "writing")
-
-    def __init__(self, peer: Peer, spans: Spans, on_device: BoolArray) -> None:
-        super().__init__(peer.rank, spans)
-        self.peer = peer
-        self.on_device = on_device
-        self.writing = threading.Lock()
-        """Held while bytes go to the destination."""
+    peer: Peer
+    on_device: BoolArray
+    writing: threading.Lock = field(default_factory=threading.Lock)
+    """Held while bytes go to the destination."""
 
     def request(self, spans: Spans) -> IntArray:
         """What the owner is asked."""

@@ -122,7 +122,7 @@ class TorchDistributed(BaseTransport):
 
     def _start(self, peer: Peer, spans: Spans, stream: Any) -> Ticket:
         on_device = np.array([region.device != "cpu" for region in self._regions], dtype=np.bool_)
-        ticket = Fetch(peer, spans, on_device)
+        ticket = Fetch(peer.rank, spans, peer, on_device)
         self._session.couriers[peer.rank].jobs.put(ticket)
         return ticket
 

@@ -169,7 +169,7 @@ def test_a_read_from_a_peer_that_leaves_does_not_end_while_bytes_go_to_its_desti
     at = np.array([target.data_ptr()])
     zero, four = np.zeros(1, dtype=np.int64), np.array([4])
     peer = Peer(1, "ab", 1, at, four, ("cpu",), {})
-    ticket = Fetch(peer, Spans(at, at, four, zero, zero), np.zeros(1, dtype=np.bool_))
+    ticket = Fetch(peer.rank, Spans(at, at, four, zero, zero), peer, np.zeros(1, dtype=np.bool_))
     line: Any = DeadLine()
     courier = Courier(1, line, Buffers(None, False), None)
     with ticket.writing:
