@@ -96,7 +96,7 @@ class Fuzz:
                     data = connection.recv(1 << 16)
                     if not data:
                         raise RuntimeError("the server ended a connection")
-                    inbox.add(data)
+                    inbox.extend(data)
                 self.statuses[wire.unpack(body)["status"]] += 1
 
 
