@@ -266,7 +266,8 @@ def time_over_mean(rank_load: FloatArray, rank_speed: FloatArray) -> FloatArray:
     """Time of each rank over the mean of its window, `[T, R]`; NaN in windows without load."""
     time = rank_load / rank_speed
     mean = time.mean(axis=1, keepdims=True)
-    return np.divide(time, mean, out=np.full(time.shape, np.nan), where=mean > 0)
+    share: FloatArray = np.divide(time, mean, out=np.full(time.shape, np.nan), where=mean > 0)
+    return share
 
 
 def averaged(values: FloatArray, step: int) -> FloatArray:
