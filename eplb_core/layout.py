@@ -465,7 +465,7 @@ def staying_ranks(leaving: ArrayLike, capacity: IntArray, num_experts: int) -> B
 def count_replicas(p2l: IntArray, num_experts: int) -> IntArray:
     """Count the slots of each expert, int64 `[L, E]`; ids must be in [-1, E)."""
     layers = p2l.shape[0]
-    # One histogram over (layer, expert), with a bin a layer for the empty slots.
+    # One histogram over (layer, expert), with a bin per layer for the empty slots.
     bins = (p2l + 1) + np.arange(layers, dtype=np.int64)[:, None] * (num_experts + 1)
     counts = np.bincount(bins.reshape(-1), minlength=layers * (num_experts + 1))
     return np.ascontiguousarray(counts.reshape(layers, num_experts + 1)[:, 1:])

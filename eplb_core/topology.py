@@ -13,8 +13,8 @@ MAX_RANKS = 1 << 20
 class Topology:
     """Hold the node and the speed of each EP rank. Immutable; equal by value; safe to share.
 
-    Give either `num_ranks` and `num_nodes`, or `rank_to_node`. With the former, ranks are numbered node by node, equally
-    many on each.
+    Give either `num_ranks` and `num_nodes`, or `rank_to_node`. With the former, ranks are numbered node by node,
+    equally many on each node.
 
     Args:
         num_ranks: EP ranks R, 1 or more.

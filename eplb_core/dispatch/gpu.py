@@ -74,7 +74,7 @@ def _load_ids(
 def _add_counts(
     count, window, recording, expert, valid, E: tl.constexpr, BINS: tl.constexpr, DIRECT: tl.constexpr
 ):  # fmt: skip
-    """One add an element for few elements; else a histogram of the block first, then one add an expert."""
+    """One add per element for few elements; else a histogram of the block first, then one add per expert."""
     if DIRECT:
         tl.atomic_add(count + window * E + expert, 1, mask=valid & (recording != 0), sem="relaxed")
     else:

@@ -22,7 +22,7 @@ class RowShape(NamedTuple):
     num_experts: int
     num_slots: int
     width: int
-    """Most candidates of an expert; 1 = the row is one name an expert and nothing else."""
+    """Most candidates of an expert; 1 = the row is one slot per expert and nothing else."""
     num_shared: int
     """Most experts with several replicas; 0 = the row has no parts for the solver."""
     num_ranks: int

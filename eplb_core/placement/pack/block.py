@@ -2,7 +2,7 @@
 
 A *block* is the part of the problem that a kernel sees: some experts (ids 0..n-1 of the block), some ranks (0..m-1)
 with `cap[r]` slots each and relative speeds. The whole layer is one block, or every node is one. Slot arrays have a
-stride of S places a rank; place `r * S + i` is the i-th slot of rank r, and a rank's slots stand in descending order of
+stride of S per rank; place `r * S + i` is the i-th slot of rank r, and a rank's slots stand in descending order of
 share, so that two ranks can be compared by one walk along both.
 
 All decisions are comparisons of float64 values that come from + - * / in program order, with ties broken by the lowest
@@ -24,7 +24,7 @@ _TINY = 2.0**-900  # less than any load that counts; its inverse is still finite
 
 # Rows of `Scratch.reals`, as long as there are experts, ranks or places.
 EXPERT_LOAD = 0  # load of each expert
-ITEM_SHARE = 1  # shares in descending order, one entry an expert
+ITEM_SHARE = 1  # shares in descending order, one entry per expert
 HEAP_SHARE = 2
 RANK_LOAD = 3  # load of each rank
 SPEED = 4  # relative speed of each rank
@@ -58,7 +58,7 @@ NUM_INTS = 18
 
 
 class Scratch(NamedTuple):
-    """Memory for one block at a time, allocated once a call, so that no kernel allocates.
+    """Memory for one block at a time, allocated once per call, so that no kernel allocates.
 
     Two arrays and not one a row: arguments of a compiled call are many words an array, to pass and to compile.
     """
@@ -378,7 +378,7 @@ def pack_anywhere(num_experts: int, cap: IntArray, stride: int, scratch: Scratch
     expert, node = scratch.ints[EXPERT], scratch.ints[NODE]
     home, home_count = scratch.ints[HOME], scratch.ints[HOME_COUNT]
     item_expert, item_share, tokens = scratch.ints[ITEM_EXPERT], scratch.reals[ITEM_SHARE], scratch.reals[EXPERT_LOAD]
-    # Room that each node must keep; nodes are counted in `chosen`, which has a place a rank.
+    # Room that each node must keep; nodes are counted in `chosen`, which has one entry per rank.
     room = scratch.ints[CHOSEN]
     room[: cap.size] = 0
     for r in range(cap.size):

@@ -113,7 +113,7 @@ def _time_layers(
     expert_s: float,
     passes: float,
 ) -> tuple[FloatArray, BoolArray]:
-    """Mean over windows of the slowest rank's time / passes; a slot with less than a token a pass is active in part."""
+    """Mean over windows of the slowest rank's time / passes; a slot with less than a token per pass counts in part."""
     windows, layers, experts = load.shape
     ranks = active.size
     stride = p2l.shape[1] // ranks
