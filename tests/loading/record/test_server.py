@@ -821,7 +821,7 @@ def test_a_keeper_says_when_it_does_not_know(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace(LAYOUT.digest, "0" * 64))
     broken = record_file.open_record(file, LAYOUT, memory="m1").query()
     assert "the record's file cannot be read" in broken.reason
-    with pytest.raises(FileFormatError, match="a map of digest"):
+    with pytest.raises(FileFormatError, match="the map has digest"):
         record_file.load_record(file)
     file.write_text('{"format": "other"}')
     with pytest.raises(FileFormatError, match="another kind of file"):
