@@ -1,1 +1,1 @@
-"""One file a claim: `python -m benchmarks` runs all, `python -m benchmarks.placement --help` one."""
+"""One file per benchmark: `python -m benchmarks` runs all, `python -m benchmarks.placement --help` one."""

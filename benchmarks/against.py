@@ -1,6 +1,6 @@
 """This checkout against another one: equal bytes? as fast?
 
-    git worktree add ../before 0.1.0 && python -m benchmarks.against ../before --json against.json
+    git worktree add ../before COMMIT && python -m benchmarks.against ../before --json against.json
 
 Answers of both are compared by digest. Times are CPU seconds of the calling thread, of processes of both checkouts that
 run in turns; a ratio above 1 means that this checkout is slower. Only names that both have are called.

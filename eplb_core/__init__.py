@@ -35,7 +35,7 @@ _HOMES = {
     "loading.sharing.attach": "attach_weights",
     "loading.moves.backup": "HostBackup",
     "loading.checkpoint.rank": "load_rank",
-    "loading.checkpoint.load": "CheckpointError load_checkpoint",
+    "loading.checkpoint.load": "load_checkpoint",
     "loading.verify.fingerprint": "fingerprints",
     "loading.record.follow": "LayoutFollower",
     "loading.sharing.host": "WeightHost",
@@ -77,8 +77,8 @@ _HOMES = {
     "placement.problem": "Locality PlacementDispatch",
     "placement.worth.report": "GainReport gain_report",
     "placement.spend": "spend_budget",
-    "errors": "EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError TransportError "
-    "AgreementError HostAbsent HostBusy HostRefused LayoutAgreementError MigrationError RecordLostError "
+    "errors": "CheckpointError EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError "
+    "TransportError AgreementError HostAbsent HostBusy HostRefused LayoutAgreementError MigrationError RecordLostError "
     "SocketInUseError SocketOwnerError",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

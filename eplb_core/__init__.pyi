@@ -14,6 +14,7 @@ from eplb_core.dispatch.shares import replica_shares as replica_shares
 from eplb_core.dispatch.static import static_dispatch_table as static_dispatch_table
 from eplb_core.dispatch.tables import DispatchTables as DispatchTables
 from eplb_core.errors import AgreementError as AgreementError
+from eplb_core.errors import CheckpointError as CheckpointError
 from eplb_core.errors import EplbError as EplbError
 from eplb_core.errors import FileFormatError as FileFormatError
 from eplb_core.errors import HostAbsent as HostAbsent
@@ -38,7 +39,6 @@ from eplb_core.layout import min_redundant as min_redundant
 from eplb_core.loading import transports as transports
 from eplb_core.loading.agreement import Agreement as Agreement
 from eplb_core.loading.agreement import GroupAgreement as GroupAgreement
-from eplb_core.loading.checkpoint.load import CheckpointError as CheckpointError
 from eplb_core.loading.checkpoint.load import load_checkpoint as load_checkpoint
 from eplb_core.loading.checkpoint.rank import load_rank as load_rank
 from eplb_core.loading.moves.backup import HostBackup as HostBackup

@@ -192,3 +192,17 @@ class MigrationError(EplbError, RuntimeError):
         self.layout = layout
         self.reason = reason
         self.rank = rank
+
+
+class CheckpointError(EplbError, ValueError):
+    """A checkpoint that does not fill the slots: the text names the tensor or the slots.
+
+    Attributes:
+        tensor: Name in the checkpoint at fault, or None.
+        slots: Slots that nothing would write, `(layer, local slot)` each.
+    """
+
+    def __init__(self, message: str, *, tensor: str | None = None, slots: tuple[tuple[int, int], ...] = ()) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+        self.slots = slots

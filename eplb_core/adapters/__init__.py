@@ -1,1 +1,1 @@
-"""One file an engine: names, shapes, files and hooks; nothing else."""
+"""Engines, one folder or file each: names, shapes and hooks, and no rule of their own."""

@@ -21,7 +21,6 @@ from eplb_core._text import plain, quoted
 from eplb_core.errors import FileFormatError
 from eplb_core.files.reading import check_path, open_regular, read_json, reading
 from eplb_core.loading.checkpoint.plan import Copy, Header, LoadPlan
-from eplb_core.loading.checkpoint.templates import CheckpointError as CheckpointError
 from eplb_core.loading.checkpoint.templates import CheckpointTemplate, check_naming
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.loading.store import ExpertStore, check_names

@@ -11,7 +11,8 @@ import torch
 
 from eplb_core._arrays import BoolArray, check_kind
 from eplb_core._text import quoted
-from eplb_core.loading.checkpoint.templates import CheckpointError, ExpertName, Names, Part
+from eplb_core.errors import CheckpointError
+from eplb_core.loading.checkpoint.templates import ExpertName, Names, Part
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.loading.store import ExpertStore, check_stores
 

@@ -9,10 +9,11 @@ import torch
 
 from eplb_core._arrays import to_list
 from eplb_core._text import quoted
+from eplb_core.errors import CheckpointError
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.checkpoint.load import load_checkpoint, read_headers
 from eplb_core.loading.checkpoint.plan import DTYPES, Header
-from eplb_core.loading.checkpoint.templates import CheckpointError, CheckpointTemplate, Names, check_naming
+from eplb_core.loading.checkpoint.templates import CheckpointTemplate, Names, check_naming
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.loading.store import ExpertStore
 

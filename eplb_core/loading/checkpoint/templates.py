@@ -9,22 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 from eplb_core._text import quoted
-from eplb_core.errors import EplbError
+from eplb_core.errors import CheckpointError
 from eplb_core.loading.store import check_names
-
-
-class CheckpointError(EplbError, ValueError):
-    """A checkpoint that does not fill the slots: the text names the tensor or the slots.
-
-    Attributes:
-        tensor: Name in the checkpoint at fault, or None.
-        slots: Slots that nothing would write, `(layer, local slot)` each.
-    """
-
-    def __init__(self, message: str, *, tensor: str | None = None, slots: tuple[tuple[int, int], ...] = ()) -> None:
-        super().__init__(message)
-        self.tensor = tensor
-        self.slots = slots
 
 
 class Part(NamedTuple):

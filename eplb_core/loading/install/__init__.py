@@ -1,1 +1,1 @@
-"""Staged bytes into live slots, in one launch."""
+"""Staged bytes into live slots, on the host or by one or two GPU kernels."""

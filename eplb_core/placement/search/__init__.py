@@ -1,1 +1,1 @@
-"""A layer improved from the layout that is live: exchanges, gifts, and what their transfers cost."""
+"""A layer improved from the live layout: exchanges, gifts, lost experts restored, slots relabelled."""

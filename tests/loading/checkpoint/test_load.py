@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, ExpertStore, SlotResolver, Topology
-from eplb_core.errors import FileFormatError
-from eplb_core.loading.checkpoint.load import CheckpointError, LoadReport, load_checkpoint, read_headers
+from eplb_core.errors import CheckpointError, FileFormatError
+from eplb_core.loading.checkpoint.load import LoadReport, load_checkpoint, read_headers
 from eplb_core.loading.checkpoint.templates import CheckpointTemplate, Part
 
 save_file: Callable[[dict[str, torch.Tensor], Path], None] = pytest.importorskip("safetensors.torch").save_file

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eplb_core import ExpertLayout, Topology
-from eplb_core.loading.checkpoint.load import CheckpointError
+from eplb_core.errors import CheckpointError
 from eplb_core.loading.checkpoint.rank import load_rank
 from eplb_core.loading.checkpoint.templates import TEMPLATES
 from tests.loading.checkpoint.test_load import PAIR, deepseek, expert_of, same, save_file

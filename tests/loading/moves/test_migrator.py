@@ -415,7 +415,7 @@ def test_a_record_on_some_ranks_alone_turns_moves_off() -> None:
 
 
 def test_nothing_is_compiled_after_the_constructors() -> None:
-    """DESIGN rule 8: layers in parts, shares. A kernel that compiled here held the interpreter for half a minute."""
+    """Rule 8, for layers in parts and shares: a kernel that compiled here held the interpreter for half a minute."""
     assert run_module("tests.loading.compiled_while_serving").split() == []
 
 
