@@ -64,7 +64,9 @@ def _announced(compiled: Any) -> Any:
 
 @cache
 def _say_that_it_compiles() -> None:
-    if sys.stderr is not None and not os.environ.get(QUIET):
+    if sys.stderr is None or os.environ.get(QUIET):
+        return
+    with contextlib.suppress(OSError, ValueError):  # no plan fails because its log is full or closed
         print(
             "eplb_core: this call waits while its kernels are compiled, about 10 s, once after an installation: later "
             f"processes load them from disk ({QUIET}=1 hides this line)",

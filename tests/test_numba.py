@@ -121,6 +121,21 @@ compiler.compile_extra = count
 
 @compiled
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import sys\nsys.stderr = open('/dev/full', 'w')",
+        "import io, sys\nsys.stderr = io.StringIO()\nsys.stderr.close()",
+    ],
+)
+def test_a_call_does_not_fail_because_the_notice_cannot_be_written(tmp_path: Path, before: str) -> None:
+    after = "import os, sys\nsys.stdout.flush()\nos._exit(0)"  # nor does the test ask what Python says of such a stream
+    answer, _ = answer_of(tmp_path, before, after, NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+    assert answer == "2\n"
+
+
+@compiled
+@pytest.mark.slow
 def test_a_called_kernel_is_compiled_once_and_only_into_its_caller(tmp_path: Path) -> None:
     """Copies for each constant, and files and wrappers of called kernels, took two thirds of the time."""
     cache = str(tmp_path / "cache")

@@ -101,14 +101,14 @@ def write_config(
 
 
 def _parse(text: str) -> dict[object, Any]:
-    """The mapping of a YAML text of plain values: no aliases, anchors or tags, no key twice, few levels deep."""
+    """The mapping of a YAML text of plain values: no aliases, anchors, tags or merge keys, no key twice, few levels."""
     yaml = needed("yaml", "files", "a load-balancer file of TensorRT-LLM")
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     depth = 0
     for event in yaml.parse(text, Loader=base):  # one at a time, before anything is built
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if getattr(event, "anchor", None) or getattr(event, "tag", None):
-            raise ValueError(f"an alias, anchor or tag in line {event.start_mark.line + 1}")
+        if getattr(event, "anchor", None) or getattr(event, "tag", None) or getattr(event, "value", "") == "<<":
+            raise ValueError(f"an alias, anchor, tag or merge key in line {event.start_mark.line + 1}")
         if depth > _MAX_DEPTH or len(getattr(event, "value", "")) > _MAX_SCALAR:
             raise ValueError(f"values too deep or too long in line {event.start_mark.line + 1}")
 

@@ -70,8 +70,9 @@ HEAD = "num_slots: 4\ninitial_global_assignments:\n"
         (HEAD + "  0: [0, 1, 1, 99999999999999999999]\n", "OverflowError"),
         (HEAD + "  0: [0, 1, 1, 0\n", "ParserError"),
         (HEAD + "  0:\n  - 0\n  - x\n", r"\[0, 'x'\] must be a list of integers"),
-        (HEAD + "  0: &a [0, 1, 1, 0]\n  1: *a\n", "an alias, anchor or tag in line 3"),
-        (HEAD + "  0: !!python/tuple [0, 1, 1, 0]\n", "an alias, anchor or tag in line 3"),
+        (HEAD + "  0: &a [0, 1, 1, 0]\n  1: *a\n", "an alias, anchor, tag or merge key in line 3"),
+        (HEAD + "  <<: {0: [0, 1, 1, 0]}\n  1: [0, 1, 1, 0]\n", "an alias, anchor, tag or merge key in line 3"),
+        (HEAD + "  0: !!python/tuple [0, 1, 1, 0]\n", "an alias, anchor, tag or merge key in line 3"),
         ("num_slots: 4\nnum_slots: 4\n", "a key is there twice in the mapping of line 1"),
         ("num_slots: true\ninitial_global_assignments: {0: [0]}", "found num_slots"),
         ("num_slots: 4\n  more\n", "found num_slots;"),
@@ -94,7 +95,7 @@ def test_other_yaml_is_refused_with_the_reason(tmp_path: Path, text: str, match:
 def test_yaml_that_would_expand_or_is_too_large_is_refused_before_it_is_built(tmp_path: Path) -> None:
     laughs = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(40))
     (tmp_path / "c.yaml").write_text(laughs)
-    with pytest.raises(FileFormatError, match="an alias, anchor or tag in line 1"):
+    with pytest.raises(FileFormatError, match="an alias, anchor, tag or merge key in line 1"):
         load_layout(tmp_path / "c.yaml", TWO)
     (tmp_path / "c.yaml").write_text("# " + "x" * (4 << 20))
     with pytest.raises(FileFormatError, match=r"at most 4,194,304 bytes, found 4,194,306"):
