@@ -222,8 +222,11 @@ def read_safetensors(path: PathLike) -> dict[str, AnyArray]:
         return tensors
 
 
-def write_atomic(path: PathLike, content: bytes) -> None:
-    """Write a file whole or not at all: a reader sees the old one or the new one, whenever the writer dies."""
+def write_atomic(path: PathLike, content: bytes, *, mode: int = 0o666) -> None:
+    """Write a file whole or not at all: a reader sees the old one or the new one, whenever the writer dies.
+
+    `mode`: who may use it, less what the process's umask takes.
+    """
     target = Path(os.path.realpath(check_path(path)))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "No such folder", str(target.parent))
@@ -233,7 +236,7 @@ def write_atomic(path: PathLike, content: bytes) -> None:
         raise OSError(errno.EINVAL, "Is a device or pipe, which a file may not replace; name a file", str(target))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -15,7 +15,7 @@ from eplb_core._text import plain, quoted
 from eplb_core.errors import EplbError, RecordLostError, SocketOwnerError
 from eplb_core.loading.record import wire
 from eplb_core.loading.record.keeper import NO_RECORD, UNKNOWN_REQUEST
-from eplb_core.loading.record.socket_path import check_owner, check_path, check_peer
+from eplb_core.loading.record.socket_path import check_owner, check_path, check_peer, close, has_ended
 from eplb_core.loading.record.state import MAX_ENGINE_ID, RecordState, Reply, is_engine_id
 from eplb_core.loading.record.wire import Message, WireError
 
@@ -32,8 +32,9 @@ LEAST = -(2**63)
 class LayoutClient(contextlib.AbstractContextManager["LayoutClient"]):
     """Connect one rank of an engine to a record's keeper; the engine counts as present until `close` or its end.
 
-    The constructor does not raise where nobody listens or the keeper cannot be read: one rank that fails there would
-    leave the others waiting. `agree_on_layout` gathers what each rank found, and all ranks decide together.
+    The constructor does not raise where nobody listens, the keeper cannot be read or no descriptor is left: one rank
+    that fails there would leave the others waiting. `agree_on_layout` gathers what each rank found, and all ranks
+    decide together.
 
     Args:
         path: The server's socket.
@@ -92,14 +93,15 @@ class LayoutClient(contextlib.AbstractContextManager["LayoutClient"]):
         self._process = os.getpid()
         self._socket: socket.socket | None = None
         self._silent: socket.socket | None = None
-        """A connection that answers no more: kept open, since its end would say that this engine has gone."""
+        """A connection that fails or answers no more: open until `close`, since its end would say that this engine has
+        gone."""
         self._connect(wait)
         if self._socket is not None:
             with contextlib.suppress(RecordLostError):  # `error` holds it
                 reply = self._ask_state({"do": "attach", "engine": self.engine_id} if attach else {"do": "query"})
                 self.engine_id = str(reply.get("engine") or self.engine_id)
                 if attach and reply["status"] != "ok" and reply.get("code") not in _WITHOUT_RECORD:
-                    raise self._lost(f"refused to attach this engine: {reply['reason']}", ended=True)
+                    raise self._lost(f"refused to attach this engine: {reply['reason']}", leaves=True)
 
     @property
     def connected(self) -> bool:
@@ -201,20 +203,21 @@ class LayoutClient(contextlib.AbstractContextManager["LayoutClient"]):
 
     def close(self) -> None:
         """Leave, and end a request that waits. A pending move makes the record dirty. Idempotent."""
-        self._leaves, connection = True, self._socket
+        self._leaves, connections = True, (self._socket, self._silent)
         if self._process != os.getpid():  # whoever had the lock at the fork is not here to give it back
             self._let_go()
             return
-        if connection is not None:  # a child's would end it for the parent too
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        for each in connections:
+            if each is not None:  # a child's would end it for the parent too
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
         with self._lock:
             self._let_go()
 
     def _let_go(self) -> None:
         for each in (self._socket, self._silent):
             if each is not None:
-                each.close()
+                close(each)
                 self.error = self.error or RecordLostError(f"{self.path}: this side has left", path=self.path)
         self._socket = self._silent = None
 
@@ -227,11 +230,12 @@ class LayoutClient(contextlib.AbstractContextManager["LayoutClient"]):
         start = time.monotonic()
         end = start + wait
         while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(self._deadline)
+            connection: socket.socket | None = None
             found: EplbError | None = None
             try:
                 check_owner(self.path)
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.settimeout(self._deadline)
                 connection.connect(self.path)
                 check_peer(connection, self.path)
                 self._socket, self.error = connection, None
@@ -245,7 +249,8 @@ class LayoutClient(contextlib.AbstractContextManager["LayoutClient"]):
                 found, end = error, start
             except OSError as error:
                 found, end = RecordLostError(f"{self.path} cannot be reached: {error}", path=self.path), start
-            connection.close()
+            if connection is not None:
+                close(connection)
             if time.monotonic() >= end:
                 self.error = found or self.error
                 return
@@ -302,7 +307,9 @@ class LayoutClient(contextlib.AbstractContextManager["LayoutClient"]):
                     self._undo(undo if sent else None)
                     raise self._lost(f"has not answered for {self._deadline:g} s") from error
                 except OSError as error:
-                    lost = self._lost(f"closed the connection: {error}", ended=True)
+                    self._undo(undo if sent else None)
+                    what = "closed the connection" if isinstance(error, ConnectionError) else "cannot be asked"
+                    lost = self._lost(f"{what}: {error}", leaves=self._looks or has_ended(self._socket))
                     if anew and not self._leaves:
                         self._connect(0.0)
                     anew = False
@@ -321,13 +328,16 @@ class LayoutClient(contextlib.AbstractContextManager["LayoutClient"]):
             with contextlib.suppress(OSError):
                 self._socket.send(wire.pack(undo))
 
-    def _lost(self, what: str, *, ended: bool = False) -> RecordLostError:
-        """Give the connection up: its next message would answer an earlier request."""
+    def _lost(self, what: str, *, leaves: bool = False) -> RecordLostError:
+        """Give the connection up: its next message would answer an earlier request.
+
+        An engine `leaves` only where the keeper does not know it: whatever else went wrong, it may use the weights.
+        """
         error = RecordLostError(f"the keeper at {self.path} {what}", path=self.path)
         self.error = error
         connection, self._socket = self._socket, None
-        if ended and connection is not None:
-            connection.close()
+        if leaves and connection is not None:
+            close(connection)
         else:
             self._silent = connection or self._silent
         return error

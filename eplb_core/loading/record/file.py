@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 
 from eplb_core._text import quoted
+from eplb_core.errors import SocketOwnerError
 from eplb_core.files import reading
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.record import wire
 from eplb_core.loading.record.record import LayoutRecord
+from eplb_core.loading.record.socket_path import check_owner
 from eplb_core.loading.record.state import RecordState
 
 FORMAT = "eplb-record-1"
@@ -19,14 +21,15 @@ _MEND = "remove it, and restart the keeper of the weights with memory that was l
 
 
 def save_record(path: reading.PathLike, state: RecordState, *, memory: str) -> None:
-    """Write the state whole or not at all; on return it survives a crash of the machine.
+    """Write the state whole or not at all, for this user alone; on return it survives a crash of the machine.
 
     Args:
         path: File to write.
         state: What the record knows.
         memory: Name of the memory that it speaks of.
     """
-    reading.write_atomic(path, json.dumps({"format": FORMAT, "memory": memory, **wire.encode_state(state)}).encode())
+    content = json.dumps({"format": FORMAT, "memory": memory, **wire.encode_state(state)}).encode()
+    reading.write_atomic(path, content, mode=0o600)
     folder = os.open(Path(os.path.realpath(path)).parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)  # the rename itself
@@ -64,10 +67,11 @@ def open_record(path: reading.PathLike, layout: ExpertLayout, *, memory: str) ->
         dirty if a move was pending.
     """
     try:
+        check_owner(os.path.realpath(path))
         state, former = load_record(path)
     except FileNotFoundError:  # and nothing else: a file that cannot be seen may well be there
         return LayoutRecord(layout)
-    except (OSError, ValueError) as error:  # FileFormatError is a ValueError
+    except (OSError, ValueError, SocketOwnerError) as error:  # FileFormatError is a ValueError
         return LayoutRecord.of_state(RecordState(layout, dirty=f"the record's file cannot be read: {error}"))
     if memory and memory != former:
         return LayoutRecord(layout)

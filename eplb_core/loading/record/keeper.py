@@ -242,6 +242,11 @@ def malformed(error: WireError) -> Answer:
     return _say("refused", str(error), code=MALFORMED)
 
 
+def unsent(error: OSError) -> Answer:
+    """Say that the descriptors of the weights could not be sent, which another time may succeed."""
+    return _say("busy", f"the descriptors of the weights cannot be sent: {error}", field="descriptors")
+
+
 def _of(reply: Reply, **more: object) -> Answer:
     return Answer({**reply._asdict(), **more})
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from eplb_core.errors import SocketOwnerError
 from eplb_core.loading.record import wire
 from eplb_core.loading.record.file import save_record
-from eplb_core.loading.record.keeper import LATER, Exports, Keeper, Session, malformed
+from eplb_core.loading.record.keeper import LATER, Exports, Keeper, Session, malformed, unsent
 from eplb_core.loading.record.record import LayoutRecord
-from eplb_core.loading.record.socket_path import SocketPlace, check_peer
+from eplb_core.loading.record.socket_path import SocketPlace, check_peer, close, has_ended
 from eplb_core.loading.record.state import RecordState
 from eplb_core.loading.record.wire import Inbox, WireError
 
@@ -153,36 +153,43 @@ class _Loop:
         self._most = _most_connections()
 
     def run(self) -> None:
-        """Serve until `stop`."""
-        while True:
-            for key, _ in self._selector.select(0 if self._more else None):
-                if key.fileobj is self._woken:
-                    self.end()
-                    return
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.data in self._connections:
-                    self._turn(key.data)
-            more, self._more = self._more, {}
-            for connection in more:  # one message each, so that a flood from one is a turn among others
-                if connection in self._connections and not connection.out:
-                    self._answer_one(connection)
-            while self._keeper.changes != self._seen:  # who cannot be told leaves, which is news again
-                self._seen = self._keeper.changes
-                for connection in list(self._connections):
-                    if connection.watch is not None:
-                        self._answer(connection, connection.watch)
+        """Serve until `stop`; whatever ends it closes all connections, so that nobody waits for an answer."""
+        try:
+            while self.turn():
+                pass
+        finally:
+            self.end()
+
+    def turn(self, timeout: float | None = None) -> bool:
+        """Wait for sockets, and give each that has something one turn; False after `stop`."""
+        for key, _ in self._selector.select(0 if self._more else timeout):
+            if key.fileobj is self._woken:
+                return False
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.data in self._connections:
+                self._read_or_send(key.data)
+        more, self._more = self._more, {}
+        for connection in more:  # one message each, so that a flood from one is a turn among others
+            if connection in self._connections and not connection.out:
+                self._answer_one(connection)
+        while self._keeper.changes != self._seen:  # who cannot be told leaves, which is news again
+            self._seen = self._keeper.changes
+            for connection in list(self._connections):
+                if connection.watch is not None:
+                    self._answer(connection, connection.watch)
+        return True
 
     def stop(self) -> None:
         """End `run`; from any thread."""
         with contextlib.suppress(OSError):  # it has ended already
-            self._wake.send(b"x")
+            self._wake.shutdown(socket.SHUT_RDWR)  # needs no memory, as a byte sent would
 
     def end(self) -> None:
         """Close everything in this process, on the loop's thread or in a forked child, which has none."""
         # Presence ends with this process's record: nobody's leaving makes it dirty now.
         for each in (*(connection.sock for connection in self._connections), self._listener, self._woken, self._wake):
-            each.close()
+            close(each)
         self._selector.close()
 
     def _accept(self) -> None:
@@ -192,20 +199,20 @@ class _Loop:
             if not isinstance(error, (BlockingIOError, ConnectionError)):
                 self._no_room(str(error))
             return
+        if len(self._connections) >= self._most and not self._drop_idle():
+            close(accepted)
+            return
+        connection = _Connection(accepted, Session(self._number + 1))
         try:
             check_peer(accepted, self._path)
-        except (SocketOwnerError, OSError) as error:  # pragma: no cover  needs a second user
-            log.error("%s", error)
-            accepted.close()
-            return
-        if len(self._connections) >= self._most and not self._drop_idle():
-            accepted.close()
+            accepted.setblocking(False)
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
+        except (SocketOwnerError, OSError) as error:
+            log.error("%s: one who knocked was sent away: %s", self._path, error)
+            close(accepted)
             return
         self._number += 1
-        accepted.setblocking(False)
-        connection = _Connection(accepted, Session(self._number))
         self._connections[connection] = None
-        self._selector.register(accepted, selectors.EVENT_READ, connection)
 
     def _no_room(self, why: str) -> None:
         """Out of descriptors: fewer connections from now on, so that some are left for files; idle ones go."""
@@ -227,7 +234,7 @@ class _Loop:
                 return True
         return False
 
-    def _turn(self, connection: _Connection) -> None:
+    def _read_or_send(self, connection: _Connection) -> None:
         """The socket has bytes, or room for more of the reply."""
         if connection.out:
             self._flush(connection)
@@ -280,17 +287,28 @@ class _Loop:
             connection.out = connection.out[sent:]
         except BlockingIOError:
             pass
-        except OSError:
-            self._drop(connection)
+        except OSError as error:
+            if not connection.fds or has_ended(connection.sock):
+                self._drop(connection)
+                return
+            # Descriptors go with the first byte, so none has left; too many are on their way already, for instance.
+            log.error("%s: engine %r gets no weights now: %s", self._path, connection.session.engine, error)
+            connection.out, connection.fds = memoryview(wire.pack(unsent(error).message)), ()
+            self._flush(connection)
             return
         if not connection.out:
             self._more[connection] = None
         wanted = selectors.EVENT_WRITE if connection.out else selectors.EVENT_READ
-        self._selector.modify(connection.sock, wanted, connection)
+        try:
+            self._selector.modify(connection.sock, wanted, connection)
+        except OSError:
+            self._drop(connection)
 
     def _drop(self, connection: _Connection, *, dropped: bool = False) -> None:
-        """End a connection; `dropped`: the other side did not."""
+        """End a connection; `dropped`: for something that its engine said. Gone is only who has closed it."""
+        gone = not dropped and has_ended(connection.sock)
         del self._connections[connection]
-        self._selector.unregister(connection.sock)
-        connection.sock.close()
-        self._keeper.leave(connection.session, dropped=dropped)
+        with contextlib.suppress(KeyError):  # not there after a `modify` that failed
+            self._selector.unregister(connection.sock)
+        close(connection.sock)
+        self._keeper.leave(connection.session, dropped=not gone)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import select
 import socket
 import stat
 import struct
@@ -30,7 +32,10 @@ def check_path(path: str | os.PathLike[str]) -> str:
 
 def check_owner(path: str) -> None:
     """Raise SocketOwnerError if what is there belongs neither to this user nor to root; FileNotFoundError passes."""
-    uid = os.lstat(path).st_uid
+    _check_uid(os.lstat(path).st_uid, path)
+
+
+def _check_uid(uid: int, path: str) -> None:
     if uid not in (os.geteuid(), 0):
         raise SocketOwnerError(
             f"{path} belongs to user {uid}, not to {os.geteuid()}; choose a path in a folder of your own",
@@ -45,6 +50,22 @@ def check_peer(connection: socket.socket, path: str) -> None:
     uid = _CREDENTIALS.unpack(raw)[1]
     if uid not in (os.geteuid(), 0):
         raise SocketOwnerError(f"user {uid} is at the other end of {path}, not {os.geteuid()}", path=path, uid=uid)
+
+
+def close(sock: socket.socket) -> None:
+    """Close it; the descriptor is given back even where the system reports an error."""
+    with contextlib.suppress(OSError):
+        sock.close()
+
+
+def has_ended(sock: socket.socket) -> bool:
+    """Whether the other side has closed, as the kernel has it: an error of a call may have any other cause."""
+    poll = select.poll()
+    poll.register(sock, 0)
+    try:
+        return any(events & select.POLLHUP for _, events in poll.poll(0))
+    except OSError:
+        return False
 
 
 class SocketPlace:
@@ -71,9 +92,6 @@ class SocketPlace:
         self._process = os.getpid()
         self._locks: list[int] = []
         self._inode: tuple[int, int] | None = None
-        for place in (self.path, self.path + ".lock"):
-            if os.path.lexists(place):
-                check_owner(place)
         try:
             lock = self._take(self.path)
             self._check_free()
@@ -87,11 +105,15 @@ class SocketPlace:
 
     def _take(self, path: str, *, record: bool = False) -> int:
         """Lock what is at `path`, by the file beside it; the descriptor that holds the lock."""
+        for each in (path, path + ".lock"):
+            with contextlib.suppress(FileNotFoundError):
+                check_owner(each)
         try:
             lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "No such folder", os.path.dirname(path)) from None
         self._locks.append(lock)
+        _check_uid(os.fstat(lock).st_uid, path + ".lock")  # it may have come meanwhile
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -110,12 +132,12 @@ class SocketPlace:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(self.path)
-            os.chmod(self.path, 0o600)  # before `listen`: until then nobody can connect
             status = os.lstat(self.path)
             self._inode = status.st_dev, status.st_ino
+            os.chmod(self.path, 0o600)  # before `listen`: until then nobody can connect
             listener.listen(128)
         except BaseException:
-            listener.close()
+            close(listener)
             raise
         return listener
 
@@ -130,7 +152,8 @@ class SocketPlace:
         except OSError:
             pass  # somebody removed it, or the folder
         while self._locks:
-            os.close(self._locks.pop())
+            with contextlib.suppress(OSError):
+                os.close(self._locks.pop())
 
     def _check_free(self) -> None:
         """With the lock held: nothing is there, or a socket at which nobody listens."""

@@ -228,6 +228,8 @@ def map_tensors(description: Message, fds: list[int]) -> dict[str, MappedTensor]
         ValueError, TypeError, KeyError, RuntimeError: A description that does not fit itself or the descriptors.
     """
     kinds = [str(kind) for kind, _ in description["segments"]]
+    if len(fds) < len(kinds):
+        raise ValueError(f"{len(fds)} of {len(kinds)} descriptors came; this process has too few left (ulimit -n)")
     segments = [MAPPERS[kind](fd, int(n)) for (kind, n), fd in zip(description["segments"], fds, strict=True)]
     spans = []
     for segment, start, nbytes in description["spans"]:

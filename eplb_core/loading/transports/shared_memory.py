@@ -245,16 +245,19 @@ def _mapped(file: Mapping[str, Any], owner: _Maps, end: int, rank: int) -> npt.N
     """Map a peer's file for reading, after a look whether it is the one that was meant."""
     path = str(file["path"]) if "path" in file else f"/proc/{owner.pid}/fd/{int(file['descriptor'])}"
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for who writes
     except OSError as error:
         raise TransportError(f"rank {rank}: its shared memory {path} cannot be opened: {error}", rank=rank) from error
     try:
         about = os.fstat(opened)
-        if (about.st_dev, about.st_ino) != (file["device"], file["inode"]) or about.st_size < end:
+        is_meant = (about.st_dev, about.st_ino) == (file["device"], file["inode"]) and stat.S_ISREG(about.st_mode)
+        if not is_meant or about.st_size < end:
             raise TransportError(
                 f"rank {rank}: {path} must be the file that it exported and hold {end} bytes; exchange blobs again",
                 rank=rank,
             )
         return np.frombuffer(mmap.mmap(opened, end, mmap.MAP_SHARED, mmap.PROT_READ), dtype=np.uint8)
+    except (OSError, ValueError) as error:
+        raise TransportError(f"rank {rank}: its shared memory {path} cannot be mapped: {error}", rank=rank) from error
     finally:
         os.close(opened)

@@ -36,6 +36,7 @@ from eplb_core import (
 from eplb_core.loading.modules import NamedTensor, module_tensors
 from eplb_core.loading.sharing.host import weight_config
 from eplb_core.loading.sharing.memory import SharedMemory, map_tensors
+from tests.loading.descriptors import no_descriptor_left
 from tests.loading.engine_process import Engine, container, until
 from tests.loading.record.keeper_process import LAYOUT, RANKS, ROW, keeper
 from tests.loading.record.test_agree import on_all_ranks
@@ -364,6 +365,13 @@ def test_a_module_that_does_not_fit_stays_as_it_was(stack: ExitStack, path: str,
     assert all(engine.get_parameter(name) is parameter for name, parameter in before.items())
     del engine.extra, engine.inner
     refused(client, r"tensor 'inner.weight' of the host has no place in this module", engine)
+
+
+def test_an_engine_without_a_descriptor_left_is_told_so_and_may_ask_again(client: LayoutClient) -> None:
+    """The kernel hands out those that there is room for, and no error."""
+    with no_descriptor_left(), pytest.raises(HostAbsent, match=r"0 of 1 descriptors came; .* \(ulimit -n\)"):
+        attach(client, {})
+    attach(client, {}).close()
 
 
 def test_a_dict_receives_what_it_names(stack: ExitStack, client: LayoutClient) -> None:

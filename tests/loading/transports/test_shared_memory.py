@@ -120,6 +120,20 @@ def test_blobs_that_name_what_is_not_there_are_refused(change: dict[str, Any], m
             transport.connect(1, json.dumps(record).encode())
 
 
+@pytest.mark.parametrize("length", [0, 100])
+def test_a_pipe_or_device_in_a_blob_is_refused_and_waited_for_by_nobody(tmp_path: Path, length: int) -> None:
+    """To open a pipe that nobody writes to waits for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    tensor = kits.shared_tensor(100)
+    with reader_of(Region(tensor.data_ptr(), length, "cpu")) as (transport, record):
+        for path in (str(tmp_path / "pipe"), "/dev/zero"):
+            found = os.stat(path)
+            record["extra"]["files"] = [{"device": found.st_dev, "inode": found.st_ino, "path": path}]
+            record["extra"].update(region_file=[0], region_offset=[0])
+            with pytest.raises(TransportError, match=f"{path} must be the file that it exported"):
+                transport.connect(1, json.dumps(record).encode())
+
+
 def test_memory_that_cannot_be_read_at_all_is_refused_when_the_peer_is_connected() -> None:
     with (
         kits.unreachable(1 << 20) as address,
