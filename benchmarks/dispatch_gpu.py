@@ -91,7 +91,7 @@ def check(device: str, tokens: int) -> None:
         if mode != "fake" and not torch.equal(held, ids.cpu().long()):
             raise SystemExit(f"{mode}: a slot does not hold its expert")
         if mode != "fake" and not torch.equal(
-            counter.count[1, 0].cpu(), torch.bincount(ids.cpu().flatten(), minlength=EXPERTS).int()
+            counter.count[1, 0].cpu(), torch.bincount(ids.cpu().flatten(), minlength=EXPERTS)
         ):
             raise SystemExit(f"{mode}: counts are wrong")
         host = eplb.DispatchTables(layout, rank=3, mode=mode)

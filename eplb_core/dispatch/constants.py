@@ -15,7 +15,7 @@ WINDOW, RECORDING, FINISHED, ARRIVED = range(4)
 """Places in `LoadCounter.state`."""
 DRAWS = 0
 """Calls that the random mode has made, in `LayerTables.draws`."""
-BASE_PHASE, RANK_PHASE, KEY = range(3)
+BASE_PHASE, RANK_PHASE, KEY, FIRST_FAKE = range(4)
 """Places in `LayerTables.settings`."""
 OUT_OF_RANGE, MAPPED_TWICE = range(2)
 """Places in `LayerTables.errors`."""

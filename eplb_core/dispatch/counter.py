@@ -15,6 +15,10 @@ from eplb_core.errors import EplbError
 from eplb_core.layout import ExpertLayout, layer_rows
 
 
+_TOP = torch.iinfo(torch.int64).max
+_COUNTED = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32}
+
+
 def check_device(device: torch.device | str) -> torch.device:
     """Make a device of torch from its name; raise where its kernels cannot run."""
     try:
@@ -43,8 +47,8 @@ class LoadCounter:
         ValueError: A number is too small.
 
     Cost:
-        4 * L * (T + 1) * E bytes, and 12 * L * T * E for snapshots; all allocated here. A window may hold up to 2^31 -
-        1 tokens per expert; snapshots are int64.
+        8 * L * (T + 1) * E bytes, and 24 * L * T * E for snapshots; all allocated here. Counts are int64 and do not
+        wrap.
 
     Threads:
         All methods from the thread that runs the passes, on its current stream; `Snapshot.numpy` from any.
@@ -70,21 +74,21 @@ class LoadCounter:
         check_made(num_layers=self.num_layers, num_experts=self.num_experts, windows=self.windows + 1)
         shape = (self.num_layers, self.windows + 1, self.num_experts)
         # Layer first: the views of single layers do not overlap, so a compiler need not think that they alias.
-        self.count = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        """int32 `[L, T + 1, E]`; a kernel adds to `count[layer, state[0]]` where `state[1]` is not 0."""
+        self.count = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        """int64 `[L, T + 1, E]`; a kernel adds to `count[layer, state[0]]` where `state[1]` is not 0."""
         self.state = torch.tensor([0, 1, 0, 0], dtype=torch.int32, device=self.device)
-        """int32 `[4]`: current window, whether calls count, windows finished, and scratch."""
+        """int32 `[4]`: current window, whether calls count, windows finished (T at most), and scratch."""
         self._order = torch.arange(1, self.windows + 1, dtype=torch.int64, device=self.device)
         self._index = torch.empty_like(self._order)
         self._picked = torch.empty(
-            (self.num_layers, self.windows, self.num_experts), dtype=torch.int32, device=self.device
+            (self.num_layers, self.windows, self.num_experts), dtype=torch.int64, device=self.device
         )
         self._layout: ExpertLayout | None = None
         self._map = self._order
         self._free = [_Buffers(self) for _ in range(2)]
 
     def layer(self, layer: int) -> torch.Tensor:
-        """Return the counts of one layer, int32 `[T + 1, E]`: a view, fixed for life."""
+        """Return the counts of one layer, int64 `[T + 1, E]`: a view, fixed for life."""
         return self.count[check_id(layer, "layer", self.num_layers)]
 
     def roll(self) -> None:
@@ -96,7 +100,7 @@ class LoadCounter:
             return
         state = self.state
         state[WINDOW] = (state[WINDOW] + 1) % (self.windows + 1)
-        state[FINISHED] += 1
+        state[FINISHED] = min(int(state[FINISHED]) + 1, self.windows)
         self.count.index_fill_(1, state[WINDOW : WINDOW + 1].long(), 0)
 
     def recording(self, on: bool) -> None:
@@ -109,14 +113,15 @@ class LoadCounter:
         When a layer is installed within a window, first add what was counted until then, with the old layout.
 
         Args:
-            counts: Ints `[L, P]`, or `[n, P]` for `layers`, on this counter's device; counts at empty slots are left
-                out.
+            counts: Ints up to 64 bits, `[L, P]`, or `[n, P]` for `layers`, on this counter's device; counts at empty
+                slots are left out.
             layout: Layout of those counts; a new one costs a copy of its map to the device.
             layers: Rows of `counts`. Default: all.
 
         Raises:
-            ValueError: Shapes do not fit.
-            TypeError: `counts` are not integers.
+            ValueError: Shapes do not fit. On the CPU also a negative count; on a GPU the host would have to wait.
+            TypeError: `counts` are not integers, or are uint64.
+            OverflowError: On the CPU: a count may pass 2^63. Nothing is added then.
         """
         check_kind(layout, "layout", ExpertLayout)
         check_kind(counts, "counts", torch.Tensor)
@@ -128,16 +133,28 @@ class LoadCounter:
         rows = np.arange(self.num_layers) if layers is None else layer_rows(layers, self.num_layers)
         if tuple(counts.shape) != (len(rows), layout.num_slots):
             raise ValueError(f"`counts` (shape {list(counts.shape)}) must be [{len(rows)}, {layout.num_slots}]")
-        if counts.is_floating_point() or counts.is_complex():
-            raise TypeError(f"`counts` (dtype {counts.dtype}) must be integers")
+        if counts.dtype not in _COUNTED:
+            raise TypeError(f"`counts` (dtype {counts.dtype}) must be integers that int64 holds")
         if layout is not self._layout:
             self._layout, self._map = layout, torch.tensor(layout.physical_to_logical_map, device=self.device)
         layer = torch.from_numpy(rows).to(self.device)
         expert = self._map if layers is None else self._map[layer]
         layer = layer[:, None]
         place = (layer * (self.windows + 1) + self.state[WINDOW]) * self.num_experts + expert.clamp(min=0)
-        amount = torch.where(expert >= 0, counts.to(torch.int32), 0) * self.state[RECORDING]
+        amount = torch.where(expert >= 0, counts.to(torch.int64), 0)
+        if self.device.type == "cpu":
+            self._check_amount(amount)
+        amount *= self.state[RECORDING]
         self.count.view(-1).index_add_(0, place.reshape(-1), amount.reshape(-1))
+
+    def _check_amount(self, amount: torch.Tensor) -> None:
+        if not amount.numel():
+            return
+        if (least := int(amount.min())) < 0:
+            raise ValueError(f"`counts` (={least}) must be 0 or more; a narrower counter has wrapped")
+        held, most = int(self.count[:, int(self.state[WINDOW])].max()), int(amount.max())
+        if held + most * amount.shape[1] > _TOP:
+            raise OverflowError(f"`counts` (up to {most}) may pass 2^63 with the {held} that the window holds; roll first")
 
     def snapshot(self, *, all_reduce: Callable[[torch.Tensor], object] | None = None) -> Snapshot:
         """Enqueue a copy of the finished windows to the host; wait for nothing.

@@ -81,7 +81,7 @@ def _add_counts(
         if recording != 0:
             number = tl.histogram(expert, BINS, mask=valid)
             bins = tl.arange(0, BINS)
-            tl.atomic_add(count + window * E + bins, number, mask=(bins < E) & (number > 0), sem="relaxed")
+            tl.atomic_add(count + window * E + bins, number.to(tl.int64), mask=(bins < E) & (number > 0), sem="relaxed")
 
 
 @triton.jit
@@ -136,7 +136,8 @@ def _map_kernel(
     if MODE == "fake":
         valid = real & (column < COLUMNS - SHARED) & (value >= 0)
         phase = tl.load(settings).to(tl.uint32, bitcast=True)
-        expert = ((place % E + phase % E) % E).to(tl.int32)
+        first = tl.load(settings + 3).to(tl.uint32)
+        expert = ((place % E + phase % E + first) % E).to(tl.int32)
     else:
         expert = tl.where(valid, value, 0).to(tl.int32)
     if RUNS == 0:
@@ -151,6 +152,8 @@ def _map_kernel(
             u = row.to(tl.uint32) * 0x9E3779B9 + _mix(phase + expert.to(tl.uint32))
             if MODE == "weighted":
                 u = u + tl.load(settings + 1).to(tl.uint32, bitcast=True)
+            if MODE == "fake":
+                u = u - tl.load(settings + 1).to(tl.uint32, bitcast=True)
         slot = _pick(table, run, u, THRESHOLDS)
     if DEBUG:
         slot = slot | 1073741824
@@ -191,7 +194,7 @@ def _count_kernel(
     tl.atomic_add(batch + rank * E + bins, number, mask=some, sem="relaxed")
     if COUNTS:
         if tl.load(state + 1) != 0:
-            tl.atomic_add(count + tl.load(state) * E + bins, number, mask=some, sem="relaxed")
+            tl.atomic_add(count + tl.load(state) * E + bins, number.to(tl.int64), mask=some, sem="relaxed")
 
 
 @triton.jit
@@ -366,12 +369,12 @@ def _roll_kernel(count, state, windows, E: tl.constexpr, BINS: tl.constexpr):
     window = (tl.load(state) + 1) % windows
     bins = tl.arange(0, BINS)
     row = tl.program_id(0).to(tl.int64) * windows + window
-    tl.store(count + row * E + bins, tl.zeros((BINS,), dtype=tl.int32), mask=bins < E)
+    tl.store(count + row * E + bins, tl.zeros((BINS,), dtype=tl.int64), mask=bins < E)
     tl.debug_barrier()
     arrived = tl.atomic_add(state + 3, 1, sem="acq_rel")
     if arrived == tl.num_programs(0) - 1:
         tl.store(state + 3, 0)
-        tl.store(state + 2, tl.load(state + 2) + 1)
+        tl.store(state + 2, tl.minimum(tl.load(state + 2) + 1, windows - 1))
         tl.store(state, window)
 
 

@@ -12,6 +12,7 @@ from eplb_core.dispatch.constants import (
     BASE_PHASE,
     DRAWS,
     FIRST_BITS,
+    FIRST_FAKE,
     GOLDEN,
     KEY,
     MASK,
@@ -194,7 +195,7 @@ def _map(
                 continue
             element = row * routed + column
             if how == _FAKE:  # ids are replaced, by each expert in turn
-                expert = ((element & MASK) + base) % num_experts
+                expert = ((element & MASK) + base + settings[FIRST_FAKE]) % num_experts
             if counts:
                 count[state[WINDOW], expert] += 1
             if num_entries == 0:
@@ -206,6 +207,8 @@ def _map(
                 u = row * GOLDEN + _mix((base + expert) & MASK)
                 if how == _OF_RANK:
                     u += own
+                elif how == _FAKE:  # rows of an expert grow as ranks fall: added, the two could cancel
+                    u -= own
                 u &= MASK
             run = int(table[runs + expert])
             product = u * (run >> FIRST_BITS)

@@ -34,11 +34,11 @@ class LayerTables(NamedTuple):
     span: torch.Tensor
     """int32 `[1]`: the largest power of two below the most entries that an expert has, or 0. Static modes: `[0]`."""
     settings: torch.Tensor
-    """int32 `[3]`: phase of the layer, phase of the rank, key of the random mode."""
+    """int32 `[4]`: phase of the layer, phase of the rank, key of the random mode, first expert of the fake one."""
     draws: torch.Tensor
     """int32 `[2]`: calls that the random mode has made, and scratch."""
     count: torch.Tensor  # type: ignore[assignment]
-    """int32 `[T + 1, E]`: the counter's windows of this layer; `[0, E]` where nothing is counted."""
+    """int64 `[T + 1, E]`: the counter's windows of this layer; `[0, E]` where nothing is counted."""
     state: torch.Tensor
     """int32 `[4]`: the counter's current window, and whether calls count."""
     errors: torch.Tensor

@@ -59,7 +59,7 @@ class DispatchTables:
         weighted: as row, starting elsewhere on every rank, for engines that send tokens to experts.
         quota: solved per batch: ranks sum their counts by `all_reduce`, then get as even loads as the layout allows.
         fewest: solved per batch: one slot for each expert used, so that few slots are used on every rank.
-        fake: ids are replaced by every expert in turn, for benchmarks.
+        fake: ids are replaced by every expert in turn, from another one on each rank, for benchmarks.
     All but the static modes split an expert's tokens by `shares` (equal by default), quota and fewest by the batch.
 
     The same choice elsewhere: mode "quota" is `dispatch="weighted"` of `place` and `simulate`; mode "weighted" with the
@@ -172,11 +172,12 @@ class DispatchTables:
         self._packed = self._mirror.to(device)  # on the CPU they are one
         # Views, made once: what is made in `install` costs more than what it does there.
         self._copies = list(zip(self._packed, self._mirror, map(_event, range(layers)), strict=True)) if pinned else []
-        settings = [_settings(self._seed, layer, self.rank) for layer in range(layers)]
-        self._settings = torch.tensor(settings, dtype=torch.int32, device=device).reshape(layers, 3)
+        first = self.rank * experts // ranks  # so that all ranks together take each expert equally often
+        settings = [[*_settings(self._seed, layer, self.rank), first] for layer in range(layers)]
+        self._settings = torch.tensor(settings, dtype=torch.int32, device=device).reshape(layers, 4)
         self._draws = torch.zeros((layers, 2), dtype=torch.int32, device=device)
         self._errors = torch.zeros(2, dtype=torch.int32, device=device)
-        nothing = torch.zeros((layers, 0, experts), dtype=torch.int32, device=device)
+        nothing = torch.zeros((layers, 0, experts), dtype=torch.int64, device=device)
         self._count = nothing if load is None else load.count
         self._state = torch.zeros(4, dtype=torch.int32, device=device) if load is None else load.state
         solved = self._shape.num_shared > 0

@@ -4,7 +4,7 @@ Two policies. Hierarchical, where the groups of experts divide over the nodes: g
 experts of each node replicated inside it, and the replicas packed to the node's ranks. Global: the same with one group
 and one node. Packing takes items from the heaviest to the lightest, each to the lightest rank that has room; nothing
 keeps two replicas of one expert apart, so answers may hold such pairs (`place` never does unless counting forces it).
-Arithmetic is float32 in DeepSeek's order. Where loads tie exactly its sort leaves the order open; here the lowest index
+Arithmetic is float32 in DeepSeek's order, but for integers that float32 does not hold. Where loads tie exactly its sort leaves the order open; here the lowest index
 goes first, on every machine.
 """
 
@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eplb_core._arrays import IntArray, check_int, check_load, check_made, to_numpy
+from eplb_core._arrays import FloatArray, IntArray, check_flag, check_int, check_load, check_made, to_numpy
 from eplb_core._numba import inline_kernel, kernel
+from eplb_core.placement.deepseek_exact import place_exactly
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
@@ -25,7 +26,13 @@ KeyArray = npt.NDArray[np.uint64]
 
 
 def rebalance_experts(
-    weight: torch.Tensor | npt.ArrayLike, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
+    weight: torch.Tensor | npt.ArrayLike,
+    num_replicas: int,
+    num_groups: int,
+    num_nodes: int,
+    num_gpus: int,
+    *,
+    float32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where does DeepSeek EPLB put the experts?
 
@@ -33,11 +40,13 @@ def rebalance_experts(
 
     Args:
         weight: Load of each logical expert, `[L, E]`, any real dtype and device (a CUDA tensor costs one copy), or a
-            numpy array. Used as float32. L may be 0.
+            numpy array. L may be 0. DeepSeek computes in float32; integers that float32 does not hold (above 2^24)
+            are computed in float64 here, and so stay exact.
         num_replicas: Slots P, at least E, a multiple of `num_gpus`.
         num_groups: Groups of experts (1 where the model has none).
         num_nodes: Nodes N.
         num_gpus: EP ranks R; hierarchical: a multiple of `num_nodes`.
+        float32: Compute in float32 whatever is lost, to have DeepSeek's answer for large counts too.
 
     Returns:
         On the CPU, all int64: the expert of each slot, `[L, P]`; the slots of each expert in order of replication,
@@ -45,11 +54,13 @@ def rebalance_experts(
 
     Raises:
         ValueError: Numbers that do not divide (DeepSeek's bare assertions), P < E, a wrong shape, or a load that is
-            NaN, infinite, negative or beyond float32; the text names all numbers, or layer and expert.
+            NaN, infinite, negative or beyond float32 (of integers: beyond 2^53); the text names all numbers, or
+            layer and expert.
         TypeError: Not integers, or a load that is not real.
 
     Cost:
         O(L * P * log P): about 1 ms at 58 x 256 -> 288 slots on 32 ranks; 12 to 25 us for a layer or a few small ones.
+        Integers beyond float32: about 20 ms there.
 
     Threads:
         Any; the kernels run without the interpreter lock.
@@ -60,9 +71,11 @@ def rebalance_experts(
         ([[0, 3, 1, 2]], [[1, 1, 1, 1]])
 
     Source:
-        deepseek-ai/EPLB, `rebalance_experts`; differs: ties have a stated order, an empty model is answered, and what
-        would fail an assertion, or let a NaN take all replicas, raises with numbers.
+        deepseek-ai/EPLB, `rebalance_experts`; differs: ties have a stated order, large counts keep all their bits, an empty
+        model is answered, and what would fail an assertion, or let a NaN take all replicas, raises with numbers.
     """
+    if isinstance(weight, torch.Tensor) and not (weight.is_floating_point() or weight.is_complex()):
+        weight = to_numpy(weight, "weight")
     load = _float32_rows(weight)
     layers, experts = load.shape
     slots = check_int(num_replicas, "num_replicas", 1)
@@ -75,6 +88,9 @@ def rebalance_experts(
     if slots < experts or experts == 0 or slots % ranks or ranks % nodes or experts % groups:
         numbers = f"{experts} logical experts, {num_replicas=}, {num_groups=}, {num_nodes=}, {num_gpus=}"
         _raise_misfit(experts, slots, groups, nodes, ranks, numbers)
+    if not check_flag(float32, "float32") and (exact := _beyond_float32(weight, load)) is not None:
+        phy2log, log2phy, logcnt = place_exactly(exact, slots, groups, nodes, ranks)
+        return torch.from_numpy(phy2log), torch.from_numpy(log2phy), torch.from_numpy(logcnt)
 
     phy2log = np.empty((layers, slots), dtype=np.int64)
     logcnt = np.empty((layers, experts), dtype=np.int64)
@@ -107,6 +123,19 @@ def _float32_rows(weight: torch.Tensor | npt.ArrayLike) -> Float32Array:
     if load.ndim != 2:
         raise ValueError(f"`weight` (shape {list(load.shape)}) must be [L, E]")
     return load
+
+
+def _beyond_float32(weight: torch.Tensor | npt.ArrayLike, rounded: Float32Array) -> FloatArray | None:
+    """Integers `[L, E]` in float64 if float32 does not hold all of them, else None."""
+    if isinstance(weight, torch.Tensor):  # of floats
+        return None
+    given = to_numpy(weight, "weight")
+    if given.dtype.kind not in "iu" or int(given.max(initial=0)) <= 1 << 24:
+        return None
+    load = check_load(given, "weight", (2,))
+    if int(given.max()) > 1 << 53:
+        raise ValueError(f"`weight` (={int(given.max())}) must be at most 2^53 to stay exact; scale the load down")
+    return None if (load == rounded).all() else load
 
 
 def _raise_misfit(experts: int, slots: int, groups: int, nodes: int, ranks: int, numbers: str) -> None:

@@ -287,6 +287,7 @@ def _solve(problem: Problem, load: Load, effort: float, *, free: bool) -> tuple[
     solve_layers(problem, total, skip, 1.0 if further else effort, scratch, p2l, limit)
     # What the search proved holds for one window and even shares alone.
     bound_layers(load.windows, load.weights, problem.capacity, topology.rank_speed, limit, not further, scratch, bound)
+    bound *= problem.reach
     if free and further:
         _balance_windows(problem, load, p2l, effort)
     return p2l, bound

@@ -37,7 +37,7 @@ class Problem(NamedTuple):
     topology: Topology
     num_experts: int
     capacity: IntArray
-    """Slots to fill of each rank `[R]`; 0 = not active; all others differ by one at most."""
+    """Slots to fill of each rank `[R]`; 0 = not active, or active without a slot; all others differ by one at most."""
     stride: int
     """Slots of each rank S, filled or not."""
     pin: int
@@ -45,6 +45,8 @@ class Problem(NamedTuple):
     num_groups: int
     """Groups of consecutive experts; 1 where `pin` is 0."""
     weighted: bool
+    reach: float
+    """Part of the active ranks' speed that ranks with slots have: 1, but where there are fewer slots than ranks."""
 
 
 class Terms(NamedTuple):
@@ -75,7 +77,8 @@ def state_problem(
 ) -> Problem:
     """What every layer of `slots` slots must satisfy."""
     capacity = rank_capacity(slots, topology.num_ranks)
-    capacity = capacity * check_active(active_ranks, topology.num_ranks)
+    active = check_active(active_ranks, topology.num_ranks)
+    capacity = capacity * active
     live = int(capacity.sum())
     if live < experts:
         raise InfeasiblePlacementError(
@@ -89,7 +92,9 @@ def state_problem(
     if weighted and pin:
         raise ValueError(f'`dispatch` (={dispatch!r}) needs `locality="none"`, not {locality!r}')
     groups = check_groups(num_groups, experts, capacity, topology, locality) if pin else 1
-    return Problem(topology, experts, capacity, stride, pin, groups, weighted)
+    speed: list[float] = topology.rank_speed.tolist()
+    filled, whole = (sum(s for s, some in zip(speed, ranks, strict=True) if some) for ranks in (capacity, active))
+    return Problem(topology, experts, capacity, stride, pin, groups, weighted, filled / whole)
 
 
 def check_active(active_ranks: ArrayLike | None, ranks: int) -> BoolArray:

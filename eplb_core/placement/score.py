@@ -17,26 +17,26 @@ _SURE = 1.0 - 2.0**-40
 
 
 def score_rows(problem: Problem, load: Load, p2l: IntArray) -> FloatArray:
-    """Balancedness of each layer `[L]`, NaN without load, for replicas that share as the problem says."""
+    """Balancedness of each layer over the active ranks `[L]`, NaN without load, for shares as the problem says."""
     speed = problem.topology.rank_speed
     if problem.weighted:
-        return score_weighted(load.windows, load.weights, p2l, problem.capacity, 1.0 / speed)
-    return score_layers(load.windows, load.weights, p2l, problem.capacity, speed)
+        return problem.reach * score_weighted(load.windows, load.weights, p2l, problem.capacity, 1.0 / speed)
+    return problem.reach * score_layers(load.windows, load.weights, p2l, problem.capacity, speed)
 
 
 @kernel
 def score_layers(
     load: FloatArray, weights: FloatArray, p2l: IntArray, capacity: IntArray, rank_speed: FloatArray
 ) -> FloatArray:
-    """Balancedness of each layer `[L]`, weighted mean over the windows with load; NaN where there are none.
+    """Balancedness of each layer over the ranks with slots `[L]`, weighted mean over the windows with load.
 
-    NaN also where an expert with load has no live slot.
+    NaN where there are none, and where an expert with load has no live slot.
 
     Args:
         load: `[T, L, E]`.
         weights: `[T]`.
         p2l: `[L, R * S]`; replicas on active ranks share equally, those on other ranks take nothing.
-        capacity: Live slots of each rank `[R]`; 0 = not active.
+        capacity: Live slots of each rank `[R]`; ranks with 0 are left out.
         rank_speed: `[R]`.
     """
     windows, layers, experts = load.shape

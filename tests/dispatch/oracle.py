@@ -10,6 +10,7 @@ from eplb_core.dispatch.constants import (
     BASE_PHASE,
     DRAWS,
     FIRST_BITS,
+    FIRST_FAKE,
     GOLDEN,
     KEY,
     MASK,
@@ -36,7 +37,8 @@ def map_ids(
     expert = torch.where(valid, ids[:, :routed], 0).long()
     if t.mode == "fake":
         element = row * routed + torch.arange(routed)
-        expert = ((element & MASK) + (int(t.settings[BASE_PHASE]) & MASK)) % t.num_experts
+        start = (int(t.settings[BASE_PHASE]) & MASK) + int(t.settings[FIRST_FAKE])
+        expert = ((element & MASK) + start) % t.num_experts
     if len(t.count) and t.state[RECORDING]:
         _add(t.count[int(t.state[WINDOW])], expert, valid)
     if t.mode in SOLVED_MODES:
@@ -53,7 +55,7 @@ def map_ids(
 
 
 def _add(count: torch.Tensor, expert: torch.Tensor, valid: torch.Tensor) -> None:
-    count += torch.bincount(expert[valid], minlength=len(count)).int()
+    count += torch.bincount(expert[valid], minlength=len(count))
 
 
 def _slots(t: LayerTables, row: torch.Tensor, expert: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -86,7 +88,7 @@ def _choice(t: LayerTables, row: torch.Tensor, expert: torch.Tensor) -> torch.Te
         element = row * expert.shape[1] + torch.arange(expert.shape[1])
         return _mix((_mix((setting[KEY] + int(t.draws[DRAWS]) * GOLDEN) & MASK) + element * GOLDEN) & MASK)
     u = row * GOLDEN + _mix((setting[BASE_PHASE] + expert) & MASK)
-    return (u + setting[RANK_PHASE] if t.mode == "weighted" else u) & MASK
+    return (u + {"weighted": 1, "fake": -1}.get(t.mode, 0) * setting[RANK_PHASE]) & MASK
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

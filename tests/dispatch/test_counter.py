@@ -128,6 +128,46 @@ def test_windows_whose_sum_exceeds_32_bits_are_summed_in_64() -> None:
     assert load.snapshot(all_reduce=lambda x: x.mul_(4)).numpy().item() == 4 * (2**31 - 1)
 
 
+def test_a_window_counts_beyond_32_bits() -> None:
+    """FA8: 2^32 + 7 gave 7, and three adds of 2^31 - 1 wrapped."""
+    load, layout = LoadCounter(1, 3, windows=2), ExpertLayout([[0, 1, 2, 0]], num_experts=3, topology=Topology(2))
+    load.add_slots(torch.tensor([[2**32 + 7, 1, 2**40, 2**32]]), layout)
+    for _ in range(3):
+        load.add_slots(torch.tensor([[0, 2**31 - 1, 0, 0]], dtype=torch.int32), layout)
+    load.add_slots(torch.tensor([[0, 0, 2**32 - 1, 0]], dtype=torch.uint32), layout)
+    load.roll()
+    assert load.snapshot().numpy().tolist() == [[[2**33 + 7, 3 * 2**31 - 2, 2**40 + 2**32 - 1]]]
+
+
+def test_counts_that_int64_cannot_hold_are_refused_and_change_nothing() -> None:
+    load, layout = LoadCounter(1, 3), ExpertLayout([[0, 1, 2, -1]], num_experts=3, topology=Topology(2))
+    load.add_slots(torch.tensor([[2**60, 0, 5, -1]]), layout)  # what an empty slot has is left out
+    for counts, error in (
+        (torch.tensor([[2**63 - 1, 0, 0, 0]]), OverflowError),
+        (torch.tensor([[1, -5, 0, 0]]), ValueError),
+        (torch.tensor([[1, 2, 3, 4]], dtype=torch.uint64), TypeError),
+        (torch.tensor([[True, False, True, False]]), TypeError),
+    ):
+        with pytest.raises(error, match=r"`counts` \("):
+            load.add_slots(counts, layout)
+    load.roll()
+    assert load.snapshot().numpy().tolist() == [[[2**60, 0, 5]]]
+    LoadCounter(0, 3).add_slots(torch.zeros((0, 4), dtype=torch.int64), empty())
+
+
+def empty() -> ExpertLayout:
+    return ExpertLayout(np.empty((0, 4), dtype=np.int64), num_experts=3, topology=Topology(2))
+
+
+def test_windows_that_have_finished_are_not_counted_beyond_those_kept() -> None:
+    """The int32 count of all windows would wrap after 2^31 passes, and snapshots with it."""
+    load = LoadCounter(1, 1, windows=2)
+    for _ in range(5):
+        load.roll()
+    assert load.state.tolist()[2] == 2
+    assert load.snapshot().numpy().shape == (2, 1, 1)
+
+
 def test_a_sum_over_ranks_that_raises_costs_no_snapshot() -> None:
     load = LoadCounter(1, 2)
     for _ in range(3):

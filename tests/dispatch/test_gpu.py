@@ -216,7 +216,7 @@ def test_rolling_kernel_agrees_with_the_torch_path() -> None:
     plain, other = LoadCounter(3, 5, windows=2), LoadCounter(3, 5, windows=2, device=DEVICE)
     for _ in range(7):
         for counter in (plain, other):
-            counter.count.add_(torch.arange(5, device=counter.device).to(torch.int32))
+            counter.count.add_(torch.arange(5, device=counter.device) << 40)
         plain.roll()
         gpu.roll(other.count, other.state)
         assert torch.equal(plain.count, other.count.cpu())

@@ -316,6 +316,28 @@ def test_fake_spreads_every_batch_evenly() -> None:
     assert all(len(set(row)) == 4 for row in slots.tolist())
 
 
+@pytest.mark.parametrize("rows", [1, 16, 100])
+@pytest.mark.parametrize(
+    ("ranks", "experts", "columns", "slots", "least"),
+    [(64, 256, 8, 256, 1.0), (32, 256, 8, 512, 0.5), (64, 16, 2, 128, 0.5), (3, 10, 4, 12, 0.5)],
+)
+def test_fake_loads_all_ranks_alike_when_all_take_part(
+    ranks: int, experts: int, columns: int, slots: int, least: float, rows: int
+) -> None:
+    """Every rank began at the same expert: of 64 ranks with 16 rows of 8, 32 got nothing."""
+    layout = ExpertLayout.trivial(2, experts, num_slots=slots, topology=Topology(ranks))
+    used, routed = torch.zeros(slots, dtype=torch.int64), torch.zeros(experts, dtype=torch.int64)
+    for rank in range(ranks):
+        load = LoadCounter(2, experts)
+        out = DispatchTables(layout, rank=rank, mode="fake", load=load).map(1, torch.zeros(rows, columns).long())
+        used += torch.bincount(out.flatten(), minlength=slots)
+        routed += load.count[1, 0]
+    assert int(routed.max()) - int(routed.min()) <= 1
+    loads = used.view(ranks, -1).sum(dim=1).double()
+    assert float(loads.mean() / loads.max()) >= least
+    assert int(loads.min()) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["weighted", "random", "quota", "static"])
 def test_one_compiled_region_serves_all_layers(mode: str) -> None:

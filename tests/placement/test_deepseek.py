@@ -362,3 +362,40 @@ def test_what_is_no_real_number_raises() -> None:
         eplb.rebalance_experts(np.array([["a", "b"]]), 4, 1, 1, 4)
     with pytest.raises(TypeError, match=r"`num_gpus` \(=4.0\) must be an integer"):
         eplb.rebalance_experts(torch.ones(1, 4), 4, 1, 1, 4.0)  # type: ignore[arg-type]
+
+
+# ---- counts that float32 does not hold -------------------------------------------------------------------------------
+
+
+def test_counts_above_two_to_the_24_keep_their_bits() -> None:
+    """FA13: in float32 the first two tie, and the first got the second replica."""
+    load = [[2**24, 2**24 + 1, 1, 1]]
+    for weight in (load, torch.tensor(load), np.array(load, dtype=np.uint64)):
+        p2l, l2p, count = eplb.rebalance_experts(weight, 5, 1, 1, 5)
+        assert count.tolist() == [[1, 2, 1, 1]]
+        assert p2l.tolist() == [[0, 1, 2, 3, 1]]
+        assert l2p.tolist() == [[[0, -1], [1, 4], [2, -1], [3, -1]]]
+        assert eplb.rebalance_experts(weight, 5, 1, 1, 5, float32=True)[2].tolist() == [[2, 1, 1, 1]]
+    assert eplb.rebalance_experts(torch.tensor(load).double(), 5, 1, 1, 5)[2].tolist() == [[2, 1, 1, 1]]
+
+
+@given(st.integers(0, 2**32), st.sampled_from([(8, 2, 2, 4), (1, 1, 1, 4), (4, 4, 2, 4), (2, 1, 1, 2)]))
+@settings(max_examples=60)
+def test_large_counts_are_placed_as_small_ones_are(seed: int, shape: tuple[int, int, int, int]) -> None:
+    """Loads whose shares float32 holds exactly: times an odd number they lose bits there, and none here."""
+    groups, nodes, _, ranks = shape
+    rng = np.random.default_rng(seed)
+    load = rng.integers(0, 4, (3, 16)) * 840  # up to eight replicas share without a rest
+    expected = eplb.rebalance_experts(load, 24, groups, nodes, ranks)
+    if int(expected[2].max()) > 8:
+        return
+    large = load * (2**30 + 1)
+    exact = eplb.rebalance_experts(large, 24, groups, nodes, ranks)
+    assert all(torch.equal(a, b) for a, b in zip(exact, expected, strict=True))
+
+
+def test_counts_beyond_float64_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`weight` \(=9007199254740993\) must be at most 2\^53"):
+        eplb.rebalance_experts([[2**53 + 1, 1]], 2, 1, 1, 2)
+    with pytest.raises(ValueError, match=r"`weight` \(=-1.0\) must be finite and not negative at layer 0, expert 1"):
+        eplb.rebalance_experts([[2**24 + 1, -1]], 2, 1, 1, 2)

@@ -501,3 +501,24 @@ def test_layers_may_have_unequally_many_slots() -> None:
     later = place(load, topology, num_slots=plan.slots_per_rank * 4, current=plan.layout)
     filled = (later.layout.physical_to_logical_map >= 0).sum(axis=1)
     assert filled.tolist() == (plan.slots_per_rank * 4).tolist()
+
+
+@pytest.mark.parametrize("dispatch", ["even", "weighted"])
+@pytest.mark.parametrize("windows", [1, 2])
+def test_active_ranks_without_a_slot_count_in_the_mean(dispatch: PlacementDispatch, windows: int) -> None:
+    """FA12: four experts of equal load on four of six ranks, one of which is out, keep four fifths at work."""
+    load, topology = np.full((windows, 2, 4), 3), Topology(6, rank_speed=[1, 1, 1, 1, 1, 1])
+    free = place(load, topology, num_slots=4, dispatch=dispatch)
+    np.testing.assert_allclose(free.balancedness, 4 / 6)
+    np.testing.assert_allclose(free.bound, 4 / 6)
+    np.testing.assert_allclose(free.balancedness, eplb.balancedness(eplb.rank_load(free.layout, load[0])))
+    active = np.array([True, True, True, True, False, True])
+    live = place(load, topology, num_slots=4, active_ranks=active, current=free.layout, dispatch=dispatch)
+    np.testing.assert_allclose(live.balancedness, 4 / 5)
+    np.testing.assert_allclose(live.bound, 4 / 5)
+
+
+def test_active_ranks_without_a_slot_count_with_their_speed() -> None:
+    placed = place([[3, 3]], Topology(3, rank_speed=[1, 1, 2]), num_slots=2)
+    assert placed.balancedness.tolist() == [6 / 4 / 3]
+    assert placed.bound.tolist() == [6 / 4 / 3]

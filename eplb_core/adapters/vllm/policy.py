@@ -27,7 +27,8 @@ class PolicyOptions:
     """How the policy places; equal on all ranks."""
 
     mode: str = "place"
-    """"place": from the live map on, only what pays moves. "deepseek": the engine's own algorithm, exactly."""
+    """"place": from the live map on, only what pays moves. "deepseek": the engine's own algorithm, exactly; counts
+    above 2^24 keep the bits that the engine's float32 loses."""
     min_gain: float = 0.01
     """Least rise of a layer's predicted balancedness for which it changes."""
     transfer_price: float | None = None
