@@ -14,7 +14,6 @@ from eplb_core.dispatch.constants import FINISHED, RECORDING, WINDOW
 from eplb_core.errors import EplbError
 from eplb_core.layout import ExpertLayout, layer_rows
 
-
 _TOP = torch.iinfo(torch.int64).max
 _COUNTED = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32}
 
@@ -154,7 +153,9 @@ class LoadCounter:
             raise ValueError(f"`counts` (={least}) must be 0 or more; a narrower counter has wrapped")
         held, most = int(self.count[:, int(self.state[WINDOW])].max()), int(amount.max())
         if held + most * amount.shape[1] > _TOP:
-            raise OverflowError(f"`counts` (up to {most}) may pass 2^63 with the {held} that the window holds; roll first")
+            raise OverflowError(
+                f"`counts` (up to {most}) may pass 2^63 with the {held} that the window holds; roll first"
+            )
 
     def snapshot(self, *, all_reduce: Callable[[torch.Tensor], object] | None = None) -> Snapshot:
         """Enqueue a copy of the finished windows to the host; wait for nothing.

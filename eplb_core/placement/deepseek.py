@@ -4,8 +4,8 @@ Two policies. Hierarchical, where the groups of experts divide over the nodes: g
 experts of each node replicated inside it, and the replicas packed to the node's ranks. Global: the same with one group
 and one node. Packing takes items from the heaviest to the lightest, each to the lightest rank that has room; nothing
 keeps two replicas of one expert apart, so answers may hold such pairs (`place` never does unless counting forces it).
-Arithmetic is float32 in DeepSeek's order, but for integers that float32 does not hold. Where loads tie exactly its sort leaves the order open; here the lowest index
-goes first, on every machine.
+Arithmetic is float32 in DeepSeek's order, but for integers that float32 does not hold. Where loads tie exactly its sort
+leaves the order open; here the lowest index goes first, on every machine.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def rebalance_experts(
         ([[0, 3, 1, 2]], [[1, 1, 1, 1]])
 
     Source:
-        deepseek-ai/EPLB, `rebalance_experts`; differs: ties have a stated order, large counts keep all their bits, an empty
-        model is answered, and what would fail an assertion, or let a NaN take all replicas, raises with numbers.
+        deepseek-ai/EPLB, `rebalance_experts`; differs: ties have a stated order, large counts keep all their bits, an
+        empty model is answered, and what would fail an assertion, or let a NaN take all replicas, raises with numbers.
     """
     if isinstance(weight, torch.Tensor) and not (weight.is_floating_point() or weight.is_complex()):
         weight = to_numpy(weight, "weight")

@@ -1,4 +1,4 @@
-"""DeepSeek's algorithm for counts that float32 does not hold: the same steps and ties in float64, all layers at once."""
+"""DeepSeek's algorithm for counts that float32 does not hold: the same steps and ties in float64."""
 
 from __future__ import annotations
 

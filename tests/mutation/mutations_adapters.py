@@ -9,6 +9,12 @@ SPEAKS_FIRST = f"{TEST_HOOKING}::test_a_rank_whose_answer_raises_says_so_first_a
 
 MUTATIONS = [
     (
+        f"{A}vllm_ascend_policy.py",
+        "            if worse.size:",
+        "            if False:",
+        f"{T}test_vllm_ascend_policy.py::test_no_layer_is_worse_than_before_on_what_the_windows_sum_to",
+    ),
+    (
         PLUGIN,
         'not hooking.asked_for("vllm") or',
         "",

@@ -8,6 +8,7 @@ HOST = "eplb_core/dispatch/host.py"
 ROWS = "eplb_core/dispatch/rows.py"
 SHARES = "eplb_core/dispatch/shares.py"
 STATIC = "eplb_core/dispatch/static.py"
+COUNTER = "eplb_core/dispatch/counter.py"
 TABLES = "eplb_core/dispatch/tables.py"
 T_TABLES = "tests/dispatch/test_tables.py"
 PAIRS = "tests/dispatch/test_shares.py::test_slots_of_one_expert_on_one_rank_take_equal_parts"
@@ -18,6 +19,8 @@ STAY = f"{T_TABLES}::test_addresses_shapes_and_types_stay"
 NOTHING = f"{T_TABLES}::test_more_replicas_than_there_is_room_for_are_refused_before_anything_is_written"
 EXACT = f"{T_TABLES}::test_entries_give_every_slot_its_share_exactly"
 ORACLE = "tests/dispatch/test_ops.py::test_the_loop_on_the_host_does_what_the_oracle_does"
+WIDE = "tests/dispatch/test_counter.py::test_a_window_counts_beyond_32_bits"
+SPREAD = "tests/dispatch/test_ops.py::test_fake_loads_all_ranks_alike_when_all_take_part"
 
 RESOLVER = "from eplb_core.loading.resolver import SlotResolver\n"
 KEPT = "            self._p2l[layer] = p2l[layer]\n"
@@ -30,5 +33,7 @@ MUTATIONS: list[tuple[str, ...]] = [
     (TABLES, KEPT, f"{KEPT}            self._packed = self._packed.clone()\n", STAY, "rule 8"),
     (TABLES, "if len(rows) > 1:", "if False:", NOTHING, "rule 8"),
     (ROWS, "weights[rich] -= UNIT - weights[poor]", "weights[rich] = UNIT", EXACT),
+    (COUNTER, "counts.to(torch.int64), 0)", "counts.to(torch.int32), 0)", WIDE),
+    (TABLES, "first = self.rank * experts // ranks", "first = 0", SPREAD),
     (HOST, "+ 1] <= place[expert]", "+ 1] < place[expert]", ORACLE),
 ]
