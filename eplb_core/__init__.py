@@ -26,6 +26,8 @@ from eplb_core._version import __version__ as __version__
 _HOMES = {
     "_warm_up": "warm_up",
     "topology": "Topology",
+    "balancer.balancer": "Balancer",
+    "balancer.notes": "BalancerReport",
     "layout": "ExpertLayout min_redundant",
     "files.formats": "demo_trace load_layout load_trace",
     "files.layout_file": "save_layout",

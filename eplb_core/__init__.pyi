@@ -5,6 +5,8 @@ from eplb_core import simulation as simulation
 from eplb_core import testing as testing
 from eplb_core._version import __version__ as __version__
 from eplb_core._warm_up import warm_up as warm_up
+from eplb_core.balancer.balancer import Balancer as Balancer
+from eplb_core.balancer.notes import BalancerReport as BalancerReport
 from eplb_core.dispatch.counter import LoadCounter as LoadCounter
 from eplb_core.dispatch.even import even_dispatch_table as even_dispatch_table
 from eplb_core.dispatch.even import hash_dispatch_table as hash_dispatch_table

@@ -12,7 +12,13 @@ import eplb_core
 
 ROOT = Path(eplb_core.__file__).parent
 # The rooms into which each room of the core may look, besides its own and the files beside the rooms.
-CORE: dict[str, set[str]] = {"files": set(), "placement": set(), "dispatch": set(), "loading": {"files"}}
+CORE: dict[str, set[str]] = {
+    "files": set(),
+    "placement": set(),
+    "balancer": {"placement"},
+    "dispatch": set(),
+    "loading": {"files"},
+}
 ROOMS = {*CORE, "simulation", "adapters", "testing", "cli"}
 
 

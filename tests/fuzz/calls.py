@@ -20,7 +20,7 @@ from eplb_core.loading.transports import LocalCopy
 
 LEFT_OUT = {
     "protocols, of which each engine has its own": "Agreement Transport",
-    "plain data that the library makes": "Caps GainReport LayerTables MigratorStatus Placement PullPlan "
+    "plain data that the library makes": "BalancerReport Caps GainReport LayerTables MigratorStatus Placement PullPlan "
     "SlotPlan Verdict LayoutRecord.of_state LayoutRecord.restarted LayoutRecord.revert",
     "checked where it is used": "Region ReadBatch",
     "a device or a package that this machine need not have": "CudaIpc Mooncake Nixl",
@@ -97,6 +97,12 @@ def backup(folder: Path, closing: ExitStack) -> eplb.HostBackup:
     return eplb.HostBackup.save(folder / "backup", [store()], ONE, rank=0, agreement=LocalAgreement.group(1)[0])
 
 
+def balancer(folder: Path, closing: ExitStack) -> eplb.Balancer:
+    made = eplb.Balancer(TOPOLOGY, num_slots=6)
+    made.observe(WINDOWS)
+    return made
+
+
 def shared_memory(folder: Path, closing: ExitStack) -> eplb.SharedMemory:
     made = eplb.SharedMemory()
     closing.callback(made.close)
@@ -134,7 +140,7 @@ _EXAMPLES: tuple[tuple[str, Any], ...] = (
     ("grid", {"interval": [2]}),
     ("forecasters", {"all": "all"}),
     ("place_options", {}),
-    ("current layout old", LAYOUT),
+    ("current layout live old", LAYOUT),
     ("new other placement", NEW),
     ("own", ONE),
     ("topology", TOPOLOGY),
@@ -168,6 +174,9 @@ _EXAMPLES: tuple[tuple[str, Any], ...] = (
 EXAMPLES = {name: value for names, value in _EXAMPLES for name in names.split()}
 # What differs from the examples above. Words after a callable's name make another call of it.
 CALLS: dict[str, dict[str, Any]] = {
+    "Balancer": {"cost": None, "move_cost": 0.01, "num_slots": 6},
+    "Balancer by cost": {"move_cost": None, "window_passes": 2.0, "num_slots": 6},
+    "Balancer.load_state_dict": {"state": lambda folder, closing: balancer(folder, closing).state_dict()},
     "CostModel": {"node_bandwidth": 1.0, "network_bandwidth": 1.0, "stall": 0.5},
     "DispatchTables": {"mode": "weighted", "shares": SHARES, "load": None},
     "DispatchTables.install": {"layout": NEW},
@@ -247,6 +256,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 OWNERS: dict[str, Callable[[Path, ExitStack], Any]] = {
+    "Balancer": balancer,
     "CostModel": lambda folder, closing: COST,
     "DispatchTables": lambda folder, closing: eplb.DispatchTables(LAYOUT, rank=1),
     "DispatchTables.install of shares": lambda folder, closing: eplb.DispatchTables(LAYOUT, rank=1, mode="weighted"),

@@ -17,6 +17,9 @@ def plan(recorded: str) -> eplb.ExpertLayout:
     live = eplb.ExpertLayout.trivial(load.shape[1], load.shape[2], num_slots=288, topology=topology)
     placed: eplb.Placement = eplb.place(load, topology=topology, num_slots=288, current=live, dispatch="weighted")
     verdict = eplb.should_rebalance(live, load, placement=placed)
+    balancer = eplb.Balancer(topology, num_slots=288, move_cost=1e-2)
+    balancer.observe(load)
+    live = balancer.propose(live).layout
     even: float = eplb.mean_balancedness(eplb.rank_load(placed.layout, load))
     return live.replace(placed.layout, verdict.layers) if even > 0.9 else live
 

@@ -1,0 +1,133 @@
+"""What the moves have cost, what they promised, and what they have brought on the windows since. Decides nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from eplb_core._arrays import FloatArray, IntArray
+from eplb_core.balancer.memory import KEPT, Memory, view_of
+from eplb_core.layout import ExpertLayout
+from eplb_core.metrics import mean_over_top, rank_load, transfers
+from eplb_core.placement.worth.pass_time import solved_balancedness
+from eplb_core.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class BalancerReport:
+    """What a Balancer takes the traffic for, and what its moves have brought. `print` it for words."""
+
+    windows: int
+    """Windows with load that were observed."""
+    regime: str
+    """"unknown" (fewer than 4 windows), "new" (fewer than 32 since a change or the start) or "settled"."""
+    since: int
+    """Window with which the present regime began, counted from 0."""
+    changes: int
+    """Changes of the traffic that were seen."""
+    distance: float
+    """Last distance of windows from those before, over the median of past ones; a change is above 3. NaN at first."""
+    price: float
+    """Gain in balancedness that a transfer must bring now."""
+    transfers: int
+    """Transfers seen between the live layouts of calls of `propose`, without the first placement."""
+    transfers_per_window: float
+    """The same for each window since the first placement, all layers together; NaN before any."""
+    bytes_per_window: float
+    """The same in bytes; NaN where the cost model does not know an expert's bytes."""
+    promised: float
+    """Rise in balancedness that the last move of each layer promised, mean over layers moved; NaN where none did."""
+    brought: float
+    """The same, measured on the windows since: the row that is live against the one before it."""
+
+    def numbers(self) -> Mapping[str, float | int | str]:
+        """All fields by name, for metrics."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if not self.windows:
+            return "nothing was observed yet"
+        began = "the start" if not self.changes else f"window {self.since}, the last of {self.changes} changes"
+        words = [f"{self.windows} windows; traffic is {self.regime} since {began}"]
+        words.append(f"a transfer must bring {self.price:.1e} of balancedness")
+        if self.transfers_per_window == self.transfers_per_window:
+            size = "" if self.bytes_per_window != self.bytes_per_window else f" ({self.bytes_per_window / 1e6:.1f} MB)"
+            words.append(f"{self.transfers} transfers, {self.transfers_per_window:.2f} a window{size}")
+        if self.brought == self.brought:
+            words.append(f"the last moves promised {self.promised:+.4f} and have brought {self.brought:+.4f}")
+        return "; ".join(words)
+
+
+class Notes:
+    """What was live, what came before it, and what was promised of it.
+
+    Args:
+        layers: Layers L.
+        slots: Slots P of the live layouts.
+    """
+
+    def __init__(self, layers: int, slots: int) -> None:
+        self.live: IntArray = np.full((layers, slots), -1, dtype=np.int64)
+        self.before = self.live.copy()
+        self.proposed = self.live.copy()
+        self.offered: FloatArray = np.zeros(layers)
+        self.promised: FloatArray = np.full(layers, np.nan)
+        self.moved_at: IntArray = np.full(layers, -1, dtype=np.int64)
+        self.first_at = -1
+        self.transfers = 0
+
+    def see(self, live: ExpertLayout, count: int) -> None:
+        """Compare the live layout with the last one: what was installed, and was it what was proposed?"""
+        rows = live.physical_to_logical_map
+        changed = np.flatnonzero((rows != self.live).any(axis=1) & (self.live >= 0).any(axis=1))
+        if changed.size:
+            old = ExpertLayout._of_valid(np.where(self.live < 0, rows, self.live), live.num_experts, live.topology)
+            received = int(transfers(old, live).sum())
+            if self.first_at < 0:
+                self.first_at = count
+            else:
+                self.transfers += received
+            asked = (rows[changed] == self.proposed[changed]).all(axis=1)
+            self.before[changed], self.moved_at[changed] = self.live[changed], count
+            self.promised[changed] = np.where(asked, self.offered[changed], np.nan)
+        self.live = rows.copy()
+
+    def offer(self, placed: ExpertLayout, live: ExpertLayout, memory: Memory, weighted: bool) -> None:
+        """Remember what is proposed, and what it promises: the rise on the windows that it was made for."""
+        now, new = live.physical_to_logical_map, placed.physical_to_logical_map
+        self.proposed, self.offered = new.copy(), np.zeros(len(new))
+        for layer in np.flatnonzero((now != new).any(axis=1)).tolist():
+            windows, weights = view_of(memory, np.array([layer]), np.full(len(new), memory.count))
+            rows = (table[layer : layer + 1] for table in (new, now))
+            after, before = (_mean_balance(row, windows, weights, live.topology, weighted) for row in rows)
+            self.offered[layer] = after - before
+
+    def measure(self, memory: Memory, topology: Topology, weighted: bool) -> tuple[float, float]:
+        """What the last moves promised and have brought, mean over the layers with windows since; NaN without any."""
+        promised = brought = 0.0
+        number = 0
+        for layer in np.flatnonzero((self.moved_at >= 0) & np.isfinite(self.promised)).tolist():
+            since = np.arange(max(int(self.moved_at[layer]), memory.count - KEPT), memory.count) % KEPT
+            windows, weights = memory.shares[since, layer : layer + 1], np.ones(len(since))
+            rows = (table[layer : layer + 1] for table in (self.live, self.before))
+            now, was = (_mean_balance(row, windows, weights, topology, weighted) for row in rows)
+            if math.isfinite(now - was):
+                promised, brought, number = promised + float(self.promised[layer]), brought + now - was, number + 1
+        return (promised / number, brought / number) if number else (math.nan, math.nan)
+
+
+def _mean_balance(row: IntArray, windows: FloatArray, weights: FloatArray, topology: Topology, weighted: bool) -> float:
+    """Of one row `[1, P]` on windows `[T, 1, E]` of some weight; NaN where there is no load."""
+    layout = ExpertLayout._of_valid(row, windows.shape[2], topology)
+    if weighted:
+        active, lost = np.ones(topology.num_ranks, dtype=np.bool_), np.zeros(1, dtype=np.bool_)
+        each = solved_balancedness(layout, windows, active, lost)[:, 0]
+    else:
+        ranks, speed = rank_load(layout, windows)[:, 0], topology.rank_speed
+        each = mean_over_top(ranks.sum(axis=1) / speed.sum(), (ranks / speed).max(axis=1))
+    known = np.isfinite(each)
+    total = float(weights[known].sum())
+    return float((each[known] * weights[known]).sum()) / total if total > 0.0 else math.nan

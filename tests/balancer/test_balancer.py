@@ -1,0 +1,364 @@
+"""`Balancer`: the same windows and the same layout give the same answer, whenever and wherever it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from eplb_core import Balancer, CostModel, ExpertLayout, InfeasiblePlacementError, Topology, place, transfers
+
+RANKS = Topology(4, 2)
+LAYERS, EXPERTS, SLOTS = 6, 16, 24
+
+
+def windows(count: int, seed: int = 0, layers: int = LAYERS, move: float = 0.3) -> npt.NDArray[np.int64]:
+    """Load whose hot experts walk."""
+    rng = np.random.default_rng(seed)
+    state = rng.standard_normal((layers, EXPERTS))
+    out = []
+    for _ in range(count):
+        state = np.sqrt(1 - move**2) * state + move * rng.standard_normal(state.shape)
+        out.append(rng.poisson(np.exp(state) * 100))
+    return np.stack(out).astype(np.int64)
+
+
+def trivial(layers: int = LAYERS, topology: Topology = RANKS) -> ExpertLayout:
+    return ExpertLayout.trivial(layers, EXPERTS, num_slots=SLOTS, topology=topology)
+
+
+def balancer(**options: Any) -> Balancer:
+    return Balancer(RANKS, **{"num_slots": SLOTS, **options})
+
+
+def live_through(bal: Balancer, load: npt.NDArray[np.int64], live: ExpertLayout) -> tuple[list[ExpertLayout], int]:
+    """Layouts that were live, and the transfers between them."""
+    seen, moved = [live], 0
+    for window in load:
+        bal.observe(window)
+        live = bal.propose(live).layout
+        moved += int(transfers(seen[-1], live).sum())
+        seen.append(live)
+    return seen, moved
+
+
+def test_nothing_observed_is_no_reason_to_move() -> None:
+    placed = balancer().propose(trivial())
+    assert placed.layout == trivial()
+    assert np.isnan(placed.balancedness).all()
+    assert placed.transfers.sum() == 0
+
+
+def test_what_does_not_pay_is_the_live_layout_itself() -> None:
+    bal = balancer()
+    bal.observe(np.ones((LAYERS, EXPERTS)))
+    live = bal.propose(trivial()).layout
+    assert bal.propose(live).layout is live
+
+
+def test_it_answers_as_place_does_for_the_windows_in_memory() -> None:
+    """One window: `place` on its shares, at a price next to nothing for layers that were placed for no load."""
+    load = windows(1)[0]
+    bal = balancer()
+    bal.observe(load)
+    shares = load / load.max(axis=1, keepdims=True)
+    shares /= np.cumsum(shares, axis=1)[:, -1:]  # in order, as the kernel adds
+    expected = place(
+        shares, RANKS, num_slots=SLOTS, current=trivial(), transfer_price=1e-6, min_gain=0.002, window_weights=[1.0]
+    )
+    found = bal.propose(trivial())
+    assert found.layout == expected.layout
+    np.testing.assert_array_equal(found.balancedness, expected.balancedness)
+    np.testing.assert_array_equal(found.transfers, transfers(trivial(), found.layout).sum(axis=1))
+
+
+def test_asked_twice_it_answers_the_same_and_asked_by_another_rank_too() -> None:
+    load = windows(40)
+    asked, quiet = balancer(), balancer()
+    seen, _ = live_through(asked, load, trivial())
+    quiet.observe(load)
+    assert quiet.digest == asked.digest
+    again = asked.propose(seen[-1])
+    for other in (asked.propose(seen[-1]), quiet.propose(seen[-1])):
+        assert other.layout == again.layout
+        np.testing.assert_array_equal(other.balancedness, again.balancedness)
+        np.testing.assert_array_equal(other.transfers, again.transfers)
+
+
+@pytest.mark.parametrize("every", [1, 3, 8])
+def test_layers_in_turn_get_the_answers_of_a_rank_that_never_asked_before(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept between calls must be what a search would find now: layers in turn, memory full and over."""
+    monkeypatch.setattr("eplb_core.balancer.decide._CELLS", 128 * LAYERS * SLOTS // every)
+    load = windows(170, seed=3)
+    asked, live = balancer(move_cost=0.05), trivial()
+    for t, window in enumerate(load):
+        asked.observe(window)
+        found = asked.propose(live)
+        if t % 23 == 0 or t > 166:
+            fresh = balancer(move_cost=0.05)
+            fresh.load_state_dict(asked.state_dict())
+            other = fresh.propose(live)
+            assert other.layout == found.layout
+            np.testing.assert_array_equal(other.balancedness, found.balancedness)
+        live = found.layout
+
+
+def test_windows_one_by_one_or_together_are_the_same() -> None:
+    load = windows(20)
+    one, all_of_them = balancer(), balancer()
+    for window in load:
+        one.observe(window)
+    all_of_them.observe(load)
+    assert one.digest == all_of_them.digest
+    assert one.propose(trivial()).layout == all_of_them.propose(trivial()).layout
+
+
+def test_any_window_that_differs_shows_in_the_digest() -> None:
+    load = windows(200)
+    one, other = balancer(), balancer()
+    one.observe(load)
+    load[3, 2, 1] += 1
+    other.observe(load)
+    assert one.digest != other.digest
+
+
+def test_what_it_was_made_with_shows_in_the_digest() -> None:
+    cost = CostModel(token_s=1e-6, expert_bytes=1e6, network_bandwidth=1e9)
+    made = [
+        balancer(),
+        balancer(move_cost=0.02),
+        balancer(num_slots=28),
+        balancer(dispatch="weighted"),
+        balancer(active_ranks=[True, True, True, False]),
+        balancer(cost=cost, window_passes=8),
+        balancer(cost=cost, window_passes=9),
+        Balancer(Topology(4), num_slots=SLOTS),
+    ]
+    assert len({bal.digest for bal in made}) == len(made)
+    assert balancer().digest == balancer(max_transfers=None).digest
+
+
+def test_a_window_without_load_says_nothing() -> None:
+    load = windows(12)
+    one, other = balancer(), balancer()
+    one.observe(load)
+    other.observe(load[:7])
+    other.observe(np.zeros((3, LAYERS, EXPERTS)))
+    other.observe(load[7:])
+    assert one.digest == other.digest
+
+
+def test_a_layer_without_load_stays() -> None:
+    load = windows(8)
+    load[:, 2] = 0
+    seen, _ = live_through(balancer(), load, trivial())
+    changed = (seen[-1].physical_to_logical_map != trivial().physical_to_logical_map).any(axis=1)
+    assert changed.tolist() == [True, True, False, True, True, True]
+
+
+def test_the_size_of_windows_does_not_count() -> None:
+    """Prefill and decode mixed: a window of a thousandth of the tokens is a window."""
+    load = windows(30).astype(np.float64)
+    scaled = load * np.where(np.arange(30) % 2, 2.0**-10, 1.0)[:, None, None]
+    one, other = balancer(), balancer()
+    one.observe(load)
+    other.observe(scaled)
+    assert one.propose(trivial()).layout == other.propose(trivial()).layout
+
+
+def test_loads_near_the_end_of_float64_are_told_apart() -> None:
+    bal = balancer()
+    bal.observe(np.where(np.arange(EXPERTS) < 2, 1.7e308, 1e308) * np.ones((LAYERS, 1)))
+    found = bal.propose(trivial())
+    assert np.isfinite(found.balancedness).all()
+
+
+def test_a_rank_that_restarts_goes_on_as_the_others() -> None:
+    load = windows(60)
+    bal, live = balancer(), trivial()
+    seen, _ = live_through(bal, load[:40], live)
+    again = balancer()
+    again.load_state_dict(bal.state_dict())
+    assert again.digest == bal.digest
+    assert str(again.report()) == str(bal.report())
+    one, _ = live_through(bal, load[40:], seen[-1])
+    other, _ = live_through(again, load[40:], seen[-1])
+    assert one == other
+    assert again.digest == bal.digest
+
+
+def test_a_state_is_a_copy() -> None:
+    bal = balancer()
+    bal.observe(windows(3))
+    state = bal.state_dict()
+    bal.observe(windows(3, seed=1))
+    again = balancer()
+    again.load_state_dict(state)
+    assert again.report().windows == 3
+    again.observe(windows(1))
+    assert state["count"] == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"version": 2}, ValueError, "version 1, not 2"),
+        ({"count": 7}, ValueError, "digest differs"),
+        ({"shares": np.zeros((2, 2))}, ValueError, "digest differs"),
+        ({"layers": "many"}, ValueError, "`layers` = 'many'"),
+        ({"start": None}, ValueError, "`start`"),
+        (None, TypeError, "must be a dict"),
+    ],
+)
+def test_a_wrong_state_is_refused_and_costs_none(change: dict[str, Any] | None, error: type, match: str) -> None:
+    bal = balancer()
+    bal.observe(windows(5))
+    before, layout = bal.digest, bal.propose(trivial()).layout
+    state: Any = bal.state_dict()
+    if change is None:
+        state = None
+    else:
+        state.update(change)
+        if change == {"start": None}:
+            del state["start"]
+    with pytest.raises(error, match=match):
+        bal.load_state_dict(state)
+    assert bal.digest == before
+    assert bal.propose(trivial()).layout == layout
+
+
+@pytest.mark.parametrize(
+    ("load", "error", "match"),
+    [
+        (np.full((LAYERS, EXPERTS), np.nan), ValueError, "nan"),
+        (-np.ones((LAYERS, EXPERTS)), ValueError, "-1.0"),
+        (np.ones((LAYERS, EXPERTS + 1)), ValueError, "17 experts"),
+        (np.ones((LAYERS + 1, EXPERTS)), ValueError, "7 layers"),
+        (np.ones(EXPERTS), ValueError, r"\[L, E\] or \[T, L, E\]"),
+        ([["a"]], TypeError, "load"),
+    ],
+)
+def test_bad_windows_cost_no_state(load: Any, error: type, match: str) -> None:
+    bal = balancer()
+    bal.observe(windows(5))
+    before = bal.digest
+    with pytest.raises(error, match=match):
+        bal.observe(load)
+    with pytest.raises(ValueError, match="window 1"):
+        bal.observe(np.stack([np.ones((LAYERS, EXPERTS)), np.full((LAYERS, EXPERTS), np.inf)]))
+    assert bal.digest == before
+
+
+def test_a_bad_first_window_leaves_it_new() -> None:
+    bal = balancer()
+    with pytest.raises(ValueError, match="one layer and one expert"):
+        bal.observe(np.zeros((0, EXPERTS)))
+    bal.observe(windows(1, layers=2))
+    assert bal.propose(trivial(2)).layout.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"move_cost": -0.1}, ValueError, "move_cost"),
+        ({"move_cost": float("nan")}, ValueError, "move_cost"),
+        ({"move_cost": 0.1, "cost": CostModel(), "window_passes": 2}, ValueError, "one or the other"),
+        ({"cost": CostModel(expert_bytes=1.0, network_bandwidth=1.0)}, ValueError, "needs `window_passes`"),
+        ({"cost": CostModel(), "window_passes": 2}, ValueError, "what a transfer costs"),
+        ({"transfer_price": 0.1}, TypeError, "decides it"),
+        ({"colour": 1}, TypeError, "no argument of `place`"),
+        ({"num_slots": None}, TypeError, "num_slots"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type, match: str) -> None:
+    with pytest.raises(error, match=match):
+        balancer(**options)
+
+
+def test_a_live_layout_of_another_frame_says_what_to_do() -> None:
+    bal = balancer()
+    with pytest.raises(ValueError, match="state_dict"):
+        bal.propose(trivial(topology=Topology(8)))
+    bal.observe(windows(1))
+    with pytest.raises(ValueError, match="5 layers"):
+        bal.propose(trivial(5))
+    larger = balancer(num_slots=28)
+    larger.observe(windows(1))
+    with pytest.raises(ValueError, match="24 slots"):
+        larger.propose(trivial())
+
+
+def test_resized_layouts_take_the_state_along() -> None:
+    load = windows(40)
+    bal = balancer()
+    seen, _ = live_through(bal, load[:30], trivial())
+    wider = Topology(6, 2)
+    grown = Balancer(wider, num_slots=36)
+    grown.load_state_dict(bal.state_dict())
+    live = seen[-1].resized(wider, ranks=[0, 1, -1, 2, 3, -1])
+    placed = grown.propose(live)
+    assert placed.layout.num_slots == 36
+    assert placed.balancedness.mean() > 0.9 * bal.propose(seen[-1]).balancedness.mean()
+
+
+def test_ranks_that_die_are_left_at_once_and_frozen_layers_only_for_lost_experts() -> None:
+    bal = balancer()
+    seen, _ = live_through(bal, windows(40), trivial())
+    live, active = seen[-1], np.array([True, True, True, False])
+    placed = bal.propose(live, active_ranks=active, frozen=[0, 1])
+    rows = placed.layout.physical_to_logical_map.reshape(LAYERS, 4, -1)
+    assert (rows[2:, 3] == -1).all()
+    assert all(set(range(EXPERTS)) <= set(row[:3].reshape(-1).tolist()) for row in rows)
+    with pytest.raises(InfeasiblePlacementError):
+        bal.propose(live, active_ranks=[True, True, False, False])
+    assert bal.propose(live).layout == bal.propose(live, active_ranks=[True] * 4).layout
+
+
+def test_frozen_layers_stay() -> None:
+    bal = balancer()
+    bal.observe(windows(4))
+    placed = bal.propose(trivial(), frozen=np.arange(LAYERS) < 3)
+    changed = (placed.layout.physical_to_logical_map != trivial().physical_to_logical_map).any(axis=1)
+    assert changed.tolist() == [False] * 3 + [True] * 3
+
+
+def test_a_budget_of_all_layers_holds_over_all() -> None:
+    bal = balancer()
+    bal.observe(windows(4))
+    assert bal.propose(trivial()).transfers.sum() > 10
+    assert 0 < bal.propose(trivial(), max_total_transfers=10).transfers.sum() <= 10
+
+
+def test_a_cost_model_says_what_a_transfer_is_worth() -> None:
+    """A layer: 2,400 tokens on 4 ranks at 1e-6 s each = 6e-4 s; a transfer 6e-6 s: a hundredth."""
+    load = np.full((LAYERS, EXPERTS), 2400 / EXPERTS)
+    cost = CostModel(token_s=1e-6, expert_bytes=6e3, network_bandwidth=1e9)
+    bal = balancer(cost=cost, window_passes=3)
+    bal.observe(load)
+    assert bal.report().price == pytest.approx(0.01 / 32, rel=0.07)
+    assert balancer(move_cost=0.02).report().price == 0.02
+
+
+def test_the_report_measures_what_moves_have_brought() -> None:
+    bal = balancer(cost=CostModel(token_s=1e-6, expert_bytes=6e3, network_bandwidth=1e9), window_passes=3)
+    assert str(bal.report()) == "nothing was observed yet"
+    load = windows(50, move=0.05)
+    live_through(bal, load, trivial())
+    report = bal.report()
+    assert (report.windows, report.regime, report.changes) == (50, "settled", 0)
+    assert report.brought == pytest.approx(report.promised, abs=0.1)
+    assert report.brought > 0.0
+    assert report.bytes_per_window == pytest.approx(report.transfers_per_window * 6e3)
+    assert report.numbers()["windows"] == 50
+    assert "50 windows" in str(report)
+
+
+def test_solved_shares_are_planned_and_judged_as_such() -> None:
+    bal = balancer(dispatch="weighted")
+    seen, _ = live_through(bal, windows(20, move=0.1), trivial())
+    assert bal.propose(seen[-1]).dispatch == "weighted"
+    assert bal.report().brought > 0.0
