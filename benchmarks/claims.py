@@ -245,6 +245,12 @@ def _record(record: Record) -> Iterator[Claim]:
     )
 
 
+def _contents(record: Record) -> Iterator[Claim]:
+    yield Claim("arrays read, as they are and cut, cast, turned, joined, misnamed", record["arrays"])
+    yield Claim("of these, no load but taken for one without a doubt", len(record["taken_for_a_load"]))
+    yield Claim("of these, loads that were refused", len(record["refused_loads"]))
+
+
 def _schedules(record: Record) -> Iterator[Claim]:
     yield Claim("schedules of engines and crashes, none served a wrong layout", record["schedules"])
 
@@ -432,6 +438,7 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "soak_engine": _soak_engine,
     "soak_engine_shared": _soak_engine,
     "record": _record,
+    "contents": _contents,
     "schedules": _schedules,
     "fuzz_record": _fuzz_record,
     "soak_moves": _soak_moves,

@@ -25,7 +25,16 @@ MAX_MADE = 1 << 29
 
 
 def to_numpy(value: object, name: str) -> npt.NDArray[Any]:
-    """View `value`, which the caller calls `name`, as a numpy array; a CUDA tensor costs one copy to the host."""
+    """View `value`, which the caller calls `name`, as a numpy array; a CUDA tensor costs one copy to the host.
+
+    Refused are data frames, whose columns numpy would take for one axis, and masked arrays, whose mask it would drop.
+    """
+    if is_frame(value):
+        columns = plain(", ".join(map(str, getattr(value, "column_names", getattr(value, "columns", ())))), 80)
+        raise TypeError(f"`{name}` (a frame with columns {columns}) must be an array: give the numbers alone, as numpy")
+    if np.ma.is_masked(value):
+        masked = int(np.count_nonzero(getattr(value, "mask", True)))
+        raise TypeError(f"`{name}` ({masked:,} values masked) must be a plain array; put numbers there by `.filled(0)`")
     try:
         if hasattr(value, "detach"):
             tensor: Any = value
@@ -41,6 +50,12 @@ def to_numpy(value: object, name: str) -> npt.NDArray[Any]:
     if array.size > MAX_NUMBERS:
         raise ValueError(f"`{name}` (shape {list(array.shape)}) must have at most {MAX_NUMBERS:,} numbers")
     return array
+
+
+def is_frame(value: object) -> bool:
+    """Is it a data frame or table: of pandas, polars, pyarrow?"""
+    named = hasattr(value, "column_names") or hasattr(value, "columns")
+    return named and (hasattr(value, "__dataframe__") or hasattr(value, "__arrow_c_stream__") or hasattr(value, "iloc"))
 
 
 def to_reals(value: object, name: str) -> FloatArray:

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import eplb_core
+from eplb_core import ExpertLayout, Topology, load_layout
 from eplb_core.errors import FileFormatError
-from eplb_core.files.formats import demo_trace, load_trace
+from eplb_core.files.formats import demo_trace, is_layout_file, load_trace
 from eplb_core.files.trace_file import save_trace
+from eplb_core.load import count_topk
 from eplb_core.trace import Trace
 
 
@@ -171,3 +173,76 @@ def test_the_demo_trace_is_the_recorded_stretch() -> None:
 
 def test_public_names() -> None:
     assert (eplb_core.Trace, eplb_core.load_trace, eplb_core.save_trace) == (Trace, load_trace, save_trace)
+
+
+# ---- what plain arrays are taken for ---------------------------------------------------------------------------------
+
+IDS = np.argsort(np.random.default_rng(0).gumbel(size=(96, 3, 16)), axis=2)[:, :, :4]
+
+
+@pytest.mark.parametrize("dtype", ["i2", "u1", "i8"])
+def test_top_k_ids_in_a_file_are_counted_where_the_experts_are_given_and_else_refused(
+    tmp_path: Path, dtype: str
+) -> None:
+    path = tmp_path / "routed.npy"
+    np.save(path, IDS.astype(dtype))
+    with pytest.raises(FileFormatError, match=r"num_experts=E, window_tokens=N\).*--experts E.*--holds load"):
+        load_trace(path)
+    trace = load_trace(path, num_experts=16, window_tokens=20)
+    assert trace.load.tolist() == np.stack([count_topk(IDS[t * 20 : t * 20 + 20], 16) for t in range(4)]).tolist()
+    assert (trace.top_k, trace.num_windows) == (4, 4)
+    assert "the last 16 left out" in trace.notes[0]
+    assert load_trace(path, num_experts=16).num_windows == 1
+    assert load_trace(path, holds="load").load.shape == (96, 3, 4)
+    for bad, match in (({"num_experts": 15}, "must be in"), ({"num_experts": 16, "window_tokens": 97}, "96 tokens")):
+        with pytest.raises(FileFormatError, match=match):
+            load_trace(path, **bad)  # type: ignore[arg-type]
+
+
+def test_what_the_file_says_of_its_experts_is_enough(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", topk_ids=IDS, num_experts=np.array(20), seq_lens=np.ones((4, 4)))
+    assert load_trace(tmp_path / "t.npz", key="topk_ids").num_experts == 20
+    with pytest.raises(FileFormatError, match=r"topk_ids \[96, 3, 4\] int64 \(tokens\).*--key"):
+        load_trace(tmp_path / "t.npz")
+
+
+def test_one_layers_ids_and_ids_by_the_callers_word(tmp_path: Path) -> None:
+    np.save(tmp_path / "one.npy", IDS[:, 0])
+    assert load_trace(tmp_path / "one.npy", num_experts=16).load.tolist() == [[count_topk(IDS[:, 0], 16).tolist()]]
+    np.save(tmp_path / "few.npy", IDS[:2])
+    assert load_trace(tmp_path / "few.npy", holds="tokens", num_experts=16).load.sum() == 2 * 3 * 4
+    with pytest.raises(FileFormatError, match=r"16 experts, found 4 in the array.*--holds tokens"):
+        load_trace(tmp_path / "few.npy", num_experts=16)
+
+
+def test_a_load_says_why_it_is_taken_for_one(tmp_path: Path) -> None:
+    load = count_topk(IDS, 16)
+    np.savez(tmp_path / "a.npz", a=load)
+    assert "equal totals" in load_trace(tmp_path / "a.npz").notes[0]
+    np.savez(tmp_path / "b.npz", load=load[:, ::2])
+    assert "; but layers' totals differ by up to" in load_trace(tmp_path / "b.npz").notes[0]
+
+
+def test_bare_tensors_and_dicts_of_them_are_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save(torch.from_numpy(count_topk(IDS, 16)), tmp_path / "load.pt")
+    assert load_trace(tmp_path / "load.pt").load.shape == (1, 3, 16)
+    torch.save({"topk_ids": torch.from_numpy(IDS), "note": "x"}, tmp_path / "ids.pt")
+    assert load_trace(tmp_path / "ids.pt", num_experts=16).top_k == 4
+    with pytest.raises(FileFormatError, match="top-k ids"):
+        load_trace(tmp_path / "ids.pt")
+
+
+def test_a_map_and_a_load_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    layout = ExpertLayout.trivial(3, 16, num_slots=20, topology=Topology(2))
+    np.save(tmp_path / "map.npy", layout.physical_to_logical_map)
+    with pytest.raises(FileFormatError, match=r"load_layout\(path, topology\)"):
+        load_trace(tmp_path / "map.npy")
+    assert load_layout(tmp_path / "map.npy", Topology(2)) == layout
+    assert is_layout_file(tmp_path / "map.npy")
+    np.save(tmp_path / "sparse.npy", count_topk(IDS[:1, :, :1], 16))
+    assert not is_layout_file(tmp_path / "sparse.npy")
+    for name, array in (("sparse", count_topk(IDS[:1, :, :1], 16)), ("ids", IDS[:, 0])):
+        np.save(tmp_path / f"{name}.npy", array)
+        with pytest.raises(FileFormatError, match="an array `physical_to_logical_map`"):
+            load_layout(tmp_path / f"{name}.npy", Topology(2))

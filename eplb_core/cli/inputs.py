@@ -38,7 +38,13 @@ def topology_of(arguments: argparse.Namespace) -> Topology | None:
 
 def read_trace(path: str, arguments: argparse.Namespace) -> Trace:
     """The trace, or the windows of it that `--windows` names."""
-    trace = load_trace(path, key=arguments.key)
+    trace = load_trace(
+        path,
+        key=arguments.key,
+        holds=arguments.holds,
+        num_experts=arguments.experts,
+        window_tokens=arguments.window_tokens,
+    )
     note(*trace.notes)
     if arguments.windows is None:
         return trace

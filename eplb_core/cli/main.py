@@ -118,9 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     for command in (look, turn):
         _trace_options(command)
         _topology_options(command)
-        command.add_argument(
-            "--experts", metavar="E", type=_positive, help="logical experts, where the file does not say"
-        )
 
     _command(commands, "demo", simulate.demo, "plan and replay the trace that comes with the package")
     record.add_to(commands, _command, _topology_options)
@@ -141,6 +138,11 @@ def _command(
 
 def _trace_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--key", metavar="NAME", help="array to take from an .npz that has several")
+    command.add_argument("--holds", choices=("load", "tokens"), default="", help="what a plain array holds")
+    command.add_argument("--experts", metavar="E", type=_positive, help="logical experts, where the file does not say")
+    command.add_argument(
+        "--window-tokens", metavar="N", type=_positive, help="tokens of a window, for top-k ids (default: all)"
+    )
     command.add_argument("--windows", metavar="A:B", type=_span, help="use windows A to B-1 of the trace only")
 
 

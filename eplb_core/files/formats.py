@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from importlib import resources
+from typing import Literal
 
+from eplb_core._arrays import check_word
+from eplb_core.contents import contents_of, refused
 from eplb_core.files import layout_file, reading, tensorrt_llm, trace_file, vllm_ascend
 from eplb_core.files import sglang as sglang_files
 from eplb_core.files.layout_file import LayoutFile, layout_of_map, own_layout, save_layout
-from eplb_core.files.reading import PathLike, bad_file
-from eplb_core.files.trace_file import save_trace, trace_from_arrays, trace_from_json
+from eplb_core.files.reading import AnyArray, PathLike, bad_file
+from eplb_core.files.trace_file import Reading, save_trace, trace_from_arrays, trace_from_json
 from eplb_core.layout import ExpertLayout
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace
@@ -32,7 +35,10 @@ def is_layout_file(path: PathLike) -> bool:
     """
     kind = reading.sniff(path)
     if kind in ("npz", "npy"):
-        return "physical_to_logical_map" in reading.read_npz(path)
+        arrays = reading.read_npz(path)
+        if list(arrays) == [""]:
+            return contents_of(arrays[""]).kind == "map"
+        return layout_file.MAP in arrays
     if kind not in ("json", "torch"):
         return kind == "text"
     found = reading.read_json(path) if kind == "json" else reading.read_torch(path)
@@ -120,6 +126,7 @@ def read_layout_file(path: PathLike, *, topology: Topology | None = None, num_ex
                 raise bad_file(
                     path, f"an array `{layout_file.MAP}`", ", ".join(arrays) or "no array", "a trace is no layout"
                 )
+            _check_is_map(path, arrays[name], name)
             return layout_of_map(path, arrays[name], topology=topology, num_experts=num_experts, format="numpy")
         if kind == "torch":
             return sglang_files.read_expert_location(path, topology=topology, num_experts=num_experts)
@@ -138,27 +145,52 @@ def read_layout_file(path: PathLike, *, topology: Topology | None = None, num_ex
     )
 
 
-def load_trace(path: PathLike, *, key: str | None = None) -> Trace:
+def _check_is_map(path: PathLike, array: AnyArray, name: str) -> None:
+    """Refuse top-k ids, and a sparse load, whose few small counts are a map of a few experts by their form."""
+    found = contents_of(array, name)
+    sparse = found.kind == "load" and found.sure and array.shape[-1] > 4 * (int(array.max()) + 1)
+    if found.kind == "tokens" or sparse:
+        what, mend = refused(found, array, os.fspath(path))
+        raise bad_file(path, f"an array `{layout_file.MAP}` [L, P]", what, mend)
+
+
+def load_trace(
+    path: PathLike,
+    *,
+    key: str | None = None,
+    holds: Literal["", "load", "tokens"] = "",
+    num_experts: int | None = None,
+    window_tokens: int | None = None,
+) -> Trace:
     """Read a recorded load: a trace file, plain arrays, or what an engine wrote.
 
-    Read are: this library's .npz; any .npz or .npy with one `[T, L, E]` or `[L, E]` array (several `[L, E]` of one
-    shape become windows); JSON with `logical_count`; SGLang's recorder files (.pt, or a folder of them per rank);
-    a folder of TensorRT-LLM's expert statistics.
+    Read are: this library's .npz; any .npz, .npy or tensor in a .pt with one `[T, L, E]` or `[L, E]` array (several
+    `[L, E]` of one shape become windows), or with top-k ids `[tokens, L, K]`, which are counted; JSON with
+    `logical_count`; SGLang's recorder files (.pt, or a folder of them per rank); a folder of TensorRT-LLM's expert
+    statistics.
 
     Args:
         path: File or folder.
         key: Name of the array to take where a file has several.
+        holds: What a plain array holds, where that is known: "load" or "tokens". Default: its values and its name
+            decide, and what could be either is refused.
+        num_experts: Logical experts E, to count top-k ids; default: what the file says.
+        window_tokens: Tokens of a window, to count top-k ids; default: all are one window.
 
     Returns:
-        The trace; `notes` says what reading had to do, `faults` what is wrong with the recording.
+        The trace; `notes` says what an array was taken for and what reading had to do, `faults` what is wrong with the
+        recording.
 
     Raises:
-        FileFormatError: Truncated, foreign, hostile or absurdly large; the text says what was expected and found.
+        FileFormatError: Truncated, foreign, hostile, absurdly large, or no load; the text says what was expected and
+            found, and which calls read it.
         OSError: No such file, or no permission.
 
     Cost:
         Reads the file once, whole. Files that declare more than 4 GiB are refused before memory is taken.
     """
+    check_word(holds, "holds", ("", "load", "tokens"))
+    told = Reading(key, holds, num_experts, window_tokens)
     kind = reading.sniff(path)
     with reading.reading(path, trace_file.WANTED, "record it again, or mend the file"):
         if kind == "folder":
@@ -166,15 +198,26 @@ def load_trace(path: PathLike, *, key: str | None = None) -> Trace:
                 return tensorrt_llm.read_statistics(path)
             return sglang_files.read_recorder_folder(path)
         if kind in ("npz", "npy"):
-            return trace_from_arrays(path, reading.read_npz(path), key)
+            return trace_from_arrays(path, reading.read_npz(path), told)
         if kind == "torch":
-            return sglang_files.read_recorder_file(path)
+            return _trace_from_torch(path, told)
         if kind == "json":
-            return trace_from_json(path)
+            return trace_from_json(path, told)
     found = f"{kind} content" if kind != "empty" else "an empty file"
     raise bad_file(
         path, trace_file.WANTED, found, 'save the counts by `numpy.save`, or as JSON {"logical_count": [[...]]}'
     )
+
+
+def _trace_from_torch(path: PathLike, told: Reading) -> Trace:
+    """SGLang's recorder, a tensor, or a dict of tensors."""
+    found = reading.read_torch(path)
+    named = found if isinstance(found, dict) else {"": found}
+    tensors = {str(name): value for name, value in named.items() if hasattr(value, "detach")}
+    if not tensors or not {"logical_count", "records", layout_file.MAP}.isdisjoint(named):
+        return sglang_files.trace_of_recorder(path, found)
+    arrays = {name: reading.tensor_array(path, value, name) for name, value in tensors.items()}
+    return trace_from_arrays(path, arrays, told)
 
 
 def demo_trace() -> Trace:

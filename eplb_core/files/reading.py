@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import math
 import os
 import secrets
 import stat
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,6 +34,8 @@ AnyArray: TypeAlias = npt.NDArray[Any]
 
 MAX_BYTES = 4 << 30
 """The most that a file may declare or hold: far above any real trace (1,000 windows of 61 x 512 are 250 MB)."""
+MAX_RATIO, FREE_BYTES = 400, 64 << 20
+"""The most that a byte of an archive may declare, once it declares more than `FREE_BYTES`: counts pack 100 to 1."""
 MAX_TEXT_BYTES = 256 << 20
 """The most for JSON, whose parsed form takes many times the memory of the text."""
 
@@ -76,7 +79,10 @@ def check_path(path: PathLike, name: str = "path") -> str:
 
 
 def open_regular(path: PathLike, max_bytes: int) -> io.BufferedReader:
-    """Open a regular file of a size that may be read; a missing one raises OSError as `open` does."""
+    """Open a regular file of a size that may be read; a missing one raises OSError as `open` does.
+
+    A file without length is read as empty: those of /proc have none, and what they give knows no end.
+    """
     status = os.stat(check_path(path))  # before `open`, which would wait for ever on a named pipe
     if not stat.S_ISREG(status.st_mode):
         raise bad_file(
@@ -84,7 +90,11 @@ def open_regular(path: PathLike, max_bytes: int) -> io.BufferedReader:
         )
     if status.st_size > max_bytes:
         raise _too_large(path, status.st_size, max_bytes)
-    return open(path, "rb")
+    file = open(path, "rb")  # noqa: SIM115
+    if status.st_size:
+        return file
+    file.close()
+    return io.BufferedReader(io.BytesIO())
 
 
 def _too_large(path: PathLike, size: int, max_bytes: int) -> FileFormatError:
@@ -141,25 +151,65 @@ def read_json(path: PathLike) -> Any:
         return json.loads(text)
 
 
-def read_npz(path: PathLike) -> dict[str, AnyArray]:
-    """All arrays of an .npz (or the one of an .npy, named ""); pickled ones are refused, not loaded."""
-    mend = "save it again with numpy.savez; arrays of Python objects are never read"
-    with open_regular(path, MAX_BYTES) as file, reading(path, "NumPy arrays (.npz or .npy)", mend):
-        if file.peek(6)[:6] == b"\x93NUMPY":
-            return {"": _npy(file.read(), "")}
-        with zipfile.ZipFile(file) as archive:
-            _check_zip(path, archive)
-            return {
-                member.filename.removesuffix(".npy"): _npy(archive.read(member), member.filename)
-                for member in archive.infolist()
-            }
+class Arrays(Mapping[str, AnyArray]):
+    """The arrays of an .npz, or the one of an .npy, named "". Each is read when it is first asked for."""
+
+    def __init__(self, path: PathLike) -> None:
+        self._path = path
+        self._read: dict[str, AnyArray] = {}
+        with self._open() as archive:
+            self._members = [""] if archive is None else [name.removesuffix(".npy") for name in archive.namelist()]
+
+    def __getitem__(self, name: str) -> AnyArray:
+        if name not in self._read:
+            if name not in self._members:
+                raise KeyError(name)
+            with self._open() as archive:
+                if archive is not None:
+                    members = archive.namelist()
+                    member = f"{name}.npy" if f"{name}.npy" in members else name
+                    self._read[name] = _npy(archive.read(member), member)
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @contextmanager
+    def _open(self) -> Iterator[zipfile.ZipFile | None]:
+        """The archive, checked, or None for an .npy, which is read at once."""
+        mend = "save it again with numpy.savez; arrays of Python objects are never read"
+        with open_regular(self._path, MAX_BYTES) as file, reading(self._path, "NumPy arrays (.npz or .npy)", mend):
+            if file.peek(6)[:6] == b"\x93NUMPY":
+                self._read[""] = _npy(file.read(), "")
+                yield None
+                return
+            with zipfile.ZipFile(file) as archive:
+                _check_zip(self._path, archive)
+                yield archive
+
+
+def read_npz(path: PathLike) -> Arrays:
+    """The arrays of an .npz (or the one of an .npy, named ""); pickled ones are refused, not loaded."""
+    return Arrays(path)
 
 
 def _check_zip(path: PathLike, archive: zipfile.ZipFile) -> None:
-    """Add up what the members declare; reading one never gives more than it declares."""
-    declared = sum(member.file_size for member in archive.infolist())
+    """Refuse what declares too much, before a member is read; reading one never gives more than it declares."""
+    members = sorted(archive.infolist(), key=lambda member: member.header_offset)
+    declared = sum(member.file_size for member in members)
     if declared > MAX_BYTES:
         raise _too_large(path, declared, MAX_BYTES)
+    held = sum(member.compress_size for member in members)
+    if declared > max(FREE_BYTES, MAX_RATIO * held):
+        what = f"{declared:,} bytes packed into {held:,}"
+        raise bad_file(path, f"at most {MAX_RATIO} bytes for each byte of the archive", what, "save it uncompressed")
+    for first, second in itertools.pairwise(members):
+        if first.header_offset + first.compress_size > second.header_offset:
+            what = f"that {plain(first.filename, 80)} and {plain(second.filename, 80)} overlap"
+            raise bad_file(path, "a zip archive whose members lie apart", what, "save the file again")
 
 
 def _npy(raw: bytes, name: str) -> AnyArray:

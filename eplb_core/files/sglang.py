@@ -48,7 +48,11 @@ def read_recorder_file(path: PathLike) -> Trace:
     Raises:
         FileFormatError: Not such a file.
     """
-    found = read_torch(path)
+    return trace_of_recorder(path, read_torch(path))
+
+
+def trace_of_recorder(path: PathLike, found: object) -> Trace:
+    """The trace in what one file of the recorder holds; errors as `read_recorder_file`."""
     with reading(path, _RECORDS, "record again with the mode stat or per_pass"):
         if isinstance(found, dict) and "logical_count" in found:
             return _from_stat(path, found)

@@ -9,14 +9,17 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from eplb_core._arrays import check_kind
-from eplb_core._text import quoted
-from eplb_core.files.reading import AnyArray, PathLike, bad_file, read_json, tensor_array, write_atomic
+from eplb_core._arrays import check_int, check_kind
+from eplb_core._text import counted, quoted
+from eplb_core.contents import Contents, contents_of, refused, to_tokens
+from eplb_core.files.reading import AnyArray, PathLike, bad_file, read_json, reading, tensor_array, write_atomic
+from eplb_core.load import count_topk
 from eplb_core.trace import Trace
 
 TRACE_FORMAT = "eplb-trace-1"
@@ -48,42 +51,109 @@ def save_trace(trace: Trace, path: PathLike) -> None:
     write_atomic(path, stream.getvalue())
 
 
-def trace_from_arrays(path: PathLike, arrays: dict[str, AnyArray], key: str | None) -> Trace:
+class Reading(NamedTuple):
+    """What a reader was told of the numbers in a file."""
+
+    key: str | None = None
+    """Name of the array to take."""
+    holds: str = ""
+    """load or tokens, where the caller knows."""
+    num_experts: int | None = None
+    """Logical experts E, to count top-k ids."""
+    window_tokens: int | None = None
+    """Tokens of a window, to count top-k ids; default: all are one window."""
+
+
+def trace_from_arrays(path: PathLike, arrays: Mapping[str, AnyArray], told: Reading) -> Trace:
     """The trace that the arrays of an .npz or .npy hold."""
-    if key is None and "facts" in arrays and "expert_load" in arrays:
+    if told.key is None and "facts" in arrays and "expert_load" in arrays:
         return _own(path, arrays)
-    if key is not None and key not in arrays:
-        raise bad_file(path, f"an array `{key}`", _listed(arrays), "give one of these as the key")
-    candidates = {
-        name: array
-        for name, array in arrays.items()
-        if array.ndim in (2, 3) and array.dtype.kind in "iuf" and array.size
-    }
-    name = key if key is not None else next((n for n in _PREFERRED if n in candidates), None)
-    if name is None and len(candidates) == 1:
-        name = next(iter(candidates))
-    top_k = _scalar(arrays, "top_k", "topk")
-    if name is not None:
-        source = f"array `{name}`" if name else "the array"
-        return Trace(arrays[name], path=os.fspath(path), format="numpy", source=source, top_k=top_k)
-    shapes = {array.shape for array in candidates.values()}
-    if len(shapes) == 1 and all(array.ndim == 2 for array in candidates.values()):
-        note = f"{len(candidates)} arrays [L, E] were taken as windows, in the order of the file"
-        stacked = np.stack(list(candidates.values()))
-        names = tuple(candidates)
-        return Trace(
-            stacked, names, path=os.fspath(path), format="numpy", source="its arrays", notes=(note,), top_k=top_k
-        )
-    mend = "name the array to take by `key` (--key)" if candidates else "save the counts in one of these shapes"
-    raise bad_file(path, WANTED, _listed(arrays), mend)
+    if told.key is not None and told.key not in arrays:
+        raise bad_file(path, f"an array `{told.key}`", _listed(arrays), "give one of these as the key")
+    name = told.key
+    if name is None:
+        name = next((name for name in _PREFERRED if name in arrays and is_numbers(arrays[name])), None)
+    if name is None:
+        candidates = {name: array for name, array in arrays.items() if is_numbers(array)}
+        if len(candidates) > 1:
+            return _windows_of(path, arrays, candidates)
+        name = next(iter(candidates), None)
+    if name is None:
+        raise bad_file(path, WANTED, _listed(arrays), "save the counts in one of these shapes")
+    if told.num_experts is None:
+        told = told._replace(num_experts=_scalar(arrays, "num_experts"))
+    return trace_of_array(path, arrays[name], name, told, _scalar(arrays, "top_k", "topk"))
 
 
-def trace_from_json(path: PathLike) -> Trace:
+def is_numbers(array: AnyArray) -> bool:
+    """Can it be a load or ids?"""
+    return array.ndim in (2, 3) and array.dtype.kind in "iuf" and array.size > 0
+
+
+def trace_of_array(path: PathLike, array: AnyArray, name: str, told: Reading, top_k: int | None = None) -> Trace:
+    """The trace that one array of a file holds: a load, or top-k ids, which are counted."""
+    found = Contents(told.holds, "the caller says so") if told.holds else contents_of(array, name)  # type: ignore[arg-type]
+    called = f"array `{name}`" if name else "the array"
+    if found.kind == "tokens" and told.num_experts is not None:
+        return _counted(path, array, called, found, told)
+    if found.kind != "load":
+        what, mend = refused(found, array, os.fspath(path))
+        raise bad_file(path, WANTED, f"{called}, which holds {what}" if name else what, mend)
+    if told.num_experts is not None and array.shape[-1] != told.num_experts:
+        what = f"{array.shape[-1]} in {called} {list(array.shape)}, a load"
+        mend = 'give holds="tokens" (--holds tokens) if it has top-k ids'
+        raise bad_file(path, f"{told.num_experts} experts", what, mend)
+    doubt = f"; but {found.doubt}" if found.doubt else ""
+    note = f"{called} {list(array.shape)} is taken for a load: {found.why}{doubt}"
+    return Trace(array, path=os.fspath(path), format="numpy", source=called, top_k=top_k, notes=(note,), holds="load")
+
+
+def _counted(path: PathLike, array: AnyArray, called: str, found: Contents, told: Reading) -> Trace:
+    """Tokens counted by window."""
+    experts = check_int(told.num_experts, "num_experts", 1)
+    with reading(path, f"top-k ids of {experts} experts, [tokens, L, K]", "give the number of experts of the model"):
+        ids = to_tokens(array, called)
+        ids = ids[:, None] if ids.ndim == 2 else ids
+        size = len(ids) if told.window_tokens is None else check_int(told.window_tokens, "window_tokens", 1)
+        windows = len(ids) // max(size, 1)
+        if not windows:
+            raise ValueError(f"{len(ids)} tokens, less than a window of {size}")
+        load = np.stack([count_topk(ids[t * size : (t + 1) * size], experts) for t in range(windows)])
+    rest = f", the last {len(ids) - windows * size:,} left out" if len(ids) > windows * size else ""
+    why = f"{called} {list(array.shape)} is taken for top-k ids: {found.why}"
+    note = f"{why}; counted in {counted(windows, 'window')} of {size:,} tokens{rest}"
+    top_k = ids.shape[2]
+    return Trace(load, path=os.fspath(path), format="numpy", source=called, top_k=top_k, notes=(note,), holds="load")
+
+
+def _windows_of(path: PathLike, arrays: Mapping[str, AnyArray], candidates: dict[str, AnyArray]) -> Trace:
+    """Several loads `[L, E]` of one shape, taken as windows."""
+    kinds = {name: contents_of(array, name) for name, array in candidates.items()}
+    loads = {name: array for name, array in candidates.items() if kinds[name].kind == "load"}
+    if len({array.shape for array in loads.values()}) != 1 or any(array.ndim != 2 for array in loads.values()):
+        others = {name: found.kind for name, found in kinds.items() if found.kind != "load"}
+        raise bad_file(path, WANTED, _listed(arrays, others), "name the array to take by `key` (--key)")
+    notes: tuple[str, ...] = (f"{len(loads)} arrays [L, E] were taken as windows, in the order of the file",)
+    if len(loads) < len(candidates):
+        notes += (f"left out: {', '.join(f'{name} ({kinds[name].kind})' for name in candidates if name not in loads)}",)
+    return Trace(
+        np.stack(list(loads.values())),
+        tuple(loads),
+        path=os.fspath(path),
+        format="numpy",
+        source="its arrays",
+        notes=notes,
+        top_k=_scalar(arrays, "top_k", "topk"),
+        holds="load",
+    )
+
+
+def trace_from_json(path: PathLike, told: Reading) -> Trace:
     """The trace that a JSON file holds as `logical_count`."""
     found = read_json(path)
     if isinstance(found, dict) and "logical_count" in found:
         load = tensor_array(path, found["logical_count"], "logical_count")
-        return Trace(load, path=os.fspath(path), format="json", source="logical_count")
+        return Trace(load, path=os.fspath(path), format="json", source="logical_count", holds=told.holds)
     if isinstance(found, dict) and "physical_to_logical_map" in found:
         raise bad_file(path, WANTED, "a layout", "give a recorded load")
     what = (
@@ -92,7 +162,7 @@ def trace_from_json(path: PathLike) -> Trace:
     raise bad_file(path, "JSON with `logical_count` [L, E] or [T, L, E]", what, "give a recorded load")
 
 
-def _own(path: PathLike, arrays: dict[str, AnyArray]) -> Trace:
+def _own(path: PathLike, arrays: Mapping[str, AnyArray]) -> Trace:
     facts = json.loads(str(arrays["facts"]))
     if not isinstance(facts, dict) or facts.get("format") != TRACE_FORMAT:
         found = facts.get("format") if isinstance(facts, dict) else type(facts).__name__
@@ -107,18 +177,22 @@ def _own(path: PathLike, arrays: dict[str, AnyArray]) -> Trace:
         path=os.fspath(path),
         format=TRACE_FORMAT,
         notes=texts(facts.get("notes", [])),
+        holds="load",
     )
 
 
-def _scalar(arrays: dict[str, AnyArray], *names: str) -> int | None:
+def _scalar(arrays: Mapping[str, AnyArray], *names: str) -> int | None:
     for name in names:
         if name in arrays and arrays[name].shape == () and arrays[name].dtype.kind in "iu":
             return int(arrays[name])
     return None
 
 
-def _listed(arrays: dict[str, AnyArray]) -> str:
-    shown = [f"{name or 'one array'} {list(array.shape)} {array.dtype}" for name, array in arrays.items()]
+def _listed(arrays: Mapping[str, AnyArray], kinds: Mapping[str, str] = MappingProxyType({})) -> str:
+    shown = [
+        f"{name or 'one array'} {list(array.shape)} {array.dtype}{f' ({kinds[name]})' if name in kinds else ''}"
+        for name, array in arrays.items()
+    ]
     return "; ".join(shown) or "no array"
 
 

@@ -444,6 +444,20 @@ def test_a_closed_output_is_no_error(trace: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_top_k_ids_get_no_plan_unless_their_experts_are_given(tmp_path: Path, eplb: Commands) -> None:
+    """They have the shape of a load `[windows, layers, experts]`."""
+    path = str(tmp_path / "routed.npy")
+    ids = np.argsort(np.random.default_rng(0).gumbel(size=(64, 2, 16)) + np.arange(16) / 8, axis=2)[:, :, -4:]
+    np.save(path, ids.astype(np.uint8))
+    for command in (["plan", path, *PLACE], ["simulate", path, *PLACE], ["inspect", path]):
+        assert "--experts E --window-tokens N" in eplb(*command, status=2).err
+    said = eplb("inspect", path, "--experts", "16", "--window-tokens", "8", "--json")
+    assert (said.facts["windows"], said.facts["experts"], said.facts["top_k"]) == (8, 16, 4)
+    assert "is taken for top-k ids" in said.err
+    assert eplb("plan", path, *PLACE, "--experts", "16", "--json").facts["num_experts"] == 16
+    assert eplb("inspect", path, "--holds", "load", "--json", status=0).facts["experts"] == 4
+
+
 def test_an_interrupt_ends_with_130(trace: str, monkeypatch: pytest.MonkeyPatch, eplb: Commands) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

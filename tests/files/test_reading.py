@@ -187,3 +187,39 @@ def test_a_number_is_no_path_and_no_open_file_is_closed(read: Callable[[Any], ob
 def test_a_path_that_no_file_can_have_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`path` \(='\\ud800'\) must be a name that files can have"):
         save_layout(LAYOUT, "\ud800")
+
+
+def test_members_that_overlap_are_refused_before_one_is_read(tmp_path: Path) -> None:
+    """Sixty names for the same 64 MB of zeros: 3.8 GB, below the limit, that would take half a minute to unpack."""
+    with zipfile.ZipFile(tmp_path / "one.npz", "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("a.npy", npy("(2, 2)", bytes(32)))
+    raw = (tmp_path / "one.npz").read_bytes()
+    at, end = raw.rindex(b"PK\x01\x02"), raw.rindex(b"PK\x05\x06")
+    entries = b"".join(raw[at:end].replace(b"a.npy", f"{letter}.npy".encode()) for letter in "abcdef")
+    tail = raw[end : end + 8] + struct.pack("<HHI", 6, 6, len(entries)) + raw[end + 16 :]
+    (tmp_path / "many.npz").write_bytes(raw[:at] + entries + tail)
+    with pytest.raises(FileFormatError, match=r"members lie apart, found that a\.npy and b\.npy overlap"):
+        load_trace(tmp_path / "many.npz")
+
+
+def test_zeros_that_pack_a_thousand_to_one_are_refused_unread(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "zeros.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("expert_load.npy", npy("(1, 1024, 8208)", bytes(8208 << 13)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(FileFormatError, match=r"at most 400 bytes for each byte of the archive, found 67,"):
+        load_trace(tmp_path / "zeros.npz")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (8 << 10)
+
+
+def test_only_the_array_that_is_asked_for_is_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "two.npz", load=np.ones((2, 3)), other=np.array([{}], dtype=object), allow_pickle=True)
+    assert load_trace(tmp_path / "two.npz").num_experts == 3
+    with pytest.raises(FileFormatError, match="dtype object"):
+        load_trace(tmp_path / "two.npz", key="other")
+
+
+@pytest.mark.parametrize("path", ["/proc/self/mem", "/proc/self/pagemap", "/proc/self/clear_refs"])
+def test_files_of_the_system_that_have_no_length_are_refused_unread(path: str) -> None:
+    for read in (load_trace, load_layout):
+        with pytest.raises((FileFormatError, PermissionError), match=r"empty file|Permission"):
+            read(path)

@@ -10,6 +10,18 @@ TESTS = "tests/files"
 # (file, text before, text after, test that must fail)
 MUTATIONS = [
     (
+        "eplb_core/trace.py",
+        'check_is_load(load, "load")',
+        "pass",
+        "tests/test_contents.py::test_top_k_ids_are_known_by_rows_that_repeat_nothing",
+    ),
+    (
+        f"{FILES}/reading.py",
+        "first.header_offset + first.compress_size > second.header_offset",
+        "False",
+        f"{TESTS}/test_reading.py::test_members_that_overlap_are_refused_before_one_is_read",
+    ),
+    (
         f"{FILES}/reading.py",
         "if declared > MAX_BYTES:",
         "if False:",

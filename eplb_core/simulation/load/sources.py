@@ -13,7 +13,8 @@ from typing import IO, Any, NamedTuple, TypeAlias, cast
 import numpy as np
 from numpy.lib import format as npy
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, check_made, read_only, to_ids
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, check_made, read_only
+from eplb_core.contents import to_tokens
 from eplb_core.files.reading import MAX_BYTES, PathLike, bad_file, open_regular, reading
 from eplb_core.load import count_topk
 from eplb_core.trace import Trace, check_trace_load
@@ -37,7 +38,7 @@ class TokenTrace:
 
     Raises:
         IndexError: An id is below -1 or not below `num_experts`.
-        ValueError: A shape does not fit, or no window is whole.
+        ValueError: A shape does not fit, no window is whole, or most rows repeat an id, as loads do.
 
     Example:
         >>> TokenTrace([[[0, 2]], [[2, 1]], [[0, 1]]], num_experts=3, window_tokens=1).load[:, 0].tolist()
@@ -45,14 +46,14 @@ class TokenTrace:
     """
 
     topk_ids: IntArray
-    """Logical ids `[N, L, K]`; -1 is not counted."""
+    """Logical ids `[N, L, K]`, integers of any kind; -1 is not counted."""
     num_experts: int
     """Logical experts E."""
     window_tokens: int
     """Tokens of a window."""
 
     def __post_init__(self) -> None:
-        ids = to_ids(self.topk_ids, "topk_ids")
+        ids = to_tokens(self.topk_ids, "topk_ids")
         size = check_int(self.window_tokens, "window_tokens", 1)
         check_made(num_experts=check_int(self.num_experts, "num_experts", 1))
         if ids.ndim != 3 or len(ids) < size:
@@ -96,6 +97,7 @@ class TraceStream:
     Args:
         open: Called for each replay; gives windows `[L, E]` or blocks of them `[t, L, E]` in order of time.
         num_windows: How many there will be, where that is known: for progress.
+        holds: "load" where that is known; else the first block is looked at, as `Trace` does.
 
     Example:
         >>> day = TraceStream(lambda: (np.full((1, 4), hour + 1) for hour in range(24)))
@@ -107,13 +109,15 @@ class TraceStream:
     """Starts from the first window at each call."""
     num_windows: int | None = None
     """Windows T, or None."""
+    holds: str = ""
+    """load, or empty."""
 
     def blocks(self, size: int) -> Iterator[Block]:
         """Blocks of `size` windows, the last one shorter."""
         kept: list[IntArray | FloatArray] = []
         count = 0
         for part in self.open():
-            load = check_trace_load(part)
+            load = check_trace_load(part, "load" if kept else self.holds)
             if kept and kept[0].shape[1:] != load.shape[1:]:
                 raise ValueError(
                     f"a block of the stream (shape {list(load.shape)}) must have {kept[0].shape[1]} layers and "
@@ -131,19 +135,20 @@ class TraceStream:
             yield Block(joined(kept))
 
 
-def stream_trace(path: PathLike, *, key: str | None = None, windows: int = 16) -> TraceStream:
+def stream_trace(path: PathLike, *, key: str | None = None, windows: int = 16, holds: str = "") -> TraceStream:
     """Read a recorded load bit by bit, so that a file larger than memory can be replayed.
 
     Args:
         path: A .npy, or an .npz as `save_trace` writes it, of `[T, L, E]`.
         key: Array of an .npz. Default: `expert_load`.
         windows: Windows to read at a time.
+        holds: "load" takes any numbers for a load; else the first windows are looked at, as `Trace` does.
 
     Returns:
         A stream for `simulate`; each replay reads the file once.
 
     Raises:
-        FileFormatError: No such array, or of another kind.
+        FileFormatError: No such array, or of another kind; at the first replay, too.
         OSError: No such file, or no permission.
 
     Cost:
@@ -166,10 +171,10 @@ def stream_trace(path: PathLike, *, key: str | None = None, windows: int = 16) -
                     if len(raw) < size * block[0]:
                         raise ValueError(f"the file ends in window {first + len(raw) // max(size, 1)}")
                     load = np.frombuffer(raw, dtype) if raw else np.empty(0, dtype)
-                    load = check_trace_load(load.reshape(block))
+                    load = check_trace_load(load.reshape(block), "load" if first else holds)
                 yield load
 
-    return TraceStream(read, int(shape[0]))
+    return TraceStream(read, int(shape[0]), "load")
 
 
 _MEND = "save the trace again"

@@ -1,0 +1,142 @@
+"""What arrays are taken for; tests/fuzz/test_contents.py has them cut, cast, turned and joined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from eplb_core import ExpertLayout, TokenTrace, Topology, Trace
+from eplb_core.contents import contents_of, kind_by_name
+from eplb_core.load import count_topk
+from eplb_core.simulation import TraceStream
+
+Array = npt.NDArray[Any]
+RNG = np.random.default_rng(0)
+IDS: Array = np.argsort(RNG.gumbel(size=(256, 4, 32)) + RNG.normal(size=(4, 32)), axis=2)[:, :, :6]
+LOAD: Array = np.stack([count_topk(window, 32) for window in IDS.reshape(16, 16, 4, 6)])
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "i8", "f4", "f8"])
+def test_top_k_ids_are_known_by_rows_that_repeat_nothing(dtype: str) -> None:
+    for ids in (IDS, IDS[:16], IDS[:64, :1], np.sort(IDS, axis=2), IDS.transpose(1, 0, 2)):
+        assert contents_of(ids.astype(dtype))[:1] == ("tokens",)
+        with pytest.raises(ValueError, match=r"top-k ids \[.*TokenTrace\(topk_ids, .*Trace\(load, holds=\"load\"\)"):
+            Trace(ids.astype(dtype))
+
+
+def test_padded_ids_are_ids() -> None:
+    padded = IDS.copy()
+    padded[200:] = -1
+    assert contents_of(padded).kind == "tokens"
+
+
+def test_counts_are_known_by_equal_totals() -> None:
+    for load in (LOAD, LOAD[0], LOAD[:, :1], LOAD[:3] * 0.5, LOAD.astype("u1")):
+        assert contents_of(load)[::2] == ("load", True)
+    assert Trace(LOAD).load.tolist() == LOAD.tolist()
+
+
+def test_one_token_a_window_is_a_load_of_ones() -> None:
+    load = np.stack([count_topk(ids[None], 32) for ids in IDS])
+    assert contents_of(load).kind == "load"
+    assert contents_of(load[0]).kind == "load"
+
+
+def test_counts_that_repeat_nothing_by_chance_are_a_load() -> None:
+    """Few large numbers, or columns that are far apart: nothing would repeat in a row anyway."""
+    for load in (np.arange(12).reshape(3, 4), np.tile([5, 3, 2, 1], (50, 1, 1)), RNG.integers(0, 9000, (4, 32, 8))):
+        assert contents_of(load).kind == "load"
+
+
+@pytest.mark.parametrize("more", [0, 4, 32])
+def test_a_map_is_known_by_rows_that_hold_every_expert(more: int) -> None:
+    layout = ExpertLayout.trivial(3, 32, num_slots=32 + more, topology=Topology(1))
+    assert contents_of(layout.physical_to_logical_map).kind == "map"
+    with pytest.raises(ValueError, match="ExpertLayout"):
+        Trace(layout.physical_to_logical_map)
+    assert contents_of(layout.replica_count).kind == ("other" if more in (4,) else "load")
+
+
+def test_axes_in_another_order_are_known_by_totals_along_another_axis() -> None:
+    uneven = LOAD * np.arange(1, 17)[:, None, None]
+    for order in ((0, 2, 1), (2, 0, 1), (2, 1, 0), (1, 2, 0)):
+        with pytest.raises(ValueError, match="no load"):
+            Trace(uneven.transpose(order))
+    assert contents_of(uneven.transpose(1, 0, 2))[::2] == ("other", False)
+    assert "more alike" in contents_of(LOAD.transpose(1, 0, 2)).doubt
+
+
+def test_tables_shares_and_absurd_shapes_are_no_load() -> None:
+    names = np.indices(LOAD[:2].shape).reshape(3, -1)
+    table = np.vstack([names, LOAD[:2].reshape(1, -1)]).T
+    assert contents_of(table[:100]).kind == "other"
+    with pytest.raises(ValueError, match="2,048 layers of 4 experts"):
+        Trace(np.tile(table, (8, 1)))
+    assert contents_of(LOAD / LOAD.sum(axis=2, keepdims=True)).kind == "other"
+    assert contents_of(LOAD.reshape(2, 8, 4, 32)).kind == "other"
+    assert contents_of(np.arange(200).reshape(200, 1) % 7).kind == "tokens"
+
+
+def test_a_name_outweighs_signs_but_no_proof() -> None:
+    share = LOAD / LOAD.sum(axis=2, keepdims=True)
+    assert contents_of(share, "expert_load").kind == "load"
+    assert "1" in contents_of(share, "expert_load").doubt
+    assert contents_of(IDS, "expert_load").kind == "tokens"
+    assert contents_of(LOAD, "topk_ids").kind == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("tokens", "topk_ids routed_experts prefill_topk decode_topk selected_experts expert_ids top_k_indices"),
+        ("load", "load expert_load logical_count domain_load counts tokens_per_expert layer3/load"),
+        ("map", "physical_to_logical_map phy2log last_physical_to_logical_map"),
+        (
+            "other",
+            "logical_to_physical_map log2phy replica_count seq_lens router_logits global_physical_count topk_weights",
+        ),
+        (None, "a weight prefill_in4096 provenance"),
+    ],
+)
+def test_names_say_what_an_array_holds(kind: str | None, names: str) -> None:
+    assert {kind_by_name(name) for name in names.split()} == {kind}
+
+
+def test_the_callers_word_counts() -> None:
+    trace = Trace(IDS, holds="load")
+    assert trace.load.shape == (256, 4, 6)
+    assert sum(len(block.load) for block in TraceStream(lambda: IDS, holds="load").blocks(99)) == 256
+    with pytest.raises(ValueError, match="top-k ids"):
+        list(TraceStream(lambda: [IDS]).blocks(99))
+    with pytest.raises(ValueError, match="`holds`"):
+        Trace(LOAD, holds="tokens")
+
+
+def test_ids_of_any_integers_are_tokens() -> None:
+    expected = TokenTrace(IDS, num_experts=32, window_tokens=16).load
+    assert expected.tolist() == LOAD.tolist()
+    for dtype in ("u1", "i1", "u2"):
+        assert TokenTrace(IDS.astype(dtype), num_experts=32, window_tokens=16).load.tolist() == LOAD.tolist()
+
+
+def test_counts_are_no_tokens_and_neither_is_padding_that_wrapped() -> None:
+    with pytest.raises(ValueError, match=r"% of the rows repeat an id.*Trace\(load\)"):
+        TokenTrace(LOAD, num_experts=64, window_tokens=4)
+    padded = IDS.copy()
+    padded[200:] = -1
+    with pytest.raises(ValueError, match=r"\(uint8\) has 255 twice"):
+        TokenTrace(padded.astype(np.uint8), num_experts=256, window_tokens=16)
+
+
+def test_masked_arrays_are_refused_and_frames_too() -> None:
+    masked: Any = np.ma.masked_equal(LOAD, LOAD.max())
+    with pytest.raises(TypeError, match=r"masked.*filled\(0\)"):
+        Trace(masked)
+    assert Trace(np.ma.masked_equal(LOAD, -5)).num_experts == 32
+    pandas = pytest.importorskip("pandas", reason="frames of pandas")
+    for frame in (pandas.DataFrame({"layer": [0, 1], "0": [3, 4]}), pandas.DataFrame(LOAD[0])):
+        with pytest.raises(TypeError, match="frame with columns"):
+            Trace(frame)
