@@ -18,6 +18,9 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace
 
+DTYPES = {"fp4": 0.5, "fp8": 1.0, "int8": 1.0, "bf16": 2.0}
+"""Bytes of a weight."""
+
 
 def note(*notes: str) -> None:
     """Say on stderr what was assumed or left out."""

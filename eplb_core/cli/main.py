@@ -17,6 +17,7 @@ from typing import NoReturn, TypeVar
 from eplb_core._text import plain
 from eplb_core._version import __version__
 from eplb_core.cli import inspect, plan, record, simulate
+from eplb_core.cli.inputs import DTYPES
 from eplb_core.errors import MAX_TEXT, EplbError
 from eplb_core.files.formats import LAYOUT_FORMATS
 from eplb_core.simulation import BASIC, DISPATCHES, HARDWARE, POLICIES
@@ -101,7 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument(
         "--dispatch", choices=DISPATCHES, default="even", help="how replicas share tokens (default: %(default)s)"
     )
-    replay.add_argument("--hardware", choices=HARDWARE, help="count seconds and bytes, of DeepSeek-V3's experts")
+    replay.add_argument("--hardware", choices=HARDWARE, help="count seconds and bytes on this hardware")
+    replay.add_argument("--hidden", metavar="N", type=_positive, help="values of a token (default: DeepSeek-V3's 7168)")
+    replay.add_argument(
+        "--intermediate", metavar="N", type=_positive, help="values inside of an expert (default: DeepSeek-V3's 2048)"
+    )
+    replay.add_argument("--dtype", choices=DTYPES, help="of the experts' weights (default: fp8)")
     replay.add_argument(
         "--window-passes", metavar="N", type=_amount, default=1.0, help="passes of a window, for seconds (default: 1)"
     )

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from eplb_core._text import filled, lines
-from eplb_core.cli.inputs import note, note_faults, ranks_and_current, read_trace, to_json
-from eplb_core.cli.plan import make_plan, plan_text
+from eplb_core.cli.inputs import DTYPES, note, note_faults, ranks_and_current, read_trace, to_json
+from eplb_core.cli.plan import make_plan, plan_text, unseen_words
 from eplb_core.files.formats import demo_trace
 from eplb_core.simulation.compare import Comparison
-from eplb_core.simulation.hardware import LINKS, cost_preset
+from eplb_core.simulation.hardware import LINKS, StepCost, cost_preset
 from eplb_core.simulation.html import write_report
 from eplb_core.simulation.policies import BASIC, PolicyName
 from eplb_core.simulation.progress import progress_bar
@@ -41,7 +41,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         "current": current,
         "num_groups": arguments.groups,
         "dispatch": arguments.dispatch,
-        "cost": None if arguments.hardware is None else cost_preset(arguments.hardware),
+        "cost": _cost(arguments),
         "window_passes": arguments.window_passes,
         "bound": arguments.report is not None,
         "place_options": {"locality": arguments.locality, "effort": arguments.effort},
@@ -56,6 +56,24 @@ def simulate(arguments: argparse.Namespace) -> int:
         if arguments.report is not None:
             print(lines(f"wrote   {arguments.report}"))
     return 0
+
+
+def _cost(arguments: argparse.Namespace) -> StepCost | None:
+    """What the hardware makes of the model's experts; a note says what was assumed of them."""
+    sizes = {
+        "hidden_size": arguments.hidden,
+        "intermediate_size": arguments.intermediate,
+        "weight_bytes": None if arguments.dtype is None else DTYPES[arguments.dtype],
+    }
+    known = {name: value for name, value in sizes.items() if value is not None}
+    if arguments.hardware is None:
+        if known:
+            raise ValueError("--hidden, --intermediate and --dtype are of experts on some hardware: --hardware NAME")
+        return None
+    if len(known) < len(sizes):
+        missing = [f"--{name.partition('_')[0]}".replace("weight", "dtype") for name in sizes if name not in known]
+        note(f"{' and '.join(missing)} of the model not given: DeepSeek-V3's experts are assumed for that")
+    return cost_preset(arguments.hardware, **known)
 
 
 def _policies_that_fit(topology: Topology, slots: int) -> list[PolicyName]:
@@ -127,7 +145,8 @@ def _demo_text(trace: Trace, facts: dict[str, Any], results: Comparison) -> str:
         "experts, and which rank holds what?",
         plan_text(facts, conclusion=False),
         f"The average rank works {before:.0%} of the time before and {after:.0%} after: these layers would take "
-        f"{1 - before / after:.0%} less time, if the load stayed as it was recorded, all windows as one.",
+        f"{1 - before / after:.0%} less time, all windows as one, on the very load that the layout was made for.",
+        unseen_words(facts, "the trivial layout"),
         f"2. REPLAY. Load does not stay. Every {_DEMO_INTERVAL} windows each policy plans from the windows that are "
         "over and is scored on those that follow. The texts switch at window 56.",
         table(results.simulations),

@@ -82,6 +82,8 @@ class StepCost:
     """Memory of a rank, to say what part of it redundant experts take."""
     name: str = ""
     """Hardware, for headings."""
+    assumed: str = ""
+    """What the numbers are of, for sentences that weigh them: hardware, and the experts' dimensions."""
 
     def __post_init__(self) -> None:
         check_kind(self.model, "model", CostModel)
@@ -165,7 +167,12 @@ def cost_preset(
         check_real(dispatch_bytes, "dispatch_bytes", at_least=0.0)
         + check_real(combine_bytes, "combine_bytes", at_least=0.0)
     )
-    return StepCost(model, token_bytes, hardware.memory_bytes, hardware.name)
+    own = " (DeepSeek-V3's)" if (hidden_size, intermediate_size, weight_bytes) == (7168, 2048, 1.0) else ""
+    assumed = (
+        f"{hardware.name} at {reached:.0%} of its data sheet, experts of {hidden_size:g} x {intermediate_size:g} at "
+        f"{weight_bytes:g} byte{'s' * (weight_bytes != 1.0)} a weight{own}"
+    )
+    return StepCost(model, token_bytes, hardware.memory_bytes, hardware.name, assumed)
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from eplb_core._text import number
-from eplb_core.placement.worth.costs import WORTH
+from eplb_core.placement.worth.decision import WORTH, cost_words, pays, windows_words
 from eplb_core.simulation.result import Simulation
 
 # So much of the time, or of the balance where no cost is given, is no difference: then the fewest transfers win.
@@ -30,33 +30,52 @@ def recommended(simulations: Sequence[Simulation]) -> Simulation:
 
 
 def conclude(simulations: Sequence[Simulation]) -> str:
-    """A few sentences."""
+    """A few sentences: what to do, what it gives, on which windows, and what time is counted in."""
     best = recommended(simulations)
     if math.isnan(best.total_balancedness):
         return "No window that was scored has any load: nothing can be said."
     kept = next((sim for sim in simulations if sim.total_transfers == 0), None)
     works = f"the average rank works {best.total_balancedness:.0%} of the time that the fullest one takes"
+    if best.cost is not None:  # whose time is not only tokens
+        works = f"the average rank has {best.total_balancedness:.0%} of the tokens of the fullest one"
     if kept is None:
-        return f"Best is `{best.policy}`: on windows it had not seen, {works}. {_moves(best)}"
+        return f"Best is `{best.policy}`: on windows it had not seen, {works}. {_moves(best)} {_weighed(best)}"
     if best is kept or best.total_transfers == 0:
         counted = "" if best.cost is None else ", pauses counted"
-        return f"Keep the layout: no policy here does better than `{best.policy}`{counted}, with which {works}."
-    saved = 1.0 - best.pass_s / kept.pass_s
-    change = f"layers take {saved:.1%} less time than with `{kept.policy}` ({kept.total_balancedness:.0%})"
-    if saved < WORTH:
+        text = f"Keep the layout: no policy here does better than `{best.policy}`{counted}, with which {works}."
+        return f"{text} {_weighed(best)}"
+    saved = 1.0 - best.total_s / kept.total_s
+    counted = "" if best.cost is None else ", pauses counted,"
+    change = f"layers take {saved:.1%} less time{counted} than with `{kept.policy}` ({kept.total_balancedness:.0%})"
+    if not pays(saved):
         return (
             f"It hardly pays: with `{best.policy}`, the best, {works}, and {change}. "
-            f"Less than {WORTH:.0%} is lost among everything else that differs."
+            f"Less than {WORTH:.0%} is lost among everything else that differs. {_weighed(best)}"
         )
     text = f"Take `{best.policy}`: on windows it had not seen, {works}, and {change}."
-    return f"{text} {_moves(best)}{_dearer(best, simulations)}"
+    return f"{text} {_moves(best)}{_dearer(best, simulations)} {_weighed(best)}"
+
+
+def _weighed(sim: Simulation) -> str:
+    """The windows that were scored, and what their time is counted in."""
+    load = sim.rank_load[sim.scored_from :].sum(axis=1).mean() / max(sim.balancedness.shape[1], 1)
+    scored = windows_words(sim.scored_from, len(sim.balancedness))
+    every = f"plans are made every {sim.interval} windows from the last {sim.history}"
+    model, assumed = (None, "") if sim.cost is None else (sim.cost.model, sim.cost.assumed)
+    return f"Scored are {scored}; {every}. {cost_words(model, sim.window_passes, float(load), assumed)}"
 
 
 def _moves(sim: Simulation) -> str:
     """What the policy moves, and the time and memory that takes."""
-    count, moved = len(sim.rebalance_windows), sim.total_transfers
-    text = f"Its {count} rebalances move" if count > 1 else "Its rebalance moves"
-    text += f" {moved:,} expert{'s' * (moved != 1)}{' in all' * (count > 1)}"
+    moving = sim.transfers.sum(axis=1) > 0
+    count, moved = int(moving.sum()), sim.total_transfers
+    experts = f"{moved:,} expert{'s' * (moved != 1)}"
+    if count > 1:
+        text = f"{f'{count} of its' if count < len(moving) else 'Its'} {len(moving)} rebalances move {experts} in all"
+    elif len(moving) == 1:
+        text = f"Its rebalance moves {experts}"
+    else:
+        text = f"It moves {experts}" + (f", once, before window {sim.rebalance_windows[moving][0]}" if count else "")
     if sim.topology.num_nodes > 1 and sim.total_transfers:
         text += f", {int(sim.link_transfers[:, :, 2].sum()) / sim.total_transfers:.0%} of them between nodes"
     text += "."

@@ -521,6 +521,20 @@ def test_simulate_counts_seconds_of_hardware_and_writes_a_page(trace: str, tmp_p
     assert facts["memory_bytes"] == 2 * 3 * 7168 * 2048
 
 
+@pytest.mark.slow
+def test_the_dimensions_of_the_model_are_given_or_said_to_be_assumed(trace: str, eplb: Commands) -> None:
+    """FA4: every model was costed as DeepSeek-V3."""
+    some = [*PLACE, "--policy", "none,place", "--interval", "2", "--hardware", "H200"]
+    assumed = eplb("simulate", trace, *some, "--hidden", "512")
+    assert "--intermediate and --dtype of the model not given: DeepSeek-V3's experts are assumed" in assumed.err
+    assert "experts of 512 x 2048 at 1 byte a weight" in " ".join(assumed.out.split())
+    given = eplb("simulate", trace, *some, "--hidden", "512", "--intermediate", "256", "--dtype", "bf16")
+    assert "assumed" not in given.err
+    assert "experts of 512 x 256 at 2 bytes a weight" in " ".join(given.out.split())
+    alone = eplb("simulate", trace, *PLACE, "--hidden", "512", status=2)
+    assert "--hardware NAME" in alone.err
+
+
 PLANNED: dict[str, Any] = {
     "trace": {"windows": 8},
     "num_ranks": 4,
@@ -546,6 +560,16 @@ PLANNED: dict[str, Any] = {
         ({"bound": {"mean": 0.7}}, ["exceeds 0.70", "--slots 24"], ["quota"]),
         ({"trace": {"windows": 1}}, ["Worth it"], ["quota", "simulate"]),
         ({"windows_before": {"total": float("nan")}}, ["no load"], ["Worth"]),
+        (
+            {"unseen": {"first_window": 4, "before": 0.6, "after": 0.7, "saved": 0.142}},
+            ["Worth it: layers take 14.2% less", "windows 4-7", "windows 0-3 alone", "70% (60%", "25% less", "tokens"],
+            ["if load stays"],
+        ),
+        (
+            {"unseen": {"first_window": 4, "before": 0.6, "after": 0.59, "saved": -0.017}},
+            ["Hardly worth a move", "1.7% more time on windows 4-7", "it is 25% less"],
+            ["Worth it", "--current", "eplb simulate"],
+        ),
     ],
 )
 def test_plan_says_in_words_what_it_found(change: dict[str, Any], said: list[str], unsaid: list[str]) -> None:

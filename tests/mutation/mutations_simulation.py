@@ -39,4 +39,22 @@ MUTATIONS = [
         "",
         f"{TESTS}/test_compare.py::test_a_sweep_goes_on_where_it_ended",
     ),
+    (
+        f"{SIMULATION}/words.py",
+        "moving = sim.transfers.sum(axis=1) > 0",
+        "moving = sim.transfers.sum(axis=1) >= 0",
+        f"{TESTS}/test_compare.py::test_only_rebalances_that_move_something_are_counted",
+    ),
+    (
+        "eplb_core/placement/worth/decision.py",
+        "half = len(load) // 2",
+        "half = 0",
+        f"{TESTS}/test_decisions.py::test_plan_report_replay_and_sweep_agree_on_what_one_placement_saves",
+    ),
+    (
+        "eplb_core/cli/plan.py",
+        "place(trace.load[:half], topology",
+        "place(trace.load, topology",
+        f"{TESTS}/test_decisions.py::test_plan_report_replay_and_sweep_agree_on_what_one_placement_saves",
+    ),
 ]

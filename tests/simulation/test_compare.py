@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_core import CostModel, ExpertLayout, StepCost, Topology, Trace, compare_policies, simulate, sweep
+from eplb_core import (
+    CostModel,
+    ExpertLayout,
+    StepCost,
+    Topology,
+    Trace,
+    compare_policies,
+    cost_preset,
+    simulate,
+    sweep,
+)
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core.metrics import mean_of_known
 from eplb_core.simulation import Comparison, Records, table
@@ -64,7 +74,8 @@ def test_without_a_cost_fewer_transfers_win_within_a_hundredth_of_balance() -> N
     assert runs.best.policy == "place"
     assert runs.conclusion.startswith("Take `place`: on windows it had not seen, the average rank works 100%")
     assert "layers take 40.0% less time than with `none` (60%)" in runs.conclusion
-    assert "Its 2 rebalances move 1 expert in all. `swap` moves 4 times as many" in runs.conclusion
+    assert "It moves 1 expert, once, before window 2. `swap` moves 4 times as many" in runs.conclusion
+    assert "Scored are windows 2-5; plans are made every 2 windows from the last 2." in runs.conclusion
     assert str(runs).startswith(table(runs)[:10])
     said = str(runs).split("\n\n")[-1]
     assert " ".join(said.split()) == runs.conclusion
@@ -89,6 +100,37 @@ def test_with_a_cost_pauses_count() -> None:
     assert kept.conclusion.startswith("Keep the layout")
 
 
+def test_only_rebalances_that_move_something_are_counted() -> None:
+    """FA5: `once` planned one time, and "its 8 rebalances" moved."""
+    once = compare_policies(LOAD, ["none", "once"], **OPTIONS)
+    assert f"It moves {once['once'].total_transfers} expert" in once.conclusion
+    load = np.array([[[9, 1, 1, 9]], [[9, 1, 1, 9]], [[1, 9, 9, 1]], [[1, 9, 9, 1]]] * 3)
+    two = {**OPTIONS, "num_slots": 4, "interval": 2}
+    runs = compare_policies(
+        load, {"late": lambda windows, live: _even(live) if windows[-1, 0, 0] == 9 else live}, **two
+    )
+    assert runs["late"].transfers.sum(axis=1).tolist() == [2, 0, 0, 0, 0]
+    assert "It moves 2 experts, once, before window 2." in runs.conclusion
+    swaps = compare_policies(load, [lambda windows, live: _even(live) if windows[-1, 0, 0] == 9 else _odd(live)], **two)
+    assert "Its 5 rebalances move 10 experts in all" in swaps.conclusion
+
+
+def test_with_a_cost_the_sentence_names_hardware_dimensions_and_passes() -> None:
+    """FA4: every model was costed as DeepSeek-V3, without a word."""
+    small = compare_policies(
+        LOAD,
+        ["none", "place"],
+        cost=cost_preset("H200", hidden_size=64, intermediate_size=32, weight_bytes=2),
+        **OPTIONS,
+    )
+    said = "H200 SXM at 60% of its data sheet, experts of 64 x 32 at 2 bytes a weight: "
+    assert said in small.conclusion
+    assert "a window is 1 pass of 12 token-expert pairs a layer (`window_passes`)" in small.conclusion
+    other = compare_policies(LOAD, ["none", "place"], cost=cost_preset("H200"), **OPTIONS).conclusion
+    assert "experts of 7168 x 2048 at 1 byte a weight (DeepSeek-V3's)" in other
+    assert "% of the tokens of the fullest one" in small.conclusion
+
+
 def test_a_gain_that_nobody_would_notice_is_called_so() -> None:
     load = np.array([[[100, 100, 101, 99]]] * 4)
     options = {**OPTIONS, "num_slots": 4}
@@ -98,6 +140,10 @@ def test_a_gain_that_nobody_would_notice_is_called_so() -> None:
     load = np.array([[[100, 104, 96, 100]]] * 4)
     costly = compare_policies(load, ["none", lambda windows, live: _even(live)], cost=CostModel(), **options)
     assert costly.conclusion.startswith("It hardly pays")
+
+
+def _odd(live: ExpertLayout) -> ExpertLayout:
+    return ExpertLayout([[0, 1, 2, 3]], 4, topology=live.topology)
 
 
 def _even(live: ExpertLayout) -> ExpertLayout:

@@ -11,8 +11,6 @@ import numpy as np
 from eplb_core._arrays import ArrayLike, FloatArray, check_flag, check_int, check_real, to_reals
 from eplb_core._text import quoted
 
-WORTH = 0.02
-"""Less than this share of the layers' time is within what deployments differ by anyway."""
 # Columns whose singular values are further apart than this cannot be told apart.
 _TELLS_APART = 1e-6
 

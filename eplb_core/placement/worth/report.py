@@ -15,7 +15,8 @@ from eplb_core.layout import ExpertLayout, check_frame, rank_capacity
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load
 from eplb_core.placement.place import place
 from eplb_core.placement.problem import PlacementDispatch, check_active, check_dispatch
-from eplb_core.placement.worth.costs import WORTH, CostModel, model_of
+from eplb_core.placement.worth.costs import CostModel, model_of
+from eplb_core.placement.worth.decision import cost_words, hold_out, pays, tokens_a_window, windows_words
 from eplb_core.placement.worth.pass_time import solved_balancedness, time_layers
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace, check_trace_load
@@ -128,7 +129,7 @@ def gain_report(
             four more per rank.
         current: Layout to compare with. Default: the trivial one without redundant slots.
         cost: Seconds of a pass and bytes of an expert. Default: shares of time only.
-        window_passes: Passes that a window covers, for the seconds of a pass.
+        window_passes: Passes that a window covers, for the seconds of a pass: each reads the weights that it activates.
         dispatch: How replicas share their expert's tokens, as for `place`: "even", or "weighted" as is best for each
             window, also for the windows that the result is judged on.
 
@@ -143,16 +144,19 @@ def gain_report(
 
     Example:
         >>> report = gain_report([[300, 20, 30, 40, 50, 60, 70, 80]], Topology(num_ranks=4), num_slots=[8, 12])
-        >>> print(report.conclusion)
-        Pays: 4 redundant slots (1 a rank) save 48.4% of the layers' time; perfect balance would save 49.2%.
+        >>> for sentence in report.conclusion.split(". "):
+        ...     print(sentence)
+        Pays: 4 redundant slots (1 a rank) save 48.4% of the layers' time; perfect balance would save 49.2%
+        That is beside the trivial layout of 8 slots, on the window that it was made for: none is left to judge it
+        Time is counted in tokens of the fullest rank; moves are free.
     """
     check_kind(topology, "topology", Topology)
     model = model_of(cost)
     load = check_trace_load(trace.load if isinstance(trace, Trace) else trace)
     windows, layers, experts = load.shape
-    half = windows // 2
+    half = hold_out(load)
     train, test = (load[:half], load[half:]) if half else (load, load)
-    if not (train.any() and test.any()):
+    if not half and (windows > 1 or not load.any()):
         raise ValueError(f"`trace` (shape {list(load.shape)}) must have tokens in each half of its windows")
     passes = check_real(window_passes, "window_passes", above=0.0)
     start = current
@@ -160,12 +164,12 @@ def gain_report(
         start = ExpertLayout.trivial(layers, experts, num_slots=experts, topology=topology)
     check_frame(start, "current", layers, experts, topology)
     weighted = check_dispatch(dispatch)
-    now_s = _seconds(start, test, model, passes, weighted)
+    now_s = layers_s(start, test, model, passes, weighted=weighted)
     least_s = _least_seconds(test, topology, model, passes)
     rows = []
     for slots in _slot_counts(num_slots, experts, topology.num_ranks):
         placement = place(train, topology, num_slots=slots, dispatch=dispatch)
-        saved_s = now_s - _seconds(placement.layout, test, model, passes, weighted)
+        saved_s = now_s - layers_s(placement.layout, test, model, passes, weighted=weighted)
         spare = int(rank_capacity(slots, topology.num_ranks)[0] - rank_capacity(experts, topology.num_ranks)[0])
         rows.append(
             GainRow(
@@ -183,10 +187,12 @@ def gain_report(
     most = max(row.saved for row in rows)
     enough = _NEARLY * most if most > 0.0 else most
     best = min((i for i in range(len(rows)) if rows[i].saved >= enough), key=lambda i: rows[i].num_slots)
-    pays = rows[best].saved >= WORTH
-    words = _conclude(rows[best], ceiling, pays, topology.num_ranks)
+    beside = f"the trivial layout of {experts} slots" if current is None else "the layout in place"
+    weighed = f"That is beside {beside}, {_judged(half, windows)} {cost_words(cost, passes, tokens_a_window(test))}"
+    words = f"{_conclude(rows[best], ceiling, topology.num_ranks)} {weighed}"
     now = _balancedness(start, test, weighted)
-    return GainReport(topology, layers, experts, windows, now, ceiling, tuple(rows), best, pays, words)
+    worth = pays(rows[best].saved)
+    return GainReport(topology, layers, experts, windows, now, ceiling, tuple(rows), best, worth, words)
 
 
 def _slot_counts(num_slots: Sequence[int] | None, experts: int, ranks: int) -> list[int]:
@@ -199,10 +205,10 @@ def _slot_counts(num_slots: Sequence[int] | None, experts: int, ranks: int) -> l
     return counts
 
 
-def _seconds(
-    layout: ExpertLayout, load: IntArray | FloatArray, model: CostModel, passes: float, weighted: bool
+def layers_s(
+    layout: ExpertLayout, load: IntArray | FloatArray, model: CostModel, passes: float, *, weighted: bool
 ) -> float:
-    """Time of all layers in a pass."""
+    """Time of all layers in a pass, mean over windows `[T, L, E]`: seconds, or without a cost tokens over speed."""
     active = check_active(None, layout.topology.num_ranks)
     times, _ = time_layers(layout, check_load(load, "trace", (3,)), active, None, "shares", model, passes, weighted)
     return float(sum(times.tolist()))
@@ -229,14 +235,20 @@ def _balancedness(layout: ExpertLayout, load: IntArray | FloatArray, weighted: b
     return mean_of_known(mean_over_top(even, top))
 
 
-def _conclude(row: GainRow, ceiling: float, pays: bool, ranks: int) -> str:
-    if ceiling < WORTH:
+def _judged(half: int, windows: int) -> str:
+    if half:
+        return f"on {windows_words(half, windows)}; the placement was made from {windows_words(0, half)}."
+    return "on the window that it was made for: none is left to judge it."
+
+
+def _conclude(row: GainRow, ceiling: float, ranks: int) -> str:
+    if not pays(ceiling):
         return f"Does not pay: even perfect balance would save only {ceiling:.1%} of the layers' time."
     spare = f"{row.redundant} redundant slots ({row.redundant / ranks:.3g} a rank) save"
     gives = (
         f"{spare if row.redundant else 'placement without redundant slots saves'} {row.saved:.1%} of the layers' time"
     )
-    if not pays:
+    if not pays(row.saved):
         return (
             f"Does not pay with one placement: {gives} where perfect balance would save {ceiling:.1%}; "
             "the rest is in placing more often, and in dispatch for each batch."

@@ -65,7 +65,7 @@ def test_the_answer_names_the_fewest_slots_that_do_nearly_as_much() -> None:
 def test_an_even_load_does_not_pay() -> None:
     report = gain_report(np.full((4, 2, 8), 100), FOUR)
     assert (report.pays, report.ceiling, report.best) == (False, 0.0, 0)
-    assert report.conclusion == "Does not pay: even perfect balance would save only 0.0% of the layers' time."
+    assert report.conclusion.startswith("Does not pay: even perfect balance would save only 0.0% of the layers' time. ")
 
 
 def test_a_gain_that_is_gone_in_the_windows_that_follow_is_no_gain() -> None:
@@ -82,6 +82,22 @@ def test_a_layout_in_place_is_what_gains_are_compared_with() -> None:
     good = eplb.place(HOT, FOUR, num_slots=12).layout
     report = gain_report(HOT, FOUR, num_slots=[12], current=good)
     assert (report.now, report.rows[0].saved) == (report.rows[0].seen, 0.0)
+
+
+def test_the_answer_says_what_was_weighed() -> None:
+    """FA3, FA5: which windows, whether they were seen, beside which layout, by which cost, in passes of which size."""
+    fitted = gain_report(HOT, FOUR, num_slots=[12]).conclusion
+    assert "the window that it was made for: none is left to judge it" in fitted
+    model = CostModel(token_s=2e-6, expert_s=3e-6, expert_bytes=4e6)
+    live = eplb.place(HOT, FOUR, num_slots=12).layout
+    judged = gain_report(
+        np.stack([HOT] * 5), FOUR, num_slots=[12], cost=model, window_passes=10, current=live
+    ).conclusion
+    for part in ("beside the layout in place", "on windows 2-4", "made from windows 0-1"):
+        assert part in judged
+    assert "2 us a token, 3 us an active expert, 4 MB an expert; a window is 10 passes of 65 token-expert" in judged
+    assumed = gain_report(HOT, FOUR, num_slots=[12], cost=model).conclusion
+    assert "a window is 1 pass of 650 token-expert pairs a layer (`window_passes`)." in assumed
 
 
 def test_it_prints_as_a_table() -> None:
