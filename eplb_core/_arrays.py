@@ -183,6 +183,14 @@ def to_list(value: Iterable[T], name: str) -> list[T]:
         raise TypeError(f"`{name}` (={quoted(value, 80)}) must be a list") from error
 
 
+def check_names(value: Iterable[str], name: str) -> tuple[str, ...]:
+    """Names or patterns, as a tuple; one text is no list of them."""
+    names = to_list(value, name)
+    if isinstance(value, str) or not all(isinstance(each, str) for each in names):
+        raise TypeError(f"`{name}` (={quoted(value, 80)}) must be a list of names")
+    return tuple(names)
+
+
 def check_made(**sizes: int) -> None:
     """Raise ValueError for sizes whose product is absurd, before memory is allocated."""
     if math.prod(sizes.values()) > MAX_MADE:

@@ -1,10 +1,16 @@
-"""Find and replace all tensors of a module by name: parameters, buffers and plain attributes."""
+"""Find all tensors of a module, wherever it keeps them, and replace those that it keeps by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import logging
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 _OWN = frozenset(vars(torch.nn.Module()))
@@ -99,3 +105,93 @@ def put(place: Place, old: torch.Tensor | None, new: torch.Tensor, made: dict[in
         holder.register_buffer(key, new, persistent=kind == "buffer")
     else:
         setattr(holder, key, new)
+
+
+# ---- whatever a module holds, however it does ------------------------------------------------------------------------
+
+_LEAVES = (
+    *(str, bytes, int, float, complex, type, ModuleType, CodeType, FrameType),
+    *(torch.dtype, torch.device, np.generic, logging.Logger),
+)
+"""What holds no tensors, or everybody's."""
+
+
+class Held(NamedTuple):
+    """A tensor that a module holds, directly or not."""
+
+    name: str
+    """How it is reached from the module."""
+    tensor: torch.Tensor | np.ndarray[Any, Any]
+    foreign: bool
+    """Whether its name is not its own: it belongs to a module that this one has not registered, or lies in a set."""
+
+
+def held_tensors(module: torch.nn.Module, is_left_out: Callable[[str], bool]) -> Iterator[Held]:
+    """Every tensor that can be reached: registered ones first, then through any object, closure, hook or class.
+
+    Follows what the interpreter's own garbage collector sees, and calls nothing of the objects on the way. Not
+    followed: names for which `is_left_out` is true, globals of functions, and modules that contain this one.
+
+    Args:
+        module: Where to begin.
+        is_left_out: Whether to leave out what has this name.
+    """
+    own = {id(part) for part in module.modules()}
+    reached: set[int] = set()
+    names: Counter[str] = Counter()
+    queue: deque[tuple[str, Any, bool]] = deque((name, tensor, False) for name, _, tensor in walk(module))
+    queue.extend((path, part, False) for path, part in module.named_modules())
+    while queue:
+        name, value, foreign = queue.popleft()
+        if value is None or isinstance(value, _LEAVES) or id(value) in reached:
+            continue
+        reached.add(id(value))
+        if is_left_out(name):
+            continue
+        if isinstance(value, torch.nn.Module) and id(value) not in own:
+            if any(id(part) in own for part in value.modules()):
+                continue
+            foreign = True
+        if isinstance(value, torch.Tensor | np.ndarray):
+            names[name] += 1
+            yield Held(name if names[name] == 1 else f"{name}#{names[name]}", value, foreign)
+        foreign = foreign or isinstance(value, set | frozenset)  # in no order, and so without a name
+        before = f"{name}." if name else ""
+        queue.extend((f"{before}{key}", part, foreign) for key, part in _parts(value))
+        for cls in _classes(value):
+            if id(cls) not in reached:
+                reached.add(id(cls))
+                queue.extend((f"{cls.__name__}.{key}", part, foreign) for key, part in vars(cls).items())
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object refers to, by the name under which it does."""
+    if isinstance(value, dict):
+        yield from ((str(key), part) for key, part in dict.items(value))
+    elif isinstance(value, list | tuple | deque):
+        names = getattr(value, "_fields", None) or range(len(value))
+        yield from ((str(key), part) for key, part in zip(names, value, strict=False))
+    elif isinstance(value, FunctionType):  # without its globals, which would lead everywhere
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            yield from ((name, part) for part in gc.get_referents(cell))
+        yield from (("defaults", part) for part in (value.__defaults__, value.__kwdefaults__))
+    elif isinstance(value, weakref.ref):
+        yield "()", value()
+    if isinstance(value, torch.nn.Module):
+        for table in (value._parameters, value._buffers, value._modules):
+            yield from table.items()
+    yield from list(getattr(value, "__dict__", {}).items())
+    for cls in _classes(value):
+        slots = vars(cls).get("__slots__", ())
+        for key in (slots,) if isinstance(slots, str) else slots:
+            yield key, getattr(value, key, None)
+    if not isinstance(value, FunctionType | torch.Tensor | np.ndarray):
+        yield from ((f"<{type(value).__name__}>", part) for part in gc.get_referents(value))
+
+
+def _classes(value: Any) -> Iterator[type]:
+    """The classes of an object that are of its program, not of torch or Python."""
+    for cls in type(value).__mro__:
+        if cls.__module__.partition(".")[0] in ("torch", "builtins"):
+            return
+        yield cls

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from eplb_core._arrays import IntArray, check_int, check_kind, read_only, to_list
+from eplb_core._arrays import IntArray, check_int, check_kind, read_only
 from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
-from eplb_core.loading.modules import walk
+from eplb_core.loading.slot_tensors import Memory, Wanted, find_slot_tensors, sort_tensors
 
 
 @dataclass(slots=True, eq=False, repr=False, init=False)
@@ -109,23 +107,34 @@ class ExpertStore:
         *,
         num_slots: int | None = None,
         num_shared: int = 0,
+        by_slot: Iterable[str] = (),
+        whole: Iterable[str] = (),
         ignore: Iterable[str] = (),
     ) -> ExpertStore:
-        """Collect every slot-indexed tensor of a module: parameters, buffers, attributes, lists and dicts of tensors.
+        """Collect every slot-indexed tensor of a module, wherever it is kept; refuse what may be one or not.
+
+        Found: parameters, buffers and attributes; what lists, dicts, tuples, dataclasses and other objects hold, such
+        as a quantization method; what closures, hooks and slots of classes hold. A view of what was found is no tensor
+        of its own. A length that fits is no proof, since a router has a row for each expert: tensors of three
+        dimensions or more are taken, and those of one or two only if their name begins with that of such a tensor
+        (`w13_bias` beside `w13_weight`) or the caller names them.
 
         Args:
             module: One layer's experts, after post-processing.
             slots_per_rank: Slots S.
             num_slots: Slots P of all ranks; with it, tensors of P rows are taken as whole ones.
             num_shared: Fused shared experts, whose rows come after the S (or P) routed ones and are left out.
-            ignore: Names, or patterns such as `"gate.*"`, of tensors that are not indexed by slot.
+            by_slot: Names, or patterns such as `"*_scale"`, of tensors that are indexed by slot.
+            whole: Names, or patterns, of tensors that every rank keeps whole.
+            ignore: Names, or patterns such as `"gate.*"`, of what is not indexed by slot: tensors, or objects that hold
+                them.
 
         Raises:
-            ValueError: A tensor whose first dimension is neither S nor P and that `ignore` does not name, or one that
-                `ExpertStore` refuses.
+            ValueError: A tensor may be indexed by slot or not, or its first dimension is neither S nor P, and none of
+                the arguments names it; the text says which argument would settle it. Or `ExpertStore` refuses it.
         """
-        found = find_slot_tensors(module, slots_per_rank, num_slots=num_slots, num_shared=num_shared, ignore=ignore)
-        return cls(*found)
+        wanted = Wanted.of(slots_per_rank, num_slots, num_shared, by_slot, whole, ignore)
+        return cls(*find_slot_tensors(module, wanted))
 
     def check_covers(
         self,
@@ -135,17 +144,24 @@ class ExpertStore:
         num_shared: int = 0,
         ignore: Iterable[str] = (),
     ) -> None:
-        """Raise ValueError if the module has a slot-indexed tensor that this store lacks; arguments as `of_module`."""
-        tensors, whole = find_slot_tensors(
-            module, self.num_slots, num_slots=num_slots, num_shared=num_shared, ignore=ignore
-        )
-        held = {*self.addresses[0].tolist(), *(self.whole_addresses[0].tolist() if self.whole_names else ())}
-        lacking = [name for name, tensor in (*tensors.items(), *whole.items()) if tensor.data_ptr() not in held]
+        """Raise ValueError if the module has a tensor that may be indexed by slot and this store lacks.
+
+        Arguments as `of_module`; what the store holds needs no other name.
+        """
+        wanted = Wanted.of(self.num_slots, num_slots, num_shared, (), (), ignore)
+        memory = Memory()
+        for starts, sizes in ((self.addresses, self.row_bytes), (self.whole_addresses, self.whole_row_bytes)):
+            for column, size in zip(starts.T, sizes.tolist(), strict=True):
+                memory.add(column, size)
+        certain, doubtful = sort_tensors(module, wanted, memory)
+        lacking = [each.held.name for each in (*certain, *doubtful) if each.kind]
         if lacking:
             raise ValueError(
                 f"the store lacks {lacking[0]!r}, which the module keeps by slot{_more(lacking)}; it would stay behind "
                 "when its slot moves: add it, or name it in `ignore`"
             )
+        if doubtful:
+            raise wanted.refusal(doubtful)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -227,69 +243,6 @@ class ExpertStore:
             return f"tensor {self.names[tensor]!r} slot {slot}"
         row, tensor = divmod(index - self.addresses.size, len(self.whole_names))
         return f"whole tensor {self.whole_names[tensor]!r} row {row}"
-
-
-class SlotTensors(NamedTuple):
-    """What a module keeps by slot."""
-
-    tensors: dict[str, torch.Tensor]
-    """By dotted name, `[S, ...]`."""
-    whole: dict[str, torch.Tensor]
-    """By dotted name, `[P, ...]`."""
-
-
-def find_slot_tensors(
-    module: torch.nn.Module,
-    slots_per_rank: int,
-    *,
-    num_slots: int | None = None,
-    num_shared: int = 0,
-    ignore: Iterable[str] = (),
-) -> SlotTensors:
-    """Say which tensors of a module are indexed by slot; arguments and errors as `ExpertStore.of_module`.
-
-    Looks at parameters, buffers and plain attributes of the module and its submodules, lists and dicts of tensors among
-    them, since engines keep scales in any of them. Tensors of one element are taken for settings of the layer, and
-    empty ones for place holders.
-    """
-    slots = check_int(slots_per_rank, "slots_per_rank", 1)
-    shared = check_int(num_shared, "num_shared", 0)
-    check_kind(module, "module", torch.nn.Module)
-    if num_slots is not None:
-        check_int(num_slots, "num_slots", 1)
-    patterns = check_names(ignore, "ignore")
-    found = SlotTensors({}, {})
-    seen: set[tuple[int, torch.Size]] = set()
-    unknown = []
-    for name, _, tensor in walk(module):
-        if tensor.numel() == 0 or tensor.dim() == 0 or (tensor.numel() == 1 and slots > 1):
-            continue
-        if any(fnmatchcase(name, pattern) for pattern in patterns) or (tensor.data_ptr(), tensor.shape) in seen:
-            continue
-        seen.add((tensor.data_ptr(), tensor.shape))
-        length = tensor.shape[0]
-        if length == slots + shared:
-            found.tensors[name] = tensor.detach()[:slots]
-        elif num_slots is not None and length in (num_slots, num_slots + shared, num_slots // slots * (slots + shared)):
-            found.whole[name] = tensor.detach()[:num_slots]
-        else:
-            unknown.append(f"{name!r} (shape {list(tensor.shape)})")
-    if unknown:
-        lengths = f"{slots + shared} slots" + (f" or {num_slots} rows" if num_slots is not None else "")
-        raise ValueError(
-            f"tensor {unknown[0]} must have {lengths} as its first dimension{_more(unknown)}; "
-            "name what is not indexed by slot in `ignore`; where each slot has tensors of its own, give `ExpertStore` "
-            "lists of S of them"
-        )
-    return found
-
-
-def check_names(value: Iterable[str], name: str) -> tuple[str, ...]:
-    """Names or patterns, as a tuple; one text is no list of them."""
-    names = to_list(value, name)
-    if isinstance(value, str) or not all(isinstance(each, str) for each in names):
-        raise TypeError(f"`{name}` (={quoted(value, 80)}) must be a list of names")
-    return tuple(names)
 
 
 def check_stores(stores: Sequence[ExpertStore]) -> None:

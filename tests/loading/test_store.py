@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from eplb_core import ExpertLayout, ExpertStore, Topology
-from eplb_core.loading.store import check_stores, find_slot_tensors
+from eplb_core.loading.store import check_stores
 
 DTYPES = [
     torch.bfloat16,
@@ -124,83 +124,7 @@ def test_a_row_that_does_not_exist_raises() -> None:
     assert repr(store) == "ExpertStore(w: 3 slots of 16 bytes on cpu)"
 
 
-# ---- finding them in a module ----------------------------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    """A layer as engines build it: parameters, a buffer, a plain attribute, settings, a submodule."""
-
-    def __init__(self, slots: int, num_slots: int) -> None:
-        super().__init__()
-        self.w13 = nn.Parameter(torch.zeros(slots, 4, 2))
-        self.register_buffer("w13_scale", torch.ones(slots, 1))
-        self.alpha = torch.ones(slots)
-        self.same_alpha = self.alpha
-        self.input_scale = torch.ones(num_slots, 2)
-        self.limit = torch.tensor(7.0)
-        self.one = torch.ones(1)
-        self.placeholder = torch.zeros(0, 3)
-        self.method = nn.Module()
-        self.method.zero_points = nn.Parameter(torch.zeros(slots, 3, dtype=torch.int32), requires_grad=False)
-
-
-def test_every_kind_of_slot_tensor_is_found() -> None:
-    """E2, E3: scales, zero points and derived products are found wherever a module keeps them."""
-    store = ExpertStore.of_module(Experts(6, 288), 6, num_slots=288)
-    assert store.names == ("w13", "w13_scale", "alpha", "method.zero_points")
-    assert store.whole_names == ("input_scale",)
-    assert store.slot_bytes == 32 + 4 + 4 + 12
-    assert store.whole_addresses.shape == (288, 1)
-
-
-def test_lists_and_dicts_of_slot_tensors_are_found() -> None:
-    """E3: what is left behind when its slot moves belongs to another expert from then on."""
-    module: Any = nn.Module()
-    module.w = torch.zeros(6, 2)
-    module.scales = {"up": torch.ones(6), "down": torch.ones(6, 3), "name": "per slot"}
-    module.biases = [torch.zeros(6), None]
-    assert ExpertStore.of_module(module, 6).names == ("w", "scales.up", "scales.down", "biases.0")
-    with pytest.raises(ValueError, match=r"lacks 'scales.up', which the module keeps by slot \(2 more\)"):
-        ExpertStore({"w": module.w}).check_covers(module)
-
-
-def test_rows_of_shared_experts_are_left_out() -> None:
-    module = nn.Module()
-    module.w = torch.zeros(4, 2)  # three slots and one shared
-    module.scale = torch.zeros(8)  # six slots and each rank's shared one
-    store = ExpertStore.of_module(module, 3, num_slots=6, num_shared=1)
-    assert (store.num_slots, store.addresses[0, 0]) == (3, module.w.data_ptr())
-    assert store.whole_addresses.shape == (6, 1)
-
-
-def test_a_tensor_of_unknown_length_is_named_at_registration() -> None:
-    """E2: not at the first rebalance."""
-    module = Experts(6, 288)
-    module.lookup = torch.zeros(5, 2)
-    module.other = torch.zeros(7)
-    with pytest.raises(ValueError, match=r"'lookup' \(shape \[5, 2\]\) must have 6 slots or 288 rows .* \(1 more\)"):
-        ExpertStore.of_module(module, 6, num_slots=288)
-    with pytest.raises(ValueError, match=r"'input_scale' \(shape \[288, 2\]\) must have 6 slots as"):
-        ExpertStore.of_module(module, 6, ignore=["lookup", "other"])
-    found = find_slot_tensors(module, 6, num_slots=288, ignore=["look*", "other", "method.*"])
-    assert set(found.tensors) == {"w13", "w13_scale", "alpha"}
-
-
-def test_a_module_a_slot_is_told_to_give_lists() -> None:
-    slots = [torch.nn.Linear(4, 3, bias=False) for _ in range(2)]
-    with pytest.raises(ValueError, match=r"'0.weight' .* tensors of its own, give `ExpertStore` lists of S of them"):
-        ExpertStore.of_module(torch.nn.ModuleList(slots), 2)
-    assert ExpertStore({"weight": [slot.weight for slot in slots]}).row_bytes.tolist() == [48]
-
-
-def test_a_store_that_lacks_a_slot_tensor_of_the_module_is_refused() -> None:
-    """E3: weights that move without their scales."""
-    module = Experts(6, 288)
-    store = ExpertStore({"w13": module.w13, "alpha": module.alpha}, whole={"input_scale": module.input_scale})
-    with pytest.raises(ValueError, match=r"lacks 'w13_scale', which the module keeps by slot \(1 more\)"):
-        store.check_covers(module, num_slots=288)
-    store.check_covers(module, num_slots=288, ignore=["w13_scale", "method.*"])
-    ExpertStore.of_module(module, 6, num_slots=288).check_covers(module, num_slots=288)
+# ---- against a layout, and each other --------------------------------------------------------------------------------
 
 
 def test_counts_derive_from_the_map_and_others_are_refused() -> None:

@@ -69,5 +69,12 @@ MUTATIONS = [
         "if False:",
         f"{TEST_RECORD}::test_a_move_that_could_not_be_recorded_is_the_last",
     ),
+    (
+        f"{A}sglang/maps.py",
+        'check_load(counts, "tokens_per_expert", (3,), outer="pass")',
+        "counts.astype(np.int64)",
+        f"{T}sglang/test_maps.py::test_counts_that_are_none_are_refused_before_passes_are_added_up",
+        "rule 6",
+    ),
     (f"{A}vllm_ascend_policy.py", "twice | missing | moved", "missing | moved", f"{T}test_vllm_ascend_policy.py"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 LOADING = "eplb_core/loading"
 TEST_RESOLVER = "tests/loading/test_resolver.py"
 TEST_STORE = "tests/loading/test_store.py"
+TEST_SLOTS = "tests/loading/test_slot_tensors.py"
 TEST_CHECKPOINT = "tests/loading/checkpoint/test_load.py"
 
 # (file, text before, text after, test that must fail[, rule])
@@ -28,10 +29,34 @@ MUTATIONS = [
     # scales kept as plain attributes stay behind
     (
         f"{LOADING}/modules.py",
-        "            if isinstance(value, torch.Tensor):\n",
-        "            if False:\n",
-        f"{TEST_STORE}::test_every_kind_of_slot_tensor_is_found",
+        'yield from list(getattr(value, "__dict__", {}).items())',
+        "yield from ()",
+        f"{TEST_SLOTS}::test_what_is_certain_is_found_however_it_is_held_and_what_is_not_is_refused",
         "rule 9",
+    ),
+    # weights that a tuple holds stay behind
+    (
+        f"{LOADING}/modules.py",
+        "elif isinstance(value, list | tuple | deque):",
+        "elif isinstance(value, list):",
+        f"{TEST_SLOTS}::test_what_is_certain_is_found_however_it_is_held_and_what_is_not_is_refused",
+        "rule 9",
+    ),
+    # a length that fits is proof enough
+    (
+        f"{LOADING}/slot_tensors.py",
+        "held.tensor.ndim >= 3 and",
+        "",
+        f"{TEST_SLOTS}::test_a_router_s_bias_is_never_permuted",
+        "rule 9",
+    ),
+    # a loader that wrote nothing, or one expert twice, is believed
+    (
+        f"{LOADING}/verify/weights.py",
+        "        if expert.shape[1] == layout.num_slots:\n            doubt",
+        "        if False:\n            doubt",
+        "tests/loading/verify/test_weights.py::test_zeros_are_found_without_a_reference_and_are_none",
+        "rule 4",
     ),
     # rows may overlap
     (

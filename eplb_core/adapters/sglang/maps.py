@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from eplb_core._arrays import IntArray, to_ids, to_numpy
+from eplb_core._arrays import FloatArray, check_load, to_ids, to_numpy
 from eplb_core.dispatch.even import even_dispatch_table
 from eplb_core.dispatch.static import static_dispatch_table
 from eplb_core.layout import ExpertLayout, count_replicas
@@ -47,6 +47,9 @@ def rebalance(
     Returns:
         `physical_to_logical_map` int64 `[L, P]`, `logical_to_all_physical_map` `[L, E, K]`, and the number of slots of
         each expert `[L, E]`; on the CPU. A layer without load keeps its row.
+
+    Raises:
+        ValueError: A count is NaN, infinite or negative; the text says in which pass.
     """
     counts = to_numpy(tokens_per_expert, "tokens_per_expert")
     topology = Topology(num_physical_experts // num_local_physical_experts, num_nodes)
@@ -74,13 +77,14 @@ def fold_passes(counts: torch.Tensor) -> torch.Tensor:
     return torch.stack([counts[start:end].sum(dim=0) for start, end in zip([0, *ends], ends, strict=False)])
 
 
-def _windows(counts: Any) -> IntArray:
+def _windows(counts: Any) -> FloatArray:
     """At most `WINDOWS` windows of the passes that have load, in their order, as equal in number as can be."""
-    used = counts[counts.any(axis=(1, 2))]
+    load = check_load(counts, "tokens_per_expert", (3,), outer="pass")  # as given: a sum hides what is wrong
+    used = load[load.any(axis=(1, 2))]
     if not len(used):
-        return np.zeros((1, *counts.shape[1:]), dtype=np.int64)
+        return load[:1] if len(load) else np.zeros((1, *counts.shape[1:]))
     starts = np.arange(min(WINDOWS, len(used))) * len(used) // min(WINDOWS, len(used))
-    windows: IntArray = np.add.reduceat(used.astype(np.int64), starts, axis=0)
+    windows: FloatArray = np.add.reduceat(used, starts, axis=0)
     return windows
 
 

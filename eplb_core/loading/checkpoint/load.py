@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eplb_core._arrays import BoolArray, read_only, to_list
+from eplb_core._arrays import BoolArray, check_names, read_only, to_list
 from eplb_core._extras import needed
 from eplb_core._text import plain, quoted
 from eplb_core.errors import FileFormatError
@@ -23,7 +23,7 @@ from eplb_core.files.reading import check_path, open_regular, read_json, reading
 from eplb_core.loading.checkpoint.plan import Copy, Header, LoadPlan
 from eplb_core.loading.checkpoint.templates import CheckpointTemplate, check_naming
 from eplb_core.loading.resolver import SlotResolver
-from eplb_core.loading.store import ExpertStore, check_names
+from eplb_core.loading.store import ExpertStore
 
 MAPPED_BYTES = 128 << 20
 """A shard is opened anew after so many bytes, since pages of an open file count as the process's memory."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
+from eplb_core._arrays import check_names
 from eplb_core._text import quoted
 from eplb_core.errors import CheckpointError
-from eplb_core.loading.store import check_names
 
 
 class Part(NamedTuple):

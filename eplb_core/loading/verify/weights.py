@@ -15,7 +15,9 @@ from eplb_core.loading.pull_plan import check_loaded
 UNKNOWN = np.iinfo(np.int64).min
 """In a reference: nothing is recorded for this expert."""
 
-FaultKind = Literal["unloaded", "wrong_expert", "zeros", "unknown_bytes", "disagree"]
+FaultKind = Literal["unloaded", "wrong_expert", "zeros", "unknown_bytes", "disagree", "same_bytes"]
+
+_NONE, _ZEROS = -2, -1
 
 
 class WeightFault(NamedTuple):
@@ -32,7 +34,8 @@ class WeightFault(NamedTuple):
     kind: FaultKind
     """`unloaded`: the loader did not write it. `wrong_expert`: it holds `holds`. `zeros`: all its bytes are zero.
     `unknown_bytes`: what it holds is no expert of this layer. `disagree`: replicas differ, and neither a reference nor
-    a majority says which is right."""
+    a majority says which is right. `same_bytes`: the expert `holds` has the same bytes in every tensor, and neither has
+    a reference."""
     holds: int
     """Expert whose bytes it has; -1 = none that is known."""
     tensors: tuple[int, ...]
@@ -45,6 +48,7 @@ class WeightFault(NamedTuple):
             "zeros": "holds zeros",
             "unknown_bytes": "holds the bytes of no expert of this layer",
             "disagree": "differs from the other replicas, and nothing says which is right",
+            "same_bytes": f"holds the same bytes as expert {self.holds}, and nothing says whose they are",
         }[self.kind]
         where = f", tensors {', '.join(map(str, self.tensors))}" if self.tensors else ""
         return (
@@ -89,6 +93,8 @@ def verify_weights(
     A slot is compared with the reference of its expert. Where there is none, replicas are compared with each other: a
     strict majority is right, and without one all replicas are faults. So no slot is ever its own reference. What the
     loader did not write is `unloaded`: no other slot is compared with it, and it adds nothing to the reference.
+    Nor does an expert that is all zero or has the bytes of another expert of its layer: without a reference both are
+    faults. Whole tensors may hold such values: of them nothing of the kind is asked.
 
     Args:
         prints_of_all_ranks: `fingerprints` of ranks 0..R-1 in order, `[R, n, S, T]` as a list, an array or a tensor, or
@@ -136,8 +142,13 @@ def verify_weights(
     checked = unchecked = 0
     for index, layer in enumerate(rows.tolist()):
         places = _Layer(layer, prints[index], expert[index], rank, slot, written[index])
+        is_given = (by_expert[layer] != UNKNOWN).all(axis=1)
         alone = places.record(by_expert[layer])
-        faults += places.faults(by_expert[layer])
+        doubt = np.full(layout.num_experts, _NONE)
+        if expert.shape[1] == layout.num_slots:
+            doubt = _doubt(by_expert[layer], is_given)
+        faults += places.faults(by_expert[layer], doubt, is_given)
+        by_expert[layer][doubt != _NONE] = UNKNOWN
         unchecked += alone
         checked += int((written[index] & (expert[index] >= 0)).sum()) - alone
     return WeightReport(tuple(faults), read_only(by_expert), checked, unchecked)
@@ -170,12 +181,25 @@ class _Layer(NamedTuple):
             reference[expert] = values[winner] if 2 * votes[winner] > len(group) else UNKNOWN
         return int((count == 1).sum())
 
-    def faults(self, reference: IntArray) -> list[WeightFault]:
-        """Places that differ from the reference, or that nothing could be recorded for."""
+    def faults(self, reference: IntArray, doubt: IntArray, is_given: BoolArray) -> list[WeightFault]:
+        """Places that differ from the reference or are in doubt, which is as `_doubt` has it."""
         held = self.expert >= 0
         wrong = self.prints != reference[np.maximum(self.expert, 0)]
-        bad = held & (~self.written | wrong.any(axis=1))
-        return [self._fault(place, wrong[place], reference) for place in np.flatnonzero(bad).tolist()]
+        bad = held & (~self.written | wrong.any(axis=1) | (doubt[self.expert] != _NONE))
+        return [
+            self._in_doubt(place, doubt, is_given)
+            if self.written[place] and not wrong[place].any()
+            else self._fault(place, wrong[place], reference)
+            for place in np.flatnonzero(bad).tolist()
+        ]
+
+    def _in_doubt(self, place: int, doubt: IntArray, is_given: BoolArray) -> WeightFault:
+        """A place that holds what its expert was recorded with."""
+        expert = int(self.expert[place])
+        holds = int(doubt[expert])
+        kind: FaultKind = "zeros" if holds == _ZEROS else "wrong_expert" if is_given[holds] else "same_bytes"
+        every = tuple(range(self.prints.shape[1]))
+        return WeightFault(self.layer, int(self.slot[place]), int(self.rank[place]), expert, kind, holds, every)
 
     def _fault(self, place: int, wrong: BoolArray, reference: IntArray) -> WeightFault:
         expert = int(self.expert[place])
@@ -189,6 +213,20 @@ class _Layer(NamedTuple):
         elif (reference[expert] == UNKNOWN).any():
             kind, holds, tensors = "disagree", -1, ()
         return WeightFault(self.layer, int(self.slot[place]), int(self.rank[place]), expert, kind, holds, tensors)
+
+
+def _doubt(reference: IntArray, is_given: BoolArray) -> IntArray:
+    """Say of each expert that was just recorded whether it is all zero, or which expert has the same bytes, `[E]`."""
+    doubt = np.full(len(reference), _NONE)
+    known = np.flatnonzero((reference != UNKNOWN).all(axis=1))
+    rows, group, count = np.unique(reference[known], axis=0, return_inverse=True, return_counts=True)
+    group = group.reshape(-1)  # numpy 2.0 gives it another shape
+    zero = ~rows.any(axis=1)
+    for place in np.flatnonzero((zero[group] | (count[group] > 1)) & ~is_given[known]).tolist():  # few, or none
+        others = known[group == group[place]]
+        other = others[others != known[place]]
+        doubt[known[place]] = _ZEROS if zero[group[place]] else int(other[0])
+    return doubt
 
 
 def _by_place(

@@ -176,3 +176,22 @@ def test_where_ranks_agree_every_replica_is_used_whatever_the_rows() -> None:
     assert torch.equal(slots, sglang_maps.dispatch_dynamic(ids, INFO))
     assert np.bincount(slots[::2, 0].numpy(), minlength=5)[[0, 4]].min() >= 20
     assert sglang_maps.dispatch_dynamic(torch.tensor([0, 3]), INFO).shape == (2,)
+
+
+@pytest.mark.parametrize("bad", [[float("inf"), float("-inf")], [float("nan"), 1.0], [-1.0, 1.0]])
+def test_counts_that_are_none_are_refused_before_passes_are_added_up(bad: list[float]) -> None:
+    """Over 64 passes they once became 0."""
+    counts = torch.ones(64, 1, 4)
+    counts[40:42, 0, 2] = torch.tensor(bad)
+    with pytest.raises(
+        ValueError, match=r"`tokens_per_expert` \(=(-?inf|nan|-1.0)\) .* at pass 4[01], layer 0, expert 2"
+    ):
+        sglang_maps.rebalance(counts, 8, 4, num_nodes=1)
+
+
+def test_fractions_of_counts_are_not_cut() -> None:
+    """Half of one window's load: the same placement."""
+    counts = torch.randint(0, 2, (64, 2, 8), generator=torch.Generator().manual_seed(1)).double()
+    whole, half = (sglang_maps.rebalance(load, 12, 6, num_nodes=1)[0] for load in (counts, counts / 2))
+    assert torch.equal(whole, half)
+    assert not torch.equal(whole, sglang_maps.rebalance(torch.zeros_like(counts), 12, 6, num_nodes=1)[0])

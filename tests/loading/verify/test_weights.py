@@ -149,6 +149,40 @@ def test_a_zeroed_slot_is_found(cluster: Cluster) -> None:
     assert (fault.slot, fault.kind, fault.tensors) == (3, "zeros", tuple(range(len(KINDS))))
 
 
+def test_zeros_are_found_without_a_reference_and_are_none(cluster: Cluster) -> None:
+    """All replicas of expert 1 of layer 0, and one of two of expert 3 of layer 1."""
+    for name in KINDS:
+        cluster.row(0, 1, name).zero_()
+    report = cluster.verify()
+    columns = tuple(range(len(KINDS)))
+    assert report.faults == ((0, 1, 0, 1, "zeros", -1, columns),)
+    assert (report.by_expert[0, 1] == UNKNOWN).all()
+    assert "layer 0, slot 1 (rank 0) must hold expert 1 and holds zeros" in str(report)
+    assert [fault.kind for fault in verify_weights(np.zeros((2, 8, 3), dtype=np.int64), LAYOUT).faults] == [
+        "zeros"
+    ] * 15
+    assert verify_weights(np.zeros((2, 8, 3), dtype=np.int64), LAYOUT, reference=np.zeros((2, 4, 3), dtype=int)).ok
+
+
+def test_two_experts_with_equal_bytes_are_found_without_a_reference_and_neither_is_one(cluster: Cluster) -> None:
+    """A loader that wrote one expert twice: the only slot of expert 1 has what the slots of expert 2 have."""
+    *names, last = KINDS
+    for name in names:
+        cluster.row(0, 1, name).copy_(cluster.row(0, 2, name))
+    assert cluster.verify().ok  # some tensors of two experts may be equal
+    cluster.row(0, 1, last).copy_(cluster.row(0, 2, last))
+    report = cluster.verify()
+    found = [(fault.layer, fault.expert, fault.kind, fault.holds) for fault in report.faults]
+    assert found == [(0, 1, "same_bytes", 2)] + [(0, 2, "same_bytes", 1)] * (len(found) - 1)
+    assert len(found) == 1 + len(LAYOUT.slots(0, 2))
+    assert (report.by_expert[0, [1, 2]] == UNKNOWN).all()
+    assert "must hold expert 1 and holds the same bytes as expert 2, and nothing says whose they are" in str(report)
+    known = cluster.reference.copy()
+    known[0, 1] = UNKNOWN  # a reference of the other says whose they are
+    (fault,) = cluster.verify(reference=known).faults
+    assert (fault.expert, fault.kind, fault.holds) == (1, "wrong_expert", 2)
+
+
 @pytest.mark.parametrize("with_reference", [False, True])
 def test_a_slot_that_was_never_written_is_unloaded_and_no_reference(cluster: Cluster, with_reference: bool) -> None:
     """D1, E17: memory was poisoned, slot 1 holds the only replica of its expert, and the loader skipped it."""
