@@ -221,7 +221,7 @@ def _doubt(reference: IntArray, is_given: BoolArray) -> IntArray:
     known = np.flatnonzero((reference != UNKNOWN).all(axis=1))
     rows, group, count = np.unique(reference[known], axis=0, return_inverse=True, return_counts=True)
     group = group.reshape(-1)  # numpy 2.0 gives it another shape
-    zero = ~rows.any(axis=1)
+    zero: BoolArray = (rows == 0).all(axis=1)
     for place in np.flatnonzero((zero[group] | (count[group] > 1)) & ~is_given[known]).tolist():  # few, or none
         others = known[group == group[place]]
         other = others[others != known[place]]
