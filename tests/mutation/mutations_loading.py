@@ -34,14 +34,6 @@ MUTATIONS = [
         f"{TEST_SLOTS}::test_what_is_certain_is_found_however_it_is_held_and_what_is_not_is_refused",
         "rule 9",
     ),
-    # weights that a tuple holds stay behind
-    (
-        f"{LOADING}/modules.py",
-        "elif isinstance(value, list | tuple | deque):",
-        "elif isinstance(value, list):",
-        f"{TEST_SLOTS}::test_what_is_certain_is_found_however_it_is_held_and_what_is_not_is_refused",
-        "rule 9",
-    ),
     # a length that fits is proof enough
     (
         f"{LOADING}/slot_tensors.py",
