@@ -123,20 +123,30 @@ class ExpertLayout:
         return layout
 
     @classmethod
-    def trivial(cls, num_layers: int, num_experts: int, *, num_slots: int, topology: Topology) -> ExpertLayout:
+    def trivial(
+        cls,
+        num_layers: int,
+        num_experts: int,
+        *,
+        num_slots: int | None = None,
+        topology: Topology,
+        slots_per_rank: ArrayLike | None = None,
+    ) -> ExpertLayout:
         """Put expert `p % E` into slot `p` on every layer, as engines start.
 
         Where R does not divide `num_slots`, ranks have S = ceil(num_slots / R) slots and the last ranks end with an
-        empty one.
+        empty one. With `slots_per_rank`, p counts the slots that ranks fill.
 
         Args:
             num_layers: Layers L, 0 or more.
             num_experts: Logical experts E.
             num_slots: Slots to fill, at least E.
             topology: Ranks and nodes.
+            slots_per_rank: Instead of `num_slots`: slots that each rank fills, ints `[R]`. S is the largest; ranks with
+                fewer end with empty slots.
 
         Raises:
-            ValueError: `num_slots` is less than `num_experts`.
+            ValueError: Fewer slots than `num_experts`, or not one of the two.
 
         Example:
             >>> print(ExpertLayout.trivial(1, 30, num_slots=30, topology=Topology(num_ranks=8)).format(width=0))
@@ -144,12 +154,12 @@ class ExpertLayout:
         """
         layers = check_int(num_layers, "num_layers", 0)
         experts = check_int(num_experts, "num_experts", 1)
-        slots = check_num_slots(num_slots, experts)
         check_kind(topology, "topology", Topology)
-        check_made(num_layers=layers, num_slots=slots + topology.num_ranks)
-        capacity = rank_capacity(slots, topology.num_ranks)
-        row = np.full(topology.num_ranks * int(capacity.max()), -1, dtype=np.int64)
-        row.reshape(topology.num_ranks, -1)[np.arange(capacity.max()) < capacity[:, None]] = np.arange(slots) % experts
+        capacity = rank_slots(num_slots, slots_per_rank, experts, topology.num_ranks)
+        stride = int(capacity.max())
+        check_made(num_layers=layers, num_slots=topology.num_ranks * stride)
+        row = np.full(topology.num_ranks * stride, -1, dtype=np.int64)
+        row.reshape(topology.num_ranks, -1)[np.arange(stride) < capacity[:, None]] = np.arange(capacity.sum()) % experts
         return cls._of_valid(np.tile(row, (layers, 1)), experts, topology)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -408,6 +418,32 @@ def check_num_slots(num_slots: int, num_experts: int) -> int:
 def rank_capacity(num_slots: int, num_ranks: int) -> IntArray:
     """Return the number of slots that each rank fills, int64 `[R]`: equal, or one less on the last ranks."""
     return num_slots // num_ranks + (np.arange(num_ranks, dtype=np.int64) < num_slots % num_ranks)
+
+
+def rank_slots(num_slots: int | None, slots_per_rank: ArrayLike | None, num_experts: int, num_ranks: int) -> IntArray:
+    """Check the one that is given of a number of slots and the slots of each rank; return those of each, `[R]`."""
+    if (num_slots is None) == (slots_per_rank is None):
+        raise ValueError(
+            f"`num_slots` (={quoted(num_slots, 40)}) and `slots_per_rank` (={quoted(slots_per_rank, 40)}): give one of "
+            "the two; `slots_per_rank` is for ranks that differ"
+        )
+    if slots_per_rank is None:
+        return rank_capacity(check_num_slots(check_int(num_slots, "num_slots", 1), num_experts), num_ranks)
+    slots = to_ids(slots_per_rank, "slots_per_rank")
+    if slots.shape != (num_ranks,):
+        raise ValueError(f"`slots_per_rank` (shape {list(slots.shape)}) must be ints [{num_ranks}], one for each rank")
+    bad = (slots < 1) | (slots > MAX_SLOTS // num_ranks)
+    if bad.any():
+        rank = int(np.argmax(bad))
+        raise ValueError(
+            f"`slots_per_rank` (={slots[rank]}) must be from 1 to {MAX_SLOTS // num_ranks} at rank {rank}; a rank that "
+            "takes no experts is one that is not active"
+        )
+    if slots.sum() < num_experts:
+        raise ValueError(
+            f"`slots_per_rank` (={slots.sum()} in all) must hold the {num_experts} experts; give ranks more slots"
+        )
+    return slots
 
 
 def min_redundant(num_experts: int, num_ranks: int) -> int:

@@ -162,9 +162,9 @@ def _topology_options(command: argparse.ArgumentParser) -> None:
 
 
 def _place_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--slots", metavar="P", type=_positive, required=True, help="slots (physical experts) of all ranks"
-    )
+    slots = command.add_mutually_exclusive_group(required=True)
+    slots.add_argument("--slots", metavar="P", type=_positive, help="slots (physical experts) of all ranks")
+    slots.add_argument("--slots-per-rank", metavar="44,84,..", type=_ints, help="slots of each rank, where they differ")
     command.add_argument(
         "--locality",
         choices=("none", "group", "first_copy"),

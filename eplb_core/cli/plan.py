@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ def plan(arguments: argparse.Namespace) -> int:
     note_faults(trace)
     topology, current = ranks_and_current(arguments, trace)
     options = {"locality": arguments.locality, "num_groups": arguments.groups, "effort": arguments.effort}
-    facts, layout = make_plan(trace, topology, arguments.slots, current, options)
+    slots = {"num_slots": arguments.slots, "slots_per_rank": arguments.slots_per_rank}
+    facts, layout = make_plan(trace, topology, slots, current, options)
     if arguments.out:
         formats.write_layout(layout, arguments.out, arguments.to, trace.layer_ids)
         facts["out"] = arguments.out
@@ -40,14 +42,14 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(
-    trace: Trace, topology: Topology, slots: int, current: ExpertLayout | None, options: dict[str, Any]
+    trace: Trace, topology: Topology, slots: Mapping[str, Any], current: ExpertLayout | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], ExpertLayout]:
     """Plan for a trace; return the facts to print and the layout."""
     from eplb_core.placement.place import place  # compiles: only where it is used
 
     before = current
     if before is None:
-        before = ExpertLayout.trivial(trace.num_layers, trace.num_experts, num_slots=slots, topology=topology)
+        before = ExpertLayout.trivial(trace.num_layers, trace.num_experts, topology=topology, **slots)
     half = hold_out(trace.load)
     with progress_bar("planning"):
         if half < 2:
@@ -55,13 +57,13 @@ def make_plan(
             start = current and ExpertLayout(
                 current.physical_to_logical_map[one], current.num_experts, topology=current.topology
             )
-            place(trace.load[:2, one], topology=topology, num_slots=slots, current=start, **options)
+            place(trace.load[:2, one], topology=topology, current=start, **slots, **options)
         unseen = None
         if half:  # what the same call makes of the first half, judged on the second
-            part = place(trace.load[:half], topology=topology, num_slots=slots, current=current, **options)
+            part = place(trace.load[:half], topology=topology, current=current, **slots, **options)
             unseen = _unseen(before, part.layout, trace.load, half)
         begun = time.perf_counter()
-        placed = place(trace.load, topology=topology, num_slots=slots, current=current, **options)
+        placed = place(trace.load, topology=topology, current=current, **slots, **options)
         seconds = time.perf_counter() - begun
     after: ExpertLayout = placed.layout
     received = transfers(before, after)
@@ -69,7 +71,8 @@ def make_plan(
     facts = {
         "trace": {"path": trace.path, "windows": trace.num_windows, "layers": trace.num_layers},
         "num_experts": trace.num_experts,
-        "num_slots": slots,
+        "num_slots": sum(slots["slots_per_rank"] or [slots["num_slots"]]),
+        "slots_per_rank": slots["slots_per_rank"],
         "num_ranks": topology.num_ranks,
         "num_nodes": topology.num_nodes,
         "before_is": "trivial" if current is None else "current",
@@ -192,10 +195,12 @@ def unseen_words(facts: dict[str, Any], was: str) -> str:
 def _limits(facts: dict[str, Any], after: float) -> list[str]:
     bound = facts["bound"]["mean"]
     if bound < _LOW_BOUND:
-        ranks = facts["num_ranks"]
+        more = f"--slots {facts['num_slots'] + facts['num_ranks']}"
+        if facts["slots_per_rank"]:
+            more = f"--slots-per-rank {','.join(str(slots + 1) for slots in facts['slots_per_rank'])}"
         return [
             f"No layout of these slots exceeds {bound:.2f}: an expert has more load than its replicas can share; try "
-            f"--slots {facts['num_slots'] + ranks}."
+            f"{more}."
         ]
     if facts["trace"]["windows"] > 1 and bound - after > _GAP:
         text = 'The rest of the gap to the bound comes from load that changes between windows; mode "quota" re-solves '

@@ -36,6 +36,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     options: SimulateOptions = {
         "topology": topology,
         "num_slots": arguments.slots,
+        "slots_per_rank": arguments.slots_per_rank,
         "interval": arguments.interval,
         "history": arguments.history,
         "current": current,
@@ -76,10 +77,12 @@ def _cost(arguments: argparse.Namespace) -> StepCost | None:
     return cost_preset(arguments.hardware, **known)
 
 
-def _policies_that_fit(topology: Topology, slots: int) -> list[PolicyName]:
+def _policies_that_fit(topology: Topology, slots: int | None) -> list[PolicyName]:
     """All policies but, where it cannot be asked, deepseek; a note says why."""
     names, reason = list(BASIC), ""
-    if slots % topology.num_ranks:
+    if slots is None:
+        reason = "ranks have different slots"
+    elif slots % topology.num_ranks:
         reason = f"{topology.num_ranks} ranks do not divide {slots} slots"
     elif importlib.util.find_spec("torch") is None:
         reason = "it needs torch, which is not installed"
@@ -124,7 +127,7 @@ def demo(arguments: argparse.Namespace) -> int:
     """`eplb demo`: plan for and replay the packaged trace, with words."""
     trace = demo_trace()
     topology = Topology(_DEMO_RANKS, _DEMO_NODES)
-    facts, _ = make_plan(trace, topology, _DEMO_SLOTS, None, {})
+    facts, _ = make_plan(trace, topology, {"num_slots": _DEMO_SLOTS, "slots_per_rank": None}, None, {})
     facts["trace"]["path"] = "the trace that comes with eplb_core"
     options: SimulateOptions = {"topology": topology, "num_slots": _DEMO_SLOTS, "interval": _DEMO_INTERVAL}
     results = _replay(trace, _policies_that_fit(topology, _DEMO_SLOTS), options)

@@ -8,13 +8,18 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_core._arrays import ArrayLike, IntArray, check_kind
-from eplb_core.layout import ExpertLayout, check_num_slots, rank_capacity, staying_ranks
+from eplb_core.layout import ExpertLayout, rank_slots, staying_ranks
 from eplb_core.placement.place import place
 from eplb_core.placement.problem import check_active
 
 
 def plan_removal(
-    current: ExpertLayout, ranks: ArrayLike, *, expert_load: ArrayLike | None = None, num_slots: int | None = None
+    current: ExpertLayout,
+    ranks: ArrayLike,
+    *,
+    expert_load: ArrayLike | None = None,
+    num_slots: int | None = None,
+    slots_per_rank: ArrayLike | None = None,
 ) -> ExpertLayout:
     """From which layout can `ranks` leave at any moment, with the fewest transfers until then?
 
@@ -27,6 +32,7 @@ def plan_removal(
         ranks: Ranks that will leave, ints or bools `[R]`.
         expert_load: Loads `[L, E]` or `[T, L, E]`, to choose which replicas make way. Default: all experts alike.
         num_slots: Slots that the ranks really have, where it is fewer than the layout's (see `place`). Default: all.
+        slots_per_rank: The same for ranks that differ, ints `[R]`.
 
     Returns:
         Layout of the same frame as `current`.
@@ -49,12 +55,20 @@ def plan_removal(
         layer 0: 2 3 | 0 1
     """
     topology, experts = check_kind(current, "current", ExpertLayout).topology, current.num_experts
-    slots = current.num_slots if num_slots is None else check_num_slots(num_slots, experts)
-    stay = staying_ranks(ranks, rank_capacity(slots, topology.num_ranks), experts)
+    if num_slots is None and slots_per_rank is None:
+        num_slots = current.num_slots
+    stay = staying_ranks(ranks, rank_slots(num_slots, slots_per_rank, experts, topology.num_ranks), experts)
     load = np.ones((current.num_layers, experts)) if expert_load is None else expert_load
     # No budget: only what would be lost moves. No gain is enough for a row that may stay.
     placement = place(
-        load, topology, num_slots=slots, current=current, active_ranks=stay, max_transfers=0, min_gain=1e9
+        load,
+        topology,
+        num_slots=num_slots,
+        slots_per_rank=slots_per_rank,
+        current=current,
+        active_ranks=stay,
+        max_transfers=0,
+        min_gain=1e9,
     )
     moved = np.repeat(stay, current.slots_per_rank)
     rows = np.where(moved, placement.layout.physical_to_logical_map, current.physical_to_logical_map)

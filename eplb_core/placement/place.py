@@ -15,7 +15,6 @@ from eplb_core._arrays import (
     check_load,
     check_real,
     read_only,
-    to_numpy,
 )
 from eplb_core._html import HTML_LAYERS, table_html
 from eplb_core.layout import ExpertLayout
@@ -94,7 +93,8 @@ def place(
     expert_load: ArrayLike,
     topology: Topology,
     *,
-    num_slots: int | ArrayLike,
+    num_slots: int | ArrayLike | None = None,
+    slots_per_rank: ArrayLike | None = None,
     current: ExpertLayout | None = None,
     max_transfers: int | None = None,
     max_total_transfers: int | None = None,
@@ -123,6 +123,8 @@ def place(
         num_slots: Slots to fill, at least E, or ints `[L]`, one for each layer (see `plan_slots`). S is the largest of
             ceil(num_slots / R); where a layer fills fewer, or R does not divide, ranks end with empty slots. What
             `current` holds in those and stays on its rank is copied to another slot of it.
+        slots_per_rank: Instead of `num_slots`: slots that each rank fills, ints `[R]`, where cards differ in memory. S
+            is the largest of them; ranks with fewer end with empty slots.
         current: Layout to start from, `R * S` slots on as many ranks. The search goes on from it a transfer at a time,
             as long as that pays; a layer that would gain less than `min_gain` keeps its row; what stays on a rank
             stays in its slot.
@@ -187,11 +189,9 @@ def place(
         raise ValueError(f"`expert_load` (shape {list(windows.shape)}) must have one window and one expert or more")
     windows = _in_range(windows)
     effort = check_real(effort, "effort", above=0.0, at_most=10_000.0)
-    slots = check_slots(num_slots, layers, experts)
     check_kind(topology, "topology", Topology)
-    # Without a layer there is a frame all the same: the slots that were asked for, or as many as the experts need.
-    most = int(slots.max()) if layers else int(np.max(to_numpy(num_slots, "num_slots"), initial=experts))
-    stride = -(-most // topology.num_ranks)
+    frames = check_slots(num_slots, slots_per_rank, layers, experts, topology.num_ranks)
+    stride = max(int(capacity.max()) for _, capacity in frames)
     total = None if max_total_transfers is None else check_int(max_total_transfers, "max_total_transfers", 0)
     default = _PRICE if max_transfers is None and total is None else _PRICE_IN_BUDGET
     terms = Terms(
@@ -206,11 +206,10 @@ def place(
     senders = np.full_like(p2l, -1)
     reached, transfers = np.zeros(p2l.shape[:2]), np.zeros(p2l.shape[:2], dtype=np.int64)
     bound = np.zeros(layers)
-    for filled in np.unique(slots).tolist() or [most]:
-        problem = state_problem(experts, topology, filled, stride, locality, num_groups, active_ranks, dispatch)
+    for rows, capacity in frames:
+        problem = state_problem(experts, topology, capacity, stride, locality, num_groups, active_ranks, dispatch)
         if current is not None:
             check_current(current, problem, layers)
-        rows = slots == filled
         load = whole.take(rows)
         solution, bound[rows] = _solve(problem, load, effort, free=current is None)
         if current is None:

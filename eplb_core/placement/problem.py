@@ -19,7 +19,7 @@ from eplb_core._arrays import (
     to_reals,
 )
 from eplb_core.errors import InfeasiblePlacementError
-from eplb_core.layout import MAX_SLOTS, ExpertLayout, check_num_slots, rank_capacity
+from eplb_core.layout import MAX_SLOTS, ExpertLayout, rank_capacity, rank_slots
 from eplb_core.placement.search.links import NO_LIMIT, Links, new_links
 from eplb_core.topology import Topology
 
@@ -37,7 +37,7 @@ class Problem(NamedTuple):
     topology: Topology
     num_experts: int
     capacity: IntArray
-    """Slots to fill of each rank `[R]`; 0 = not active, or active without a slot; all others differ by one at most."""
+    """Slots that each rank may fill `[R]`; 0 = not active, or active without a slot."""
     stride: int
     """Slots of each rank S, filled or not."""
     pin: int
@@ -68,22 +68,22 @@ class Terms(NamedTuple):
 def state_problem(
     experts: int,
     topology: Topology,
-    slots: int,
+    capacity: IntArray,
     stride: int,
     locality: Locality,
     num_groups: int | None,
     active_ranks: ArrayLike | None,
     dispatch: PlacementDispatch,
 ) -> Problem:
-    """What every layer of `slots` slots must satisfy."""
-    capacity = rank_capacity(slots, topology.num_ranks)
+    """What every layer must satisfy whose ranks have `capacity` slots."""
+    slots = int(capacity.sum())
     active = check_active(active_ranks, topology.num_ranks)
     capacity = capacity * active
     live = int(capacity.sum())
     if live < experts:
         raise InfeasiblePlacementError(
             f"{int((capacity > 0).sum())} active ranks have {live} slots, fewer than the {experts} experts; "
-            f"raise `num_slots` (={slots}), or bring ranks back",
+            f"raise the number of slots (={slots}), or bring ranks back",
             num_live_slots=live,
             num_experts=experts,
         )
@@ -128,16 +128,19 @@ def check_groups(num_groups: int | None, experts: int, capacity: IntArray, topol
     if fit.sum() < groups:
         raise ValueError(
             f"`num_groups` (={groups}) groups of {experts // groups} experts do not fit: the nodes' slots "
-            f"{room.tolist()} take {fit.tolist()} whole groups; raise `num_slots`, or use another `locality`"
+            f"{room.tolist()} take {fit.tolist()} whole groups; give ranks more slots, or use another `locality`"
         )
     return groups
 
 
-def check_slots(num_slots: int | ArrayLike, layers: int, experts: int) -> IntArray:
-    """Slots of each layer `[L]`."""
-    slots = to_numpy(num_slots, "num_slots")
-    if slots.ndim == 0:
-        return np.full(layers, check_num_slots(slots.item(), experts), dtype=np.int64)
+def check_slots(
+    num_slots: int | ArrayLike | None, slots_per_rank: ArrayLike | None, layers: int, experts: int, ranks: int
+) -> list[tuple[BoolArray, IntArray]]:
+    """Layers `[L]` whose ranks have as many slots, and how many each rank has `[R]`; one entry without a layer."""
+    slots = to_numpy(0 if num_slots is None else num_slots, "num_slots")
+    if num_slots is None or slots_per_rank is not None or slots.ndim == 0:
+        one = None if num_slots is None else slots.flat[0].item() if slots.size else 0
+        return [(np.ones(layers, dtype=np.bool_), rank_slots(one, slots_per_rank, experts, ranks))]
     if slots.shape != (layers,) or slots.dtype.kind not in "iu":
         raise ValueError(
             f"`num_slots` (dtype {slots.dtype}, shape {list(slots.shape)}) must be an int or ints [{layers}]"
@@ -149,7 +152,9 @@ def check_slots(num_slots: int | ArrayLike, layers: int, experts: int) -> IntArr
     if layers and slots.max() > MAX_SLOTS:
         layer = int(np.argmax(slots))
         raise ValueError(f"`num_slots` (={slots[layer]}) must be at most {MAX_SLOTS} at layer {layer}")
-    return slots
+    # Without a layer there is a frame all the same: as many slots as the experts need.
+    numbers = np.unique(slots).tolist() or [experts]
+    return [(slots == number, rank_capacity(number, ranks)) for number in numbers]
 
 
 def check_weights(window_weights: ArrayLike | None, count: int) -> FloatArray:

@@ -34,7 +34,8 @@ def backtest(
     forecasters: Mapping[str, Forecaster] | None = None,
     *,
     topology: Topology,
-    num_slots: int,
+    num_slots: int | None = None,
+    slots_per_rank: ArrayLike | None = None,
     interval: int = 16,
     history: int | None = None,
     current: ExpertLayout | None = None,
@@ -51,6 +52,7 @@ def backtest(
         forecasters: Functions by name. Default: `FORECASTERS`.
         topology: Ranks, nodes and speeds.
         num_slots: Slots to fill, at least E.
+        slots_per_rank: Instead of `num_slots`: slots that each rank fills, ints `[R]` (see `place`).
         interval: Windows between rebalances, less than T.
         history: Windows that a forecaster sees. Default: `interval`.
         current: Layout to start from. Default: the trivial one.
@@ -75,13 +77,15 @@ def backtest(
     """
     if forecasters is not None and not isinstance(forecasters, Mapping):
         raise TypeError(f"`forecasters` (={quoted(forecasters, 80)}) must be a dict of forecasters by name")
+    slots = {"num_slots": num_slots, "slots_per_rank": slots_per_rank}
     rows = []
     for name, forecaster in (FORECASTERS if forecasters is None else forecasters).items():
-        policy = _policy(forecaster_of(forecaster), num_slots, to_options(place_options))
+        policy = _policy(forecaster_of(forecaster), {**slots, **to_options(place_options)})
         replay = simulate(
             trace,
             topology=topology,
             num_slots=num_slots,
+            slots_per_rank=slots_per_rank,
             policy=policy,
             interval=interval,
             history=history,
@@ -91,12 +95,10 @@ def backtest(
     return tuple(rows)
 
 
-def _policy(forecaster: Forecaster, num_slots: int, options: dict[str, Any]) -> Policy:
+def _policy(forecaster: Forecaster, options: dict[str, Any]) -> Policy:
     def choose(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
         ahead = forecast(windows, forecaster)
-        placed = place(
-            ahead.windows, live.topology, num_slots=num_slots, current=live, window_weights=ahead.weights, **options
-        )
+        placed = place(ahead.windows, live.topology, current=live, window_weights=ahead.weights, **options)
         return placed.layout
 
     return choose

@@ -36,7 +36,8 @@ BASIC: tuple[PolicyName, ...] = POLICIES[:3]
 class PolicySetting(NamedTuple):
     """What the named policies need to know."""
 
-    num_slots: int
+    slots: dict[str, Any]
+    """`num_slots` or `slots_per_rank`, for `place`."""
     num_groups: int | None
     options: dict[str, Any]
     cost: CostModel | None
@@ -59,7 +60,7 @@ def policy_of(policy: PolicyName | Policy, setting: PolicySetting) -> tuple[str,
     if policy == "none":
         return policy, lambda windows, live: live
     if policy == "deepseek":
-        return policy, _deepseek(setting.num_slots, 1 if setting.num_groups is None else setting.num_groups)
+        return policy, _deepseek(setting.slots, 1 if setting.num_groups is None else setting.num_groups)
     options = setting.options
     if setting.num_groups is not None:
         options = {"num_groups": setting.num_groups, **options}
@@ -69,7 +70,7 @@ def policy_of(policy: PolicyName | Policy, setting: PolicySetting) -> tuple[str,
 def _placed(windows: IntArray | FloatArray, live: ExpertLayout, setting: PolicySetting) -> Placement:
     from eplb_core.placement.place import place  # compiles: only where it is used
 
-    return place(windows, live.topology, num_slots=setting.num_slots, current=live, **setting.options)
+    return place(windows, live.topology, current=live, **setting.slots, **setting.options)
 
 
 def _place(setting: PolicySetting) -> Policy:
@@ -107,7 +108,11 @@ def _gated(setting: PolicySetting) -> Policy:
     return choose
 
 
-def _deepseek(num_slots: int, num_groups: int) -> Policy:
+def _deepseek(slots: Mapping[str, Any], num_groups: int) -> Policy:
+    num_slots: int | None = slots["num_slots"]
+    if num_slots is None:
+        given = quoted(slots["slots_per_rank"], 80)
+        raise ValueError(f'`slots_per_rank` (={given}) is not for `policy` (="deepseek"); give it `num_slots`')
     torch = needed("torch", "torch", 'the policy "deepseek"')
 
     from eplb_core.placement.deepseek import rebalance_experts

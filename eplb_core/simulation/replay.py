@@ -11,8 +11,18 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from eplb_core._arrays import FloatArray, IntArray, check_flag, check_int, check_kind, check_made, check_real, read_only
-from eplb_core.layout import ExpertLayout, check_frame, check_num_slots
+from eplb_core._arrays import (
+    ArrayLike,
+    FloatArray,
+    IntArray,
+    check_flag,
+    check_int,
+    check_kind,
+    check_made,
+    check_real,
+    read_only,
+)
+from eplb_core.layout import ExpertLayout, check_frame, rank_slots
 from eplb_core.metrics import mean_of_known, mean_over_top
 from eplb_core.placement.worth.costs import CostModel
 from eplb_core.simulation.dispatch import Dispatch, Dispatcher, DispatchName
@@ -28,7 +38,8 @@ class SimulateOptions(TypedDict, total=False):
     """Keyword arguments of `simulate`, which `compare_policies` and `sweep` pass on."""
 
     topology: Topology
-    num_slots: int
+    num_slots: int | None
+    slots_per_rank: ArrayLike | None
     policy: PolicyName | Policy
     dispatch: DispatchName | Dispatch
     interval: int
@@ -47,7 +58,8 @@ def simulate(
     trace: Source,
     *,
     topology: Topology,
-    num_slots: int,
+    num_slots: int | None = None,
+    slots_per_rank: ArrayLike | None = None,
     policy: PolicyName | Policy = "place",
     dispatch: DispatchName | Dispatch = "even",
     interval: int = 16,
@@ -73,6 +85,7 @@ def simulate(
             the policy sees are in memory.
         topology: Ranks, nodes and speeds.
         num_slots: Slots to fill, at least E.
+        slots_per_rank: Instead of `num_slots`: slots that each rank fills, ints `[R]` (see `place`).
         policy: One of `POLICIES`: `"none"` keeps the starting layout; `"place"` calls `place` with the live layout as
             `current`; `"once"` does so once; `"gated"` moves the layers that `should_rebalance` finds worth it;
             `"deepseek"` calls `rebalance_experts` on the sum of the windows. Or a callable
@@ -114,7 +127,11 @@ def simulate(
         (0.6, 1.0, [[1], [0]])
     """
     check_kind(topology, "topology", Topology)
-    check_made(num_slots=check_int(num_slots, "num_slots", 1))
+    slots, given = (
+        rank_slots(num_slots, slots_per_rank, 1, topology.num_ranks),
+        {"num_slots": num_slots, "slots_per_rank": slots_per_rank},
+    )
+    check_made(num_slots=int(slots.sum()))
     every = check_int(interval, "interval", 1)
     seen = every if history is None else check_int(history, "history", 1)
     scored = every if score_from is None else check_int(score_from, "score_from", every)
@@ -124,12 +141,12 @@ def simulate(
     options = to_options(place_options)
     passes = check_real(window_passes, "window_passes", above=0.0)
     model = None if step is None else step.model
-    setting = PolicySetting(num_slots, num_groups, options, model, passes, every)
+    setting = PolicySetting(given, num_groups, options, model, passes, every)
     name, choose = policy_of(policy, setting)
     blocks, total = blocks_of(trace, every)
     if total is not None:
         _check_scored(every, scored, total)
-    run = _Run(topology, num_slots, Dispatcher(dispatch), StepCost(CostModel()) if step is None else step, passes)
+    run = _Run(topology, slots, given, Dispatcher(dispatch), StepCost(CostModel()) if step is None else step, passes)
     run.bound, run.keep_ranks = check_flag(bound, "bound"), check_flag(keep_ranks, "keep_ranks")
     past: deque[IntArray | FloatArray] = deque(maxlen=-(-seen // every))
     most, pairs = 0.0, 0
@@ -165,9 +182,15 @@ class _Run:
     live: ExpertLayout
 
     def __init__(
-        self, topology: Topology, num_slots: int, dispatcher: Dispatcher, cost: StepCost, passes: float
+        self,
+        topology: Topology,
+        slots: IntArray,
+        given: dict[str, Any],
+        dispatcher: Dispatcher,
+        cost: StepCost,
+        passes: float,
     ) -> None:
-        self.topology, self.num_slots, self.dispatcher = topology, num_slots, dispatcher
+        self.topology, self.slots, self.given, self.dispatcher = topology, slots, given, dispatcher
         self.cost, self.passes = cost, passes
         self.exchange_s = cost.exchange_s(topology)
         self.columns: dict[str, list[FloatArray]] = defaultdict(list)  # arrays of the result, block by block
@@ -179,8 +202,7 @@ class _Run:
     def start(self, current: ExpertLayout | None, block: Block) -> None:
         layers, experts = block.load.shape[1:]
         if current is None:
-            slots = check_num_slots(self.num_slots, experts)
-            current = ExpertLayout.trivial(layers, experts, num_slots=slots, topology=self.topology)
+            current = ExpertLayout.trivial(layers, experts, topology=self.topology, **self.given)
         check_frame(current, "current", layers, experts, self.topology)
         self.first = self.live = current
         self.digests.append(current.digest)
@@ -235,7 +257,7 @@ class _Run:
     def _bound(self, block: Block) -> float:
         from eplb_core.placement.place import place
 
-        return mean_of_known(place(block.load, self.topology, num_slots=self.num_slots, effort=0.01).bound)
+        return mean_of_known(place(block.load, self.topology, effort=0.01, **self.given).bound)
 
     def result(
         self, policy: str, dispatch: str, spans: tuple[int, int, int], layer_ids: tuple[int, ...], cost: StepCost | None
@@ -247,12 +269,12 @@ class _Run:
         each = mean_over_top(mean, top)
         links = np.array(self.links, dtype=np.int64).reshape(len(self.links), mean.shape[1], len(LINKS))
         layers, experts = mean.shape[1], self.live.num_experts
-        spare = -(-self.num_slots // self.topology.num_ranks) - -(-experts // self.topology.num_ranks)
+        spare = int(self.slots.max()) - -(-experts // self.topology.num_ranks)
         return Simulation(
             policy=policy,
             dispatch=dispatch,
             topology=self.topology,
-            num_slots=self.num_slots,
+            num_slots=int(self.slots.sum()),
             interval=every,
             history=seen,
             scored_from=scored,

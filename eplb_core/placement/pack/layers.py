@@ -55,7 +55,7 @@ def solve_layers(
     rank_speed, rank_to_node = problem.topology.rank_speed, problem.topology.rank_to_node
     live = np.flatnonzero(capacity)
     speed = rank_speed[live]
-    if pin or (speed != speed[0]).any():
+    if pin or (speed != speed[0]).any() or np.ptp(capacity[live]) > 1:
         _solve_pinned(
             expert_load, skip, capacity, rank_speed, rank_to_node, num_groups, pin, effort, scratch, p2l, limit
         )
@@ -110,7 +110,7 @@ def _solve_pinned(
     p2l: IntArray,
     limit: FloatArray,
 ) -> None:
-    """Place layers whose groups of experts have a node each, or whose ranks differ in speed."""
+    """Place layers whose groups of experts have a node each, or whose ranks differ in speed or number of slots."""
     layers, experts = expert_load.shape
     ranks = capacity.size
     stride = p2l.shape[1] // ranks
@@ -213,7 +213,7 @@ def _solve_block(n: int, cap: IntArray, stride: int, pinned: bool, effort: float
     speed = scratch.reals[SPEED]
     anywhere = pinned
     for r in range(cap.size):
-        anywhere = anywhere or speed[r] != speed[0]
+        anywhere = anywhere or speed[r] != speed[0] or abs(cap[r] - cap[0]) > 1
     if anywhere:
         pack_anywhere(n, cap, stride, scratch)
     else:
@@ -225,15 +225,21 @@ def _solve_block(n: int, cap: IntArray, stride: int, pinned: bool, effort: float
 
 @kernel
 def _count_block(n: int, cap: IntArray, stride: int, scratch: Scratch) -> tuple[bool, float]:
-    """Count replicas; returns the certified lower limit, and whether all are placed: where every rank holds all."""
-    slots, least = 0, cap[0]
+    """Count replicas, for no more slots of a rank than experts; returns whether all are placed, and the lower limit.
+
+    All are placed where every rank holds all.
+    """
+    least = cap[0]
     for r in range(cap.size):
-        slots += cap[r]
         least = min(least, cap[r])
     sort_by_load(n, scratch)
     if least >= n:
         _fill_every_rank(n, cap, least, stride, scratch)
         return True, _lower_limit(n, n * cap.size, cap, scratch)
+    slots = 0
+    for r in range(cap.size):
+        cap[r] = min(cap[r], n)  # more would hold an expert twice
+        slots += cap[r]
     sort_by_share(n, count_replicas(n, slots, cap.size, scratch), scratch)
     return False, _lower_limit(n, slots, cap, scratch)
 
