@@ -20,8 +20,9 @@ from eplb_core._html import HTML_LAYERS, table_html
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known
 from eplb_core.placement.from_current import choose_rows, find_homes, start_from
-from eplb_core.placement.pack.block import new_scratch
-from eplb_core.placement.pack.layers import solve_layers
+from eplb_core.placement.pack.block import Scratch, new_scratch
+from eplb_core.placement.pack.layers import ranks_alike, solve_layers
+from eplb_core.placement.pack.search import TOLERANCE
 from eplb_core.placement.problem import (
     Locality,
     PlacementDispatch,
@@ -40,6 +41,8 @@ from eplb_core.placement.spend import spend_budget
 from eplb_core.placement.windows import Load
 from eplb_core.topology import Topology
 
+# With no more slots than these it takes little time to try which should stay empty.
+_FEW_SLOTS = 64
 # Steps of a layer that is placed from nothing for several windows, at effort 1.
 _FREE_STEPS = 128
 # Gain in balancedness that a transfer must bring; with a budget, which says what may be spent, less.
@@ -120,9 +123,10 @@ def place(
         expert_load: Tokens routed to each expert, `[L, E]`, or windows of it, `[T, L, E]`: numpy, lists or torch (a
             CUDA tensor costs one copy). Finite, not negative. Windows are balanced one by one, not for their sum.
         topology: Ranks, nodes and speeds.
-        num_slots: Slots to fill, at least E, or ints `[L]`, one for each layer (see `plan_slots`). S is the largest of
-            ceil(num_slots / R); where a layer fills fewer, or R does not divide, ranks end with empty slots. What
-            `current` holds in those and stays on its rank is copied to another slot of it.
+        num_slots: Slots that may be filled, at least E, or ints `[L]`, one for each layer (see `plan_slots`). S is the
+            largest of ceil(num_slots / R); where a layer has fewer, or R does not divide, ranks end with empty slots;
+            so they do where one more replica would make the layer worse. What `current` holds in slots that are not
+            there and stays on its rank is copied to another slot of it.
         slots_per_rank: Instead of `num_slots`: slots that each rank fills, ints `[R]`, where cards differ in memory. S
             is the largest of them; ranks with fewer end with empty slots.
         current: Layout to start from, `R * S` slots on as many ranks. The search goes on from it a transfer at a time,
@@ -287,9 +291,28 @@ def _solve(problem: Problem, load: Load, effort: float, *, free: bool) -> tuple[
     # What the search proved holds for one window and even shares alone.
     bound_layers(load.windows, load.weights, problem.capacity, topology.rank_speed, limit, not further, scratch, bound)
     bound *= problem.reach
+    if not further and not problem.pin and p2l.shape[1] <= _FEW_SLOTS and ranks_alike(problem):
+        _try_spare(problem, load, effort, scratch, p2l, bound)
     if free and further:
         _balance_windows(problem, load, p2l, effort)
     return p2l, bound
+
+
+def _try_spare(problem: Problem, load: Load, effort: float, scratch: Scratch, p2l: IntArray, bound: FloatArray) -> None:
+    """Let slots stay empty where layers of ranks that are alike end far from their bound, and take what is better.
+
+    Whether a layer is asked depends on what effort 1 reaches: so more effort is never worse.
+    """
+    usual, ignored = p2l, np.zeros_like(bound)
+    if effort != 1.0:
+        usual = p2l.copy()
+        solve_layers(problem, load.total, ~load.known, 1.0, scratch, usual, ignored)
+    far = load.known & (score_rows(problem, load, usual) < bound * (1.0 - TOLERANCE))
+    if far.any():
+        other = p2l.copy()
+        solve_layers(problem, load.total, ~far, effort, scratch, other, ignored, spare=True)
+        better = far & (score_rows(problem, load, other) > score_rows(problem, load, p2l))
+        p2l[better] = other[better]
 
 
 def _balance_windows(problem: Problem, load: Load, p2l: IntArray, effort: float) -> None:

@@ -15,10 +15,24 @@ MUTATIONS = [
     ),
     (
         f"{P}place.py",
-        "    solve_layers(problem",
-        "    np.random.random()\n    solve_layers(problem",
+        "    solve_layers(problem, total",
+        "    np.random.random()\n    solve_layers(problem, total",
         f"{T}test_same_bytes.py::test_the_global_random_state_is_neither_read_nor_advanced",
         "rule 5",
+    ),
+    (
+        f"{P}pack/layers.py",
+        "        cap[r] = min(cap[r], n)  # more would hold an expert twice\n",
+        "",
+        f"{T}test_slots_per_rank.py::test_no_rank_fills_more_slots_than_it_has",
+        "rule 2",
+    ),
+    (
+        f"{P}pack/unlike.py",
+        "        if used < n:\n            continue\n",
+        "        if used < slots:\n            continue\n",
+        f"{T}test_exhaustive.py::test_a_slow_rank_keeps_a_slot_empty_where_that_is_best",
+        "rule 6",
     ),
     (
         f"{P}deepseek.py",

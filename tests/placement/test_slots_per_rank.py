@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,20 +120,17 @@ def test_tables_send_to_holders_and_plans_bring_the_experts(case: Case, seed: in
     new = place(case.load, case.topology, slots_per_rank=case.slots, current=old, **options).layout
     shares = eplb.replica_shares(new, case.load[0]) if mode == "weighted" else None
     tables = eplb.DispatchTables(new, rank=0, mode=mode, device="cpu", shares=shares)
-    ids = np.arange(new.num_experts, dtype=np.int64)[:, None]
-    held = np.full(new.num_slots, -1)
-    for rank in range(len(case.slots)):
+    was, now = (layout.physical_to_logical_map[0].reshape(len(case.slots), -1) for layout in (old, new))
+    for rank, slots in enumerate(case.slots):
         plan = eplb.plan_pull(old, new, rank=rank)
-        mine = slice(rank * new.slots_per_rank, (rank + 1) * new.slots_per_rank)
-        kept, source = plan.kind[0] != 5, plan.source_slot[0]
-        held[mine] = np.where(source >= 0, old.physical_to_logical_map[0][source], new.physical_to_logical_map[0][mine])
-        assert (source[case.slots[rank] :] < 0).all()
-        assert kept.shape == source.shape
-    assert np.array_equal(held, new.physical_to_logical_map[0])
-    import torch
-
-    slots = eplb.topk_to_slots(torch.from_numpy(ids), tables.layer(0)).numpy()
-    assert np.array_equal(new.physical_to_logical_map[0][slots], ids)
+        kind, source = plan.kind[0], plan.source_slot[0]
+        assert (kind[slots:] == eplb.PullKind.EMPTY).all()
+        moved = (kind == eplb.PullKind.READ) | (kind == eplb.PullKind.COPY_OLD)
+        assert np.array_equal(was.reshape(-1)[source[moved]], now[rank][moved])
+        assert np.array_equal(was[rank][kind == eplb.PullKind.KEEP], now[rank][kind == eplb.PullKind.KEEP])
+    ids = torch.arange(new.num_experts)[:, None]
+    found = eplb.topk_to_slots(ids, tables.layer(0)).numpy()
+    assert np.array_equal(now.reshape(-1)[found], ids.numpy())
 
 
 @settings(max_examples=10)

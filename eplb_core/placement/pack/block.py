@@ -53,8 +53,13 @@ HOME_COUNT = 13  # replicas of the expert in its home
 QUEUE = 14  # ranks by ascending time, while a search runs
 BEST_EXPERT = 15
 BEST_REPLICAS = 16
-WORK = 17  # rank pairs looked at so far, how many may be, state of the generator of kicks, any expert has a home
-NUM_INTS = 18
+WORK = 17  # rank pairs looked at so far, how many may be, state of the generator of kicks, any expert has a home, NONE
+KEPT = 18  # an assignment that is kept while others are tried: experts, and in the next row counts
+BEST_SO_FAR = 20  # the best one for any number of slots, in two rows too
+NUM_INTS = 22
+
+# Place in WORK of the id that stands for an empty slot: n, an expert without load; -1 where slots must be filled.
+NONE = 4
 
 
 class Scratch(NamedTuple):
@@ -371,8 +376,9 @@ def pack_anywhere(num_experts: int, cap: IntArray, stride: int, scratch: Scratch
     """As `pack`, for ranks of unequal speed and for experts with a home: looks at every rank for every replica.
 
     The first replica of an expert with a home goes there; the others may use a node only while it keeps room for the
-    first ones that are still to come. A replica that fits nowhere gives its slot up; slots left at the end go to the
-    largest share that the rank does not hold. Counts are final only then, so shares and loads are written last.
+    first ones that are still to come. A replica that fits nowhere gives its slot up; slots left at the end stay empty
+    where they may, or go to the largest share that the rank does not hold. Counts are final only then, so shares and
+    loads are written last.
     """
     count, load, fill, pace = scratch.ints[REPLICAS], scratch.reals[RANK_LOAD], scratch.ints[FILL], scratch.reals[PACE]
     expert, node = scratch.ints[EXPERT], scratch.ints[NODE]
@@ -409,8 +415,11 @@ def pack_anywhere(num_experts: int, cap: IntArray, stride: int, scratch: Scratch
                 _fill(rank, e, value, stride, scratch)
                 if not pinned:
                     room[node[rank]] -= 1
+    none = scratch.ints[WORK, NONE]
     for r in range(cap.size):
-        while fill[r] < cap[r]:
+        for i in range(fill[r], cap[r] if none >= 0 else 0):
+            expert[r * stride + i] = none
+        while none < 0 and fill[r] < cap[r]:
             best = -1.0
             e = -1
             for f in range(num_experts):

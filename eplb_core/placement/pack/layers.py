@@ -10,8 +10,8 @@ from eplb_core.placement.pack.block import (
     EXPERT,
     EXPERT_LOAD,
     HOME,
-    ITEM_SHARE,
     NODE,
+    NONE,
     ORDER,
     PACE,
     SPEED,
@@ -24,11 +24,16 @@ from eplb_core.placement.pack.block import (
     sort_by_share,
 )
 from eplb_core.placement.pack.groups import assign_groups
-from eplb_core.placement.pack.refine import refine
+from eplb_core.placement.pack.search import lower_limit, search
+from eplb_core.placement.pack.unlike import solve_unlike
 from eplb_core.placement.problem import Problem
 
-# At effort 1 the search stops when the fullest rank is this far above the certificate.
-TOLERANCE = 0.00098
+
+def ranks_alike(problem: Problem) -> bool:
+    """Are all live ranks as fast as each other, with numbers of slots that differ by one at most?"""
+    live = problem.capacity > 0
+    speed, slots = problem.topology.rank_speed[live], problem.capacity[live]
+    return bool((speed == speed[0]).all() and slots.max() - slots.min() <= 1)
 
 
 def solve_layers(
@@ -39,6 +44,8 @@ def solve_layers(
     scratch: Scratch,
     p2l: IntArray,
     limit: FloatArray,
+    *,
+    spare: bool = False,
 ) -> None:
     """Place every layer that is not skipped.
 
@@ -50,14 +57,15 @@ def solve_layers(
         scratch: For E experts and R ranks.
         p2l: Written `[L, R * S]`.
         limit: Written `[L]`: no layout of this kind has a largest load / speed below this.
+        spare: Slots may stay empty although ranks are alike, which takes longer; where they differ, they always may.
     """
     capacity, pin, num_groups = problem.capacity, problem.pin, problem.num_groups
     rank_speed, rank_to_node = problem.topology.rank_speed, problem.topology.rank_to_node
     live = np.flatnonzero(capacity)
     speed = rank_speed[live]
-    if pin or (speed != speed[0]).any() or np.ptp(capacity[live]) > 1:
+    if spare or pin or not ranks_alike(problem):
         _solve_pinned(
-            expert_load, skip, capacity, rank_speed, rank_to_node, num_groups, pin, effort, scratch, p2l, limit
+            expert_load, skip, capacity, rank_speed, rank_to_node, num_groups, pin, spare, effort, scratch, p2l, limit
         )
         return
     # The plain case has a kernel of its own: it compiles in half the time.
@@ -83,16 +91,16 @@ def _solve_plain(
 ) -> None:
     """Place layers of experts that may be anywhere on ranks `live` of equal speed, with `cap` slots each."""
     layers, experts = expert_load.shape
+    scratch.ints[WORK, 3], scratch.ints[WORK, NONE] = 0, -1
     for layer in range(layers):
         if skip[layer]:
             continue
         for e in range(experts):
             scratch.reals[EXPERT_LOAD, e] = expert_load[layer, e]
-        filled, limit[layer] = _count_block(experts, cap, stride, scratch)
+        filled, limit[layer] = _count_block(experts, cap, True, stride, scratch)
         if not filled:
             pack(experts, cap, stride, scratch)
-            scratch.ints[WORK, 3] = 0
-            _search(experts, cap, stride, effort, limit[layer], scratch)
+            search(experts, cap, stride, stride, effort, limit[layer], scratch)
         _write_block(layer, ids, live, stride, cap.size, scratch, p2l)
 
 
@@ -105,6 +113,7 @@ def _solve_pinned(
     rank_to_node: IntArray,
     num_groups: int,
     pin: int,
+    spare: bool,
     effort: float,
     scratch: Scratch,
     p2l: IntArray,
@@ -122,7 +131,7 @@ def _solve_pinned(
     node_speed = np.zeros(nodes)
     ids = np.zeros(experts, dtype=np.int64)
     members = np.zeros(ranks, dtype=np.int64)
-    cap = np.zeros(ranks, dtype=np.int64)
+    cap, level = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
     for r in range(ranks):
         node_room[rank_to_node[r]] += capacity[r]
         if capacity[r] > 0:
@@ -145,7 +154,7 @@ def _solve_pinned(
             n = _take_experts(only, pin == 1, load, group_home, group_size, ids, scratch)
             if n == 0 or size == 0:
                 continue
-            lower = _solve_block(n, cap[:size], stride, pin == 1, effort, scratch)
+            lower = _solve_block(n, cap[:size], level[:size], stride, pin == 1, spare, effort, scratch)
             if pin != 2:
                 limit[layer] = max(limit[layer], lower)
             _write_block(layer, ids, members, stride, size, scratch, p2l)
@@ -157,11 +166,15 @@ def _solve_pinned(
 def _write_block(
     layer: int, ids: IntArray, members: IntArray, stride: int, size: int, scratch: Scratch, p2l: IntArray
 ) -> None:
-    expert = scratch.ints[EXPERT]
+    expert, none = scratch.ints[EXPERT], scratch.ints[WORK, NONE]
     for i in range(size):
+        place = members[i] * stride
         for s in range(stride):
-            e = expert[i * stride + s]
-            p2l[layer, members[i] * stride + s] = ids[e] if e >= 0 else -1
+            p2l[layer, place + s] = -1
+        for s in range(i * stride, i * stride + stride):
+            if expert[s] >= 0 and expert[s] != none:  # empty slots come last
+                p2l[layer, place] = ids[expert[s]]
+                place += 1
 
 
 @kernel
@@ -205,78 +218,50 @@ def _take_experts(
 
 
 @kernel
-def _solve_block(n: int, cap: IntArray, stride: int, pinned: bool, effort: float, scratch: Scratch) -> float:
+def _solve_block(
+    n: int, cap: IntArray, level: IntArray, stride: int, pinned: bool, spare: bool, effort: float, scratch: Scratch
+) -> float:
     """Place one block into EXPERT; returns the certified lower limit of its largest time."""
-    filled, lower = _count_block(n, cap, stride, scratch)
+    speed, work = scratch.reals[SPEED], scratch.ints[WORK]
+    least, most, as_fast = cap[0], cap[0], True
+    for r in range(cap.size):
+        least, most = min(least, cap[r]), max(most, cap[r])
+        as_fast = as_fast and speed[r] == speed[0]
+    alike = as_fast and most - least <= 1 and not spare
+    work[3], work[NONE] = pinned, -1 if alike else n
+    filled, lower = _count_block(n, cap, as_fast, stride, scratch)
     if filled:
         return lower
-    speed = scratch.reals[SPEED]
-    anywhere = pinned
-    for r in range(cap.size):
-        anywhere = anywhere or speed[r] != speed[0] or abs(cap[r] - cap[0]) > 1
-    if anywhere:
+    if not alike and not pinned:
+        solve_unlike(n, cap, level, stride, effort, scratch)
+        return lower
+    if pinned:
         pack_anywhere(n, cap, stride, scratch)
     else:
         pack(n, cap, stride, scratch)
-    scratch.ints[WORK, 3] = pinned
-    _search(n, cap, stride, effort, lower, scratch)
+    search(n, cap, stride, stride, effort, lower, scratch)
     return lower
 
 
 @kernel
-def _count_block(n: int, cap: IntArray, stride: int, scratch: Scratch) -> tuple[bool, float]:
+def _count_block(n: int, cap: IntArray, as_fast: bool, stride: int, scratch: Scratch) -> tuple[bool, float]:
     """Count replicas, for no more slots of a rank than experts; returns whether all are placed, and the lower limit.
 
-    All are placed where every rank holds all.
+    All are placed where every rank, each as fast as the others, holds all.
     """
     least = cap[0]
     for r in range(cap.size):
         least = min(least, cap[r])
     sort_by_load(n, scratch)
-    if least >= n:
+    if least >= n and as_fast:
         _fill_every_rank(n, cap, least, stride, scratch)
-        return True, _lower_limit(n, n * cap.size, cap, scratch)
+        return True, lower_limit(n, n * cap.size, cap, scratch)
     slots = 0
     for r in range(cap.size):
         cap[r] = min(cap[r], n)  # more would hold an expert twice
         slots += cap[r]
     sort_by_share(n, count_replicas(n, slots, cap.size, scratch), scratch)
-    return False, _lower_limit(n, slots, cap, scratch)
-
-
-@kernel
-def _search(n: int, cap: IntArray, stride: int, effort: float, lower: float, scratch: Scratch) -> None:
-    """Refine a packed block towards its lower limit.
-
-    Coarse first where ranks have few slots: pairs to exchange are few then, and a wide target is met sooner. The
-    targets on the way are the same for every effort; more effort only goes further.
-    """
-    work = scratch.ints[WORK]
-    work[0] = 0
-    work[1] = np.int64(effort * (96 + 2 * cap.size + 4096 // (cap.size * stride)))
-    work[2] = 1
-    tolerance = TOLERANCE / max(effort, 1.0)
-    aim = TOLERANCE * max(1, 16 // stride)
-    while refine(n, cap, stride, lower * (1.0 + aim), cap.size, scratch) <= lower * (1.0 + aim) and aim > tolerance:
-        aim = max(0.5 * aim, TOLERANCE) if aim > TOLERANCE else 0.5 * aim
-
-
-@kernel
-def _lower_limit(n: int, slots: int, cap: IntArray, scratch: Scratch) -> float:
-    """No layout of the block has a smaller largest load / speed.
-
-    Some rank is no faster than the mean: total load / total speed. And some rank holds the largest share, which is at
-    least what the divisor method leaves, the smallest possible; it is no faster than the fastest rank.
-    """
-    tokens, speed = scratch.reals[EXPERT_LOAD], scratch.reals[SPEED]
-    total = whole = fastest = top = 0.0
-    for e in range(n):
-        total += tokens[e]
-    for r in range(cap.size):
-        whole += speed[r]
-        fastest = max(fastest, speed[r])
-    top = scratch.reals[ITEM_SHARE, 0] if slots < n * cap.size else tokens[scratch.ints[ORDER, 0]] / cap.size
-    return float(max(total / whole, top / fastest))
+    return False, lower_limit(n, slots, cap, scratch)
 
 
 @kernel
@@ -291,7 +276,7 @@ def _whole_limit(load: FloatArray, capacity: IntArray, rank_speed: FloatArray, s
     slots = min(capacity.sum(), load.size * live.size)
     sort_by_load(load.size, scratch)
     sort_by_share(load.size, count_replicas(load.size, slots, live.size, scratch), scratch)
-    return _lower_limit(load.size, slots, live, scratch)  # of the ranks, only their number is asked
+    return lower_limit(load.size, slots, live, scratch)  # of the ranks, only their number is asked
 
 
 @kernel

@@ -21,6 +21,7 @@ from eplb_core.placement.pack.block import (
     HOME,
     HOME_COUNT,
     NODE,
+    NONE,
     ORDER,
     PACE,
     QUEUE,
@@ -249,11 +250,12 @@ def _give_slot(full: int, time: float, cap: IntArray, stride: int, most: int, sc
             work[0] += 1
             for j in range(r * stride, r * stride + cap[r]):
                 f = expert[j]
-                if count[f] < 2 or (home[f] == node[r] and home_count[f] < 2):
+                if f != work[NONE] and (count[f] < 2 or (home[f] == node[r] and home_count[f] < 2)):
                     continue
                 if (load[r] - share[j] + less) * pace[r] >= best:
                     continue
-                taken, extra = less - share[j], tokens[f] / (count[f] - 1) - share[j]
+                taken = less - share[j]
+                extra = tokens[f] / (count[f] - 1) - share[j] if f != work[NONE] else 0.0
                 reached = _time_after(full, r, relief, taken, extra, g, f, best, cap, stride, scratch)
                 if reached < best:
                     best = reached
@@ -268,7 +270,7 @@ def _give_slot(full: int, time: float, cap: IntArray, stride: int, most: int, sc
 def _take_slot(
     num_experts: int, full: int, time: float, cap: IntArray, stride: int, most: int, scratch: Scratch
 ) -> bool:
-    """Give a slot of the fullest rank to an expert that weighs less there, if that lowers the largest time.
+    """Give a slot of the fullest rank to an expert that weighs less there, or to none, if that lowers the largest time.
 
     The expert that had it keeps its other replicas, whose shares grow.
     """
@@ -291,9 +293,9 @@ def _take_slot(
                 others = (load[r] + extra) * pace[r]
         if others >= best:
             continue
-        for k in range(num_experts):  # of equally good ones the heaviest
+        for k in range(num_experts + (work[NONE] >= 0)):  # of equally good ones the heaviest
             g = order[k]
-            if count[g] >= most or holds(expert, full, stride, g):
+            if g != work[NONE] and (count[g] >= most or holds(expert, full, stride, g)):
                 continue
             reached = max(others, (load[full] - share[i] + tokens[g] / (count[g] + 1)) * pace[full])
             if reached < best:
@@ -315,8 +317,11 @@ def _hand_over(rank: int, place: int, gainer: int, cap: IntArray, stride: int, s
         ints[HOME_COUNT, loser] -= 1
     if ints[HOME, gainer] == ints[NODE, rank]:
         ints[HOME_COUNT, gainer] += 1
-    count[gainer] += 1
-    count[loser] -= 1
+    none = ints[WORK, NONE]
+    if gainer != none:
+        count[gainer] += 1
+    if loser != none:
+        count[loser] -= 1
     put(rank, place, tokens[gainer] / count[gainer], gainer, cap, stride, reals, ints)
     for r in range(cap.size):
         for e in (gainer, loser):
@@ -363,30 +368,34 @@ def _time_after(
 
 @kernel
 def _kick(num_experts: int, cap: IntArray, stride: int, most: int, scratch: Scratch) -> None:
-    """Give one random slot to another expert, and make three random exchanges, one of them with the fullest rank."""
+    """Give random slots to other experts, or to none, and make random exchanges, one of them with the fullest rank."""
     reals, ints = scratch.reals, scratch.ints
     load, pace, expert, count = reals[RANK_LOAD], reals[PACE], ints[EXPERT], ints[REPLICAS]
     node, home, home_count, work = ints[NODE], ints[HOME], ints[HOME_COUNT], ints[WORK]
-    ranks = cap.size
+    ranks, none = cap.size, work[NONE]
     a = 0
     for r in range(1, ranks):
         if load[r] * pace[r] > load[a] * pace[a]:
             a = r
     for _ in range(_draw(4, work)):
         r = _draw(ranks, work)
+        if cap[r] == 0:
+            continue
         place = r * stride + _draw(cap[r], work)
-        g = ints[ORDER, _draw(num_experts, work)]
+        g = ints[ORDER, _draw(num_experts + (none >= 0), work)]
         f = expert[place]
         if (
-            count[f] > 1
-            and count[g] < most
-            and not (home[f] == node[r] and home_count[f] < 2)
-            and not holds(expert, r, stride, g)
+            f != g
+            and (f == none or (count[f] > 1 and not (home[f] == node[r] and home_count[f] < 2)))
+            and (g == none or (count[g] < most and not holds(expert, r, stride, g)))
         ):
             _hand_over(r, place, g, cap, stride, scratch)
     for _ in range(_draw(4, work)):
         work[0] += 1
         b = _draw(ranks, work)
+        if cap[a] == 0 or cap[b] == 0:
+            a = b
+            continue
         i = a * stride + _draw(cap[a], work)
         j = b * stride + _draw(cap[b], work)
         if (
