@@ -196,7 +196,7 @@ def _limits(facts: dict[str, Any], after: float) -> list[str]:
     bound = facts["bound"]["mean"]
     if bound < _LOW_BOUND:
         more = f"--slots {facts['num_slots'] + facts['num_ranks']}"
-        if facts["slots_per_rank"]:
+        if facts.get("slots_per_rank"):
             more = f"--slots-per-rank {','.join(str(slots + 1) for slots in facts['slots_per_rank'])}"
         return [
             f"No layout of these slots exceeds {bound:.2f}: an expert has more load than its replicas can share; try "
