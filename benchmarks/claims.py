@@ -255,6 +255,10 @@ def _schedules(record: Record) -> Iterator[Claim]:
     yield Claim("schedules of engines and crashes, none served a wrong layout", record["schedules"])
 
 
+def _record_faults(record: Record) -> Iterator[Claim]:
+    yield Claim("schedules of failing system calls, no living engine was taken for gone", record["schedules"])
+
+
 def _fuzz_record(record: Record) -> Iterator[Claim]:
     yield Claim("hostile messages to a record's server, none changed it", record["messages"])
 
@@ -440,6 +444,7 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "record": _record,
     "contents": _contents,
     "schedules": _schedules,
+    "record_faults": _record_faults,
     "fuzz_record": _fuzz_record,
     "soak_moves": _soak_moves,
     "simulation": _simulation,

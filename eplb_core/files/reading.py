@@ -12,11 +12,12 @@ import itertools
 import json
 import math
 import os
+import re
 import secrets
 import stat
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -296,3 +297,13 @@ def write_atomic(path: PathLike, content: bytes, *, mode: int = 0o666) -> None:
         if isinstance(error, OSError):  # a full disk names no file, other errors the temporary one
             raise OSError(error.errno, error.strerror, str(target)) from error
         raise
+
+
+def remove_unfinished(path: PathLike) -> None:
+    """Remove what `write_atomic` left of writers that were killed; nobody else may be writing this file."""
+    target = Path(os.path.realpath(check_path(path)))
+    unfinished = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.tmp")
+    with suppress(OSError):
+        for name in os.listdir(target.parent):
+            if unfinished.fullmatch(name):
+                os.unlink(target.with_name(name))

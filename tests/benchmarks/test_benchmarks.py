@@ -37,6 +37,7 @@ LONG = {
     "moving_gpu",
     "multi_gpu",
     "record",
+    "record_faults",
     "schedules",
     "simulation",
     "soak_moves",

@@ -33,8 +33,6 @@ DUCKS = frozenset(_DUCKS.split())
 
 NOT_CHECKED = {
     "HostBackup": "folder pin",
-    "LayoutClient": "attach",
-    "LayoutServer": "place",
     "load_rank": "device files ignore layer_ids layout rename template",
     "sweep": "results",
     "Topology of nodes": "num_nodes num_ranks",

@@ -9,6 +9,8 @@ TEST_KEEPER = "tests/loading/record/test_keeper.py"
 TEST_AGREE = "tests/loading/record/test_agree.py"
 TEST_FOLLOW = "tests/loading/record/test_follow.py"
 TEST_HOST = "tests/loading/sharing/test_host.py"
+TEST_DESCRIPTORS = "tests/loading/record/test_descriptors.py"
+INJECTED = "tests/loading/record/test_injected.py::test_random_faults_never_make_a_living_engine_gone"
 
 # (file, text before, text after, test that must fail[, rule])
 MUTATIONS = [
@@ -61,6 +63,44 @@ MUTATIONS = [
         "self._silent = connection or self._silent",
         "connection.close()",
         f"{TEST_SERVER}::test_an_engine_that_gave_a_stopped_keeper_up_is_still_there_and_its_move_is_not",
+    ),
+    # a keeper takes an error of its own for the end of an engine
+    (
+        f"{RECORD}/server.py",
+        "gone = not dropped and has_ended(connection.sock)",
+        "gone = not dropped",
+        INJECTED,
+        "rule 7",
+    ),
+    # an engine whose call failed leaves, and serves on
+    (
+        f"{RECORD}/client.py",
+        "leaves=self._looks or has_ended(self._socket))",
+        "leaves=True)",
+        INJECTED,
+        "rule 7",
+    ),
+    # an engine is cut off because its weights' descriptors cannot be sent now
+    (
+        f"{RECORD}/server.py",
+        "if not connection.fds or has_ended(connection.sock):",
+        "if True:",
+        f"{TEST_DESCRIPTORS}::test_an_engine_whose_descriptors_cannot_be_sent_is_still_there_and_may_ask_again",
+    ),
+    # a rank without a descriptor leaves the others waiting
+    (
+        f"{RECORD}/client.py",
+        'found, end = RecordLostError(f"{self.path} cannot be reached: {error}", path=self.path), start',
+        "raise",
+        f"{TEST_DESCRIPTORS}::test_a_client_without_a_descriptor_says_so_and_does_not_raise",
+    ),
+    # anybody may read, and another user's lock passes for a server
+    (f"{RECORD}/file.py", "mode=0o600", "mode=0o666", f"{TEST_DESCRIPTORS}::test_a_state_file_is_for_this_user_alone"),
+    (
+        f"{RECORD}/socket_path.py",
+        "                check_owner(each)\n",
+        "                pass\n",
+        f"{TEST_DESCRIPTORS}::test_nothing_of_another_user_is_taken_for_a_server_or_its_record",
     ),
     # each rank decides by its own watch
     (

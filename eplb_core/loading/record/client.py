@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 
-from eplb_core._arrays import ArrayLike, check_int, check_kind, check_real, to_ids, to_list
+from eplb_core._arrays import ArrayLike, check_flag, check_int, check_kind, check_real, to_ids, to_list
 from eplb_core._text import plain, quoted
 from eplb_core.errors import EplbError, RecordLostError, SocketOwnerError
 from eplb_core.loading.record import wire
@@ -87,7 +87,7 @@ class LayoutClient(contextlib.AbstractContextManager["LayoutClient"]):
         """Version that this engine routes by; `agree_on_layout` and commits set it."""
         self.rank: int | None = None
         """EP rank of this engine, once `agree_on_layout` has learnt it."""
-        self._looks, self._leaves = not attach, False
+        self._looks, self._leaves = not check_flag(attach, "attach"), False
         self._moves_off = ""
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -98,9 +98,9 @@ class LayoutClient(contextlib.AbstractContextManager["LayoutClient"]):
         self._connect(wait)
         if self._socket is not None:
             with contextlib.suppress(RecordLostError):  # `error` holds it
-                reply = self._ask_state({"do": "attach", "engine": self.engine_id} if attach else {"do": "query"})
+                reply = self._ask_state({"do": "query"} if self._looks else {"do": "attach", "engine": self.engine_id})
                 self.engine_id = str(reply.get("engine") or self.engine_id)
-                if attach and reply["status"] != "ok" and reply.get("code") not in _WITHOUT_RECORD:
+                if not self._looks and reply["status"] != "ok" and reply.get("code") not in _WITHOUT_RECORD:
                     raise self._lost(f"refused to attach this engine: {reply['reason']}", leaves=True)
 
     @property

@@ -7,6 +7,7 @@ sent, so a client that does not read costs one reply; a message declared too lon
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -17,12 +18,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from eplb_core._arrays import check_kind
 from eplb_core.errors import SocketOwnerError
+from eplb_core.files.reading import remove_unfinished
 from eplb_core.loading.record import wire
 from eplb_core.loading.record.file import save_record
 from eplb_core.loading.record.keeper import LATER, Exports, Keeper, Session, malformed, unsent
 from eplb_core.loading.record.record import LayoutRecord
-from eplb_core.loading.record.socket_path import SocketPlace, check_peer, close, has_ended
+from eplb_core.loading.record.socket_path import SocketPlace, check_path, check_peer, close, has_ended
 from eplb_core.loading.record.state import RecordState
 from eplb_core.loading.record.wire import Inbox, WireError
 
@@ -75,15 +78,21 @@ class LayoutServer(contextlib.AbstractContextManager["LayoutServer"]):
     ) -> None:
         if record is not None and not isinstance(record, LayoutRecord):
             raise TypeError(f"`record` (={type(record).__name__}) must be a LayoutRecord or None")
+        if place is not None and check_kind(place, "place", SocketPlace).path != check_path(path):
+            raise ValueError(f"`place` (of {place.path}) must be that of `path` (={check_path(path)})")
         self._process = os.getpid()
         with contextlib.ExitStack() as undo:
             self._place = place or SocketPlace(path, state_file)
             undo.callback(self._place.release)
             write = None if state_file is None else (lambda state: save_record(state_file, state, memory=memory))
             self._keeper = Keeper(record, exports, write)
+            if state_file is not None:
+                remove_unfinished(state_file)
             if write is not None and record is not None:
                 write(record.state)
-            self._loop = _Loop(self._place.listen(), self._keeper, self._place.path)
+            listener = self._place.listen()
+            undo.callback(close, listener)
+            self._loop = _Loop(listener, self._keeper, self._place.path)
             undo.callback(self._loop.end)
             self._thread = threading.Thread(target=self._loop.run, name=f"eplb record {self.path}", daemon=True)
             self._thread.start()
@@ -140,11 +149,16 @@ class _Loop:
 
     def __init__(self, listener: socket.socket, keeper: Keeper, path: str) -> None:
         self._listener, self._keeper, self._path = listener, keeper, path
-        self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        with contextlib.ExitStack() as undo:
+            undo.callback(close, self._wake)
+            undo.callback(close, self._woken)
+            self._selector = selectors.DefaultSelector()
+            undo.callback(self._selector.close)
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            undo.pop_all()
         self._connections: dict[_Connection, None] = {}  # who was silent for longest first
         self._more: dict[_Connection, None] = {}
         """May have a whole message in the inbox: nothing more is read before that is answered."""
@@ -196,8 +210,10 @@ class _Loop:
         try:
             accepted, _ = self._listener.accept()
         except OSError as error:
-            if not isinstance(error, (BlockingIOError, ConnectionError)):
+            if error.errno == errno.EMFILE:
                 self._no_room(str(error))
+            elif error.errno in (errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                time.sleep(0.01)  # the system's, which other processes use up: those who knock wait
             return
         if len(self._connections) >= self._most and not self._drop_idle():
             close(accepted)

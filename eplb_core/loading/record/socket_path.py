@@ -158,9 +158,11 @@ class SocketPlace:
     def _check_free(self) -> None:
         """With the lock held: nothing is there, or a socket at which nobody listens."""
         what = "is served by a process that holds no lock"
-        if not os.path.lexists(self.path):
+        try:
+            mode = os.lstat(self.path).st_mode
+        except FileNotFoundError:
             return
-        if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
+        if not stat.S_ISSOCK(mode):
             what = "is there already and is no socket; move it away, or choose another path"
         else:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -13,6 +13,7 @@ import pytest
 from eplb_core import LayoutClient, LayoutRecord, LayoutServer, SocketOwnerError
 from eplb_core.errors import RecordLostError
 from eplb_core.loading.record.file import open_record, save_record
+from eplb_core.loading.record.socket_path import SocketPlace
 from eplb_core.loading.record.state import RecordState
 from tests.loading.descriptors import no_descriptor_left
 from tests.loading.record.keeper_process import LAYOUT
@@ -111,3 +112,10 @@ def test_a_server_whose_loop_breaks_ends_its_connections(tmp_path: Path, monkeyp
     with LayoutServer(tmp_path / "s", LayoutRecord(LAYOUT)) as server, LayoutClient(tmp_path / "s", "a") as client:
         monkeypatch.setattr(server._loop, "_read_or_send", lambda _: 1 // 0)
         assert "closed the connection" in client.begin([0], 0).reason
+
+
+def test_a_place_of_another_path_is_refused(tmp_path: Path) -> None:
+    place = SocketPlace(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"`place` \(of .*/other\) must be that of `path` \(=.*/s\)"):
+        LayoutServer(tmp_path / "s", None, place=place)
+    place.release()
