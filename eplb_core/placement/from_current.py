@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +12,7 @@ from eplb_core._arrays import BoolArray, FloatArray, IntArray, read_only
 from eplb_core.layout import count_replicas
 from eplb_core.placement.problem import Problem, Terms
 from eplb_core.placement.score import cost_of_transfers, score_rows
+from eplb_core.placement.search.chains import search_chains
 from eplb_core.placement.search.improve import improve_layers
 from eplb_core.placement.search.links import book_layers, follow
 from eplb_core.placement.search.mend import drop_surplus, restore_lost
@@ -19,6 +22,9 @@ from eplb_core.placement.windows import Load
 
 # Fullest ranks whose steps are compared where several windows are seen: a better use of each transfer, in more time.
 _WIDTH = 3
+# Changes that a rank may have to choose from, times windows, where all chains of a few are tried; experts and ranks of
+# which all sets are looked at, for solved shares; ways to spread groups over nodes.
+_MOST_CHANGES, _MOST_IN_SETS, _MOST_HOMES = 256, 8, 16
 # A row never changes for less: rounding is no gain.
 _SOME_GAIN = 1e-9
 
@@ -96,11 +102,12 @@ def _search_from(start: Start, problem: Problem, load: Load, terms: Terms) -> tu
     if problem.pin == 0:
         restore_lost(load.total, problem.capacity, start.was, terms.links, rows, senders)
     _, needed = cost_of_transfers(start.was, rows, terms.links)
+    first, first_senders, skip = rows.copy(), senders.copy(), start.anew | ~load.known
     improve_layers(
         start.searched,
         load.weights,
         start.was,
-        start.anew | ~load.known,
+        skip,
         problem.capacity,
         1.0 / problem.topology.rank_speed,
         terms.links,
@@ -114,6 +121,25 @@ def _search_from(start: Start, problem: Problem, load: Load, terms: Terms) -> tu
         rows,
         senders,
     )
+    for home in _homes(start.home, problem) if is_small(problem, len(load.windows)) else ():
+        search_chains(
+            load.windows,
+            load.weights,
+            start.was,
+            first,
+            first_senders,
+            skip,
+            problem.capacity,
+            1.0 / problem.topology.rank_speed,
+            terms.links,
+            home,
+            problem.pin == 2,
+            terms.price,
+            np.maximum(terms.budget, needed),
+            problem.weighted,
+            rows,
+            senders,
+        )
     found = rows.copy()
     settle(start.was, rows, problem.capacity, problem.num_experts)
     if terms.limited:
@@ -149,6 +175,24 @@ def _take_solutions(
     rows[taken], senders[taken], balance[taken] = new[taken], booked[take], start.solved[taken]
     received[taken] = new_received[take]
     return received
+
+
+def is_small(problem: Problem, num_windows: int) -> bool:
+    """Can chains of transfers be searched through?"""
+    ranks = problem.topology.num_ranks
+    changes = problem.stride * (ranks * problem.stride + problem.num_experts + 1)
+    sets = max(problem.num_experts, ranks) <= _MOST_IN_SETS
+    return num_windows * changes <= _MOST_CHANGES and (sets or not problem.weighted)
+
+
+def _homes(home: IntArray, problem: Problem) -> Iterator[IntArray]:
+    """The nodes of the experts' groups, and all others they could have, where these are few `[L, E]`."""
+    yield home
+    nodes, groups = problem.topology.num_nodes, problem.num_groups
+    if problem.pin and nodes**groups <= _MOST_HOMES:
+        for each in product(range(nodes), repeat=groups):
+            node = np.repeat(np.array(each), problem.num_experts // groups)
+            yield np.tile(node, (len(home), 1))
 
 
 def find_homes(p2l: IntArray, problem: Problem) -> tuple[BoolArray, IntArray]:

@@ -30,6 +30,7 @@ LONG = {
     "dispatch",
     "engine",
     "forecast",
+    "few_transfers",
     "from_layout",
     "fuzz_record",
     "loading",

@@ -20,17 +20,19 @@ from eplb_core._numba import kernel
 from eplb_core.placement.pack.block import holds
 from eplb_core.placement.search.exchange import best_exchange
 from eplb_core.placement.search.gift import best_gift, list_gifts
-from eplb_core.placement.search.links import NO_LIMIT, Ask, Links, Step, book_row, book_step
+from eplb_core.placement.search.links import NO_LIMIT, Ask, Links, Step, book_row, book_step, price_fetches
 from eplb_core.placement.search.state import (
     NEVER,
     Work,
     add_holder,
+    add_speed,
     add_up,
     balance_of,
     begin,
     drop_holder,
     new_work,
     retime,
+    scale,
     share_evenly,
     solve_shares,
 )
@@ -92,14 +94,14 @@ def improve_layers(
     kept = np.zeros(p2l.shape[1], dtype=np.int64)
     kept_sender = np.zeros(p2l.shape[1], dtype=np.int64)
     limited = links.rank_limit.size > 0
-    speed = _speed(capacity, pace)
+    speed = add_speed(capacity, pace)
     for layer in range(layers):
-        if skip[layer] or not _scale(windows, weights, layer, speed, work):
+        if skip[layer] or not scale(windows, weights, layer, speed, work):
             continue
         row, sender = p2l[layer], senders[layer]
         if home.size > 0:
             _copy(home[layer], work.home)
-        _price_fetches(old[layer], links, whole, work)
+        price_fetches(old[layer], links, whole, work)
         begin(weighted, row, work)
         book_row(sender, links)
         now = usual = kept_now = 0.0
@@ -197,68 +199,14 @@ def score_weighted(
     """
     ranks = capacity.size
     work = new_work(windows.shape[0], windows.shape[2], pace, p2l.shape[1] // ranks)
-    speed = _speed(capacity, pace)
+    speed = add_speed(capacity, pace)
     out = np.full(windows.shape[1], np.nan)
     for layer in range(windows.shape[1]):
-        if _scale(windows, weights, layer, speed, work):
+        if scale(windows, weights, layer, speed, work):
             begin(True, p2l[layer], work)
             solve_shares(_LAST_SWEEPS, p2l[layer], work)
             out[layer] = min(1.0, balance_of(work.weight, work.time))
     return out
-
-
-@kernel
-def _speed(capacity: IntArray, pace: FloatArray) -> float:
-    speed = 0.0
-    for r in range(capacity.size):
-        if capacity[r] > 0:
-            speed += 1.0 / pace[r]
-    return speed
-
-
-@kernel
-def _scale(windows: FloatArray, weights: FloatArray, layer: int, speed: float, work: Work) -> bool:
-    """Write a layer's load in units of the time of an even layout, and weights that sum to 1; is there any load?"""
-    weight, load = work.weight, work.load
-    known = 0.0
-    for t in range(load.shape[0]):
-        total = 0.0
-        for e in range(load.shape[1]):
-            total += windows[t, layer, e]
-        weight[t] = weights[t] if total > 0.0 else 0.0
-        known += weight[t]
-        unit = speed / total if total > 0.0 else 0.0
-        for e in range(load.shape[1]):
-            load[t, e] = windows[t, layer, e] * unit
-    if known <= 0.0:
-        return False
-    for t in range(load.shape[0]):
-        weight[t] /= known
-    return True
-
-
-@kernel
-def _price_fetches(old: IntArray, links: Links, whole: bool, work: Work) -> None:
-    """Cost for each rank to hold each expert `[E, R]`: 0 where it does, else that of the cheapest holder's link."""
-    cost, fetch = links.cost, work.fetch
-    ranks = cost.shape[0]
-    stride = old.size // ranks
-    fetch[:] = links.dearest
-    work.held[:] = 0
-    for p in range(old.size if links.cheapest < links.dearest else 0):
-        e, source = old[p], p // stride
-        if e >= 0:
-            for r in range(ranks):
-                fetch[e, r] = min(fetch[e, r], cost[source, r])
-    for p in range(old.size):
-        if old[p] >= 0:
-            fetch[old[p], p // stride] = 0.0
-            work.held[old[p], p // stride] = 1
-    if whole:
-        for e in range(work.home.size):
-            for r in range(ranks):
-                if work.home[e] >= 0 and links.node[r] != work.home[e]:
-                    fetch[e, r] = NEVER
 
 
 @kernel

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import kernel
-from eplb_core.placement.search.state import Work
+from eplb_core.placement.search.state import NEVER, Work
 
 # So many transfers are no limit.
 NO_LIMIT = 1 << 40
@@ -153,6 +153,30 @@ def book_step(
     if kind == 0:
         book(senders[a], full, 1, links)
     return fits
+
+
+@kernel
+def price_fetches(old: IntArray, links: Links, whole: bool, work: Work) -> None:
+    """Cost for each rank to hold each expert `[E, R]`: 0 where it does, else that of the cheapest holder's link."""
+    cost, fetch = links.cost, work.fetch
+    ranks = cost.shape[0]
+    stride = old.size // ranks
+    fetch[:] = links.dearest
+    work.held[:] = 0
+    for p in range(old.size if links.cheapest < links.dearest else 0):
+        e, source = old[p], p // stride
+        if e >= 0:
+            for r in range(ranks):
+                fetch[e, r] = min(fetch[e, r], cost[source, r])
+    for p in range(old.size):
+        if old[p] >= 0:
+            fetch[old[p], p // stride] = 0.0
+            work.held[old[p], p // stride] = 1
+    if whole:
+        for e in range(work.home.size):
+            for r in range(ranks):
+                if work.home[e] >= 0 and links.node[r] != work.home[e]:
+                    fetch[e, r] = NEVER
 
 
 @kernel

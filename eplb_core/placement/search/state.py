@@ -202,6 +202,37 @@ def retime(r: int, work: Work) -> None:
 
 
 @kernel
+def scale(windows: FloatArray, weights: FloatArray, layer: int, speed: float, work: Work) -> bool:
+    """Write a layer's load in units of the time of an even layout, and weights that sum to 1; is there any load?"""
+    weight, load = work.weight, work.load
+    known = 0.0
+    for t in range(load.shape[0]):
+        total = 0.0
+        for e in range(load.shape[1]):
+            total += windows[t, layer, e]
+        weight[t] = weights[t] if total > 0.0 else 0.0
+        known += weight[t]
+        unit = speed / total if total > 0.0 else 0.0
+        for e in range(load.shape[1]):
+            load[t, e] = windows[t, layer, e] * unit
+    if known <= 0.0:
+        return False
+    for t in range(load.shape[0]):
+        weight[t] /= known
+    return True
+
+
+@kernel
+def add_speed(capacity: IntArray, pace: FloatArray) -> float:
+    """Of all live ranks."""
+    speed = 0.0
+    for r in range(capacity.size):
+        if capacity[r] > 0:
+            speed += 1.0 / pace[r]
+    return speed
+
+
+@kernel
 def add_up(values: FloatArray) -> float:
     """Add in order: numpy's sum adds in another one."""
     total = 0.0
