@@ -69,6 +69,7 @@ _HOMES = {
     "simulation.backtest": "backtest",
     "simulation": "StepCost TokenTrace Traffic compare_policies cost_preset generate_trace simulate stream_trace sweep",
     "trace": "Trace",
+    "placement.affinity.pairs": "pair_counts",
     "placement.worth.slots": "SlotPlan plan_slots",
     "placement.worth.costs": "CostModel",
     "placement.worth.decide": "Verdict should_rebalance",

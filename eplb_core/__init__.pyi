@@ -78,6 +78,7 @@ from eplb_core.metrics import mean_balancedness as mean_balancedness
 from eplb_core.metrics import rank_load as rank_load
 from eplb_core.metrics import total_balancedness as total_balancedness
 from eplb_core.metrics import transfers as transfers
+from eplb_core.placement.affinity.pairs import pair_counts as pair_counts
 from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
 from eplb_core.placement.elastic import drop_ranks as drop_ranks
 from eplb_core.placement.elastic import lost_experts as lost_experts

@@ -48,6 +48,9 @@ with event.install_recorder("numba:compile") as compiled:
         ones, no = np.ones((4, 4), int), [[-1, 1], [1, -1]]
         eplb.place(load, topology, num_slots=22, current=live, max_total_transfers=5, max_rank_transfers=ones)
         eplb.place(load, topology, num_slots=22, current=live, dispatch="weighted", max_node_transfers=no)
+        pairs = eplb.pair_counts(rng.integers(0, 16, (200, np.shape(load)[-2], 4)).argsort(axis=2), 16)
+        eplb.place(load, topology, num_slots=22, pairs=pairs, effort=0.01)
+        eplb.place(load, topology, num_slots=22, pairs=pairs, current=live, transfer_price=0)
         for locality in ("group", "first_copy"):
             grouped = eplb.place(load, topology, num_slots=20, locality=locality, num_groups=4).layout
             eplb.place(load[..., ::-1] if hasattr(load, "strides") else load, topology, num_slots=20, locality=locality,

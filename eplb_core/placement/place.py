@@ -19,6 +19,8 @@ from eplb_core._arrays import (
 from eplb_core._html import HTML_LAYERS, table_html
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known
+from eplb_core.placement.affinity.near import TRAFFIC_PRICE, Near, Rows, bring_near
+from eplb_core.placement.affinity.pairs import check_pairs
 from eplb_core.placement.from_current import choose_rows, find_homes, start_from
 from eplb_core.placement.pack.block import Scratch, new_scratch
 from eplb_core.placement.pack.layers import ranks_alike, solve_layers
@@ -112,6 +114,8 @@ def place(
     active_ranks: ArrayLike | None = None,
     dispatch: PlacementDispatch = "even",
     effort: float = 1.0,
+    pairs: ArrayLike | None = None,
+    traffic_price: float = TRAFFIC_PRICE,
 ) -> Placement:
     """Which expert goes into which slot, so that the ranks' loads are even?
 
@@ -160,6 +164,14 @@ def place(
         effort: More time for a better answer, without `current` never a worse one (with it, a better placement may need
             more transfers than it is worth): multiplies the work that the search may do, and divides the distance from
             the bound at which it stops. 1 stops at 0.001. At most 10,000.
+        pairs: Tokens that use two experts together, `[L, E, E]`, as `pair_counts` counts them; symmetric, not negative;
+            the diagonal is left out, and so is the unit. Experts that are used together then come to the same nodes, so
+            that tokens reach fewer (dispatch mode "near"), while ranks stay about as even: a rank costs only what it
+            has above 1.01 of an even load. No effect on one node, with locality "group", and on layers whose pairs are
+            all 0 or what chance makes of them. Pairs of other tokens than the load's are as good as they are alike.
+            Transfers for their sake need to be worth `transfer_price`, but not `min_gain`.
+        traffic_price: Balancedness that a token's send to another node than its own is worth, on average over tokens, 0
+            or more: the time of such a send, by that of a token's experts. 0: `pairs` have no effect.
 
     Returns:
         The layout, its predicted balancedness and the bound of each layer, and the transfers from `current`. A layer
@@ -205,6 +217,8 @@ def place(
         check_links(topology, transfer_cost, max_rank_transfers, max_node_transfers),
     )
     whole = Load.of(windows, check_weights(window_weights, count))
+    price = check_real(traffic_price, "traffic_price", at_least=0.0, at_most=1e9)
+    near = None if pairs is None else Near(check_pairs(pairs, layers, experts), price, effort)
     offers = [terms] if total is None or current is None else _offers(terms)
     p2l = np.full((len(offers), layers, topology.num_ranks * stride), -1, dtype=np.int64)
     senders = np.full_like(p2l, -1)
@@ -225,13 +239,20 @@ def place(
                 start, problem, load, offer
             )
     chosen, each = _share_out(reached, transfers, total), np.arange(layers)
+    found = Rows(p2l[chosen, each], reached[chosen, each], transfers[chosen, each], senders[chosen, each])
+    if near is not None and layers:
+        was = None if current is None else current.physical_to_logical_map
+        spare = None if total is None else max(total - int(found.received.sum()), 0) // layers
+        for filled in np.unique(slots).tolist():
+            problem = state_problem(experts, topology, filled, stride, locality, num_groups, active_ranks, dispatch)
+            bring_near(found, slots == filled, was, problem, whole, near, terms, spare)
     return Placement(
-        ExpertLayout._of_valid(p2l[chosen, each], experts, topology),
-        read_only(reached[chosen, each]),
+        ExpertLayout._of_valid(found.p2l, experts, topology),
+        read_only(found.balance),
         read_only(bound),
-        read_only(transfers[chosen, each]),
+        read_only(found.received),
         dispatch,
-        read_only(senders[chosen, each]) if terms.limited else None,
+        read_only(found.senders) if terms.limited else None,
     )
 
 
