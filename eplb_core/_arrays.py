@@ -175,6 +175,12 @@ def check_flag(value: object, name: str) -> bool:
     return bool(value)
 
 
+def check_call(value: object, name: str) -> None:
+    """Raise TypeError unless an optional argument is None or can be called."""
+    if value is not None and not callable(value):
+        raise TypeError(f"`{name}` (={quoted(value, 80)}) must be a function or None")
+
+
 def to_list(value: Iterable[T], name: str) -> list[T]:
     """Convert an iterable to a list; raise TypeError naming the argument otherwise."""
     try:

@@ -82,9 +82,9 @@ class Topology:
                         else f"node {missing} has no rank"
                     )
                 )
-            if num_ranks is not None and num_ranks != ranks:
+            if num_ranks is not None and check_int(num_ranks, "num_ranks", 1) != ranks:
                 raise ValueError(f"`num_ranks` (={num_ranks}) and `rank_to_node` ({ranks} ranks) disagree; give one")
-            if num_nodes is not None and num_nodes != nodes:
+            if num_nodes is not None and check_int(num_nodes, "num_nodes", 1) != nodes:
                 raise ValueError(f"`num_nodes` (={num_nodes}) and `rank_to_node` ({nodes} nodes) disagree; give one")
         speed = np.ones(ranks) if rank_speed is None else np.array(to_reals(rank_speed, "rank_speed"))
         if speed.shape != (ranks,):

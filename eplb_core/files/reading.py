@@ -71,11 +71,12 @@ def check_path(path: PathLike, name: str = "path") -> str:
     text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise TypeError(f"`{name}` (={quoted(path, 80)}) must be text or a path")
-    if not text.isascii():
-        try:
-            os.fsencode(text)
-        except UnicodeEncodeError as error:
-            raise ValueError(f"`{name}` (={quoted(text, 80)}) must be a name that files can have") from error
+    try:
+        possible = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise ValueError(f"`{name}` (={quoted(text, 80)}) must be a name that files can have")
     return text
 
 

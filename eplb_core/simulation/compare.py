@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from eplb_core._arrays import check_int, check_kind, to_list
+from eplb_core._arrays import check_call, check_int, check_kind, to_list
 from eplb_core._html import line_svg, words_html
 from eplb_core._text import filled
 from eplb_core.simulation.load.sources import Source
@@ -106,6 +106,7 @@ def compare_policies(
         >>> both.best.policy
         'place'
     """
+    check_call(progress, "progress")
     settings = _settings(policies, options)
     if not settings:
         raise ValueError("`policies` (=[]) must name one policy or more")

@@ -15,6 +15,7 @@ from eplb_core._arrays import (
     ArrayLike,
     FloatArray,
     IntArray,
+    check_call,
     check_flag,
     check_int,
     check_kind,
@@ -127,6 +128,7 @@ def simulate(
         (0.6, 1.0, [[1], [0]])
     """
     check_kind(topology, "topology", Topology)
+    check_call(progress, "progress")
     slots, given = (
         rank_slots(num_slots, slots_per_rank, 1, topology.num_ranks),
         {"num_slots": num_slots, "slots_per_rank": slots_per_rank},

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, check_int, to_list
+from eplb_core._arrays import ArrayLike, check_call, check_int, to_list
 from eplb_core._text import quoted
 from eplb_core._version import __version__
-from eplb_core.files.reading import PathLike, write_atomic
+from eplb_core.files.reading import PathLike, check_path, write_atomic
 from eplb_core.simulation.replay import SimulateOptions, simulate
 from eplb_core.simulation.result import Records
 from eplb_core.topology import Topology
@@ -64,6 +64,7 @@ def sweep(
         >>> rows.mean_balancedness.round(2).tolist()
         [0.6, 1.0]
     """
+    check_call(progress, "progress")
     if not isinstance(grid, Mapping):
         raise TypeError(f"`grid` (={quoted(grid, 80)}) must be a dict of lists by name")
     names = list(grid)
@@ -111,7 +112,7 @@ def _check_named(setting: Mapping[str, Any]) -> None:
 def _result_paths(results: PathLike | None, load: Any, settings: Sequence[Mapping[str, Any]]) -> Sequence[Path | None]:
     if results is None:
         return [None] * len(settings)
-    folder = Path(results)
+    folder = Path(check_path(results, "results"))
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(f"{load.dtype} {load.shape}".encode() + load.tobytes()).hexdigest()
     keys = [

@@ -27,15 +27,13 @@ from tests.fuzz.limits import fuzz, limits
 
 LIMIT_S = 10.0
 """The most that one call on arrays of some hundred numbers may take."""
-_DUCKS = "agreement transport tables record backup client all_reduce on_install inner load module wait policy progress"
+_DUCKS = "agreement transport tables record backup client all_reduce on_install inner load module wait policy"
 DUCKS = frozenset(_DUCKS.split())
 """Arguments of any kind that has the methods: what one lacks shows when it is asked for. And a time to wait."""
 
 NOT_CHECKED = {
     "HostBackup": "folder pin",
     "load_rank": "device files ignore layer_ids layout rename template",
-    "sweep": "results",
-    "Topology of nodes": "num_nodes num_ranks",
 }
 """Arguments whose refusal does not name them yet."""
 
