@@ -85,7 +85,7 @@ def test_plan_report_replay_and_sweep_agree_on_what_one_placement_saves(name: st
     """One question, one placement of the first half judged on the second: one number and one verdict on every page."""
     load = load_of(name)
     topology, slots, trivial = frame(load)
-    facts, _ = make_plan(eplb.Trace(load), topology, slots, None, {})
+    facts, _ = make_plan(eplb.Trace(load), topology, {"num_slots": slots, "slots_per_rank": None}, None, {})
     half, saved = facts["unseen"]["first_window"], facts["unseen"]["saved"]
     assert facts["conclusion"].startswith("Worth it: " if pays(saved) else "Hardly worth a move: ")
     even = load[: 2 * half]
@@ -113,7 +113,7 @@ def test_planning_again_never_turns_a_gain_of_one_placement_into_none(name: str)
     """What `plan` calls worth it, the default policies of a replay do not call the contrary."""
     load = load_of(name)
     topology, slots, _ = frame(load)
-    facts, _ = make_plan(eplb.Trace(load), topology, slots, None, {})
+    facts, _ = make_plan(eplb.Trace(load), topology, {"num_slots": slots, "slots_per_rank": None}, None, {})
     saved = facts["unseen"]["saved"]
     for interval in (len(load) // 6, len(load) // 2):
         runs = compare_policies(load, ["none", "place"], topology=topology, num_slots=slots, interval=interval)
