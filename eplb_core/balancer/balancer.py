@@ -30,8 +30,10 @@ from eplb_core.topology import Topology
 
 DEFAULT_MOVE_COST = 0.01
 """A transfer costs a hundredth of a window's time on its layer."""
-# What the Balancer gives to `place` itself; all else that `place` takes passes through.
-_OWN = {"expert_load", "topology", "current", "min_gain", "transfer_price", "window_weights"}
+MOST_COST = 1e6
+"""Nothing pays for such a move."""
+OWN = {"expert_load", "topology", "current", "min_gain", "transfer_price", "window_weights"}
+"""What the Balancer gives to `place` itself; all else that `place` takes passes through."""
 _BY_LAYER = ("num_slots", "pairs")
 _SETTLED, _KNOWN = 32, 4
 
@@ -105,11 +107,10 @@ class Balancer:
         self._cost = None if cost is None else check_kind(cost, "cost", CostModel)
         self._passes = 1.0 if window_passes is None else check_real(window_passes, "window_passes", above=0.0)
         given = DEFAULT_MOVE_COST if move_cost is None else move_cost
-        self._move_cost = check_real(given, "move_cost", at_least=0.0, at_most=1e6)
+        self._move_cost = check_real(given, "move_cost", at_least=0.0, at_most=MOST_COST)
         self._transfer_s = 0.0
         if self._cost is not None:
-            near = topology.num_nodes == 1
-            self._transfer_s = self._cost.stall * self._cost.link_s(same_node=near) + self._cost.install_s
+            self._transfer_s = transfer_s(self._cost, topology)
             if self._transfer_s <= 0.0:
                 raise ValueError(
                     "`cost` must say what a transfer costs (`expert_bytes` and a bandwidth, or `install_s`); "
@@ -264,17 +265,19 @@ class Balancer:
     def _answers(self, memory: Memory, live: ExpertLayout, stays: BoolArray, options: dict[str, Any]) -> list[_Found]:
         """Of each layer: what is known already, else what a search finds."""
         rows = live.physical_to_logical_map
-        until, price = turns(memory, *rows.shape), price_of(memory, self._cost_of_move(memory))
+        until, cost = turns(memory, *rows.shape), self._cost_of_move(memory)
         kinds = np.where(stays, FROZEN, np.where(is_trivial(rows, live.num_experts), FIRST, USUAL)).tolist()
         asked, budget = _key(options), options.get("max_total_transfers")
-        same = (memory.start, price, asked)
-        questions = [(*same, until[n], kinds[n], rows[n].tobytes()) for n in range(len(rows))]
+        price = {kind: price_of(memory, cost, kind) for kind in (FROZEN, FIRST, USUAL)}
+        questions = [
+            (asked, memory.start, until[n], kinds[n], price[kinds[n]], rows[n].tobytes()) for n in range(len(rows))
+        ]
         found = {
             layer: known
             for layer, known in self._found.items()
             if budget is None and known.question == questions[layer]
         }
-        for kind in (FROZEN, FIRST, USUAL):
+        for kind in price:
             each = [layer for layer in range(len(rows)) if kinds[layer] == kind and layer not in found]
             if not each:
                 continue
@@ -282,7 +285,7 @@ class Balancer:
             if budget is not None:
                 spent = sum(answer.transfers for answer in found.values())
                 here["max_total_transfers"] = max(int(budget) - spent, 0)
-            placed = search(memory, live, np.array(each), until, kind, price, here)
+            placed = search(memory, live, np.array(each), until, kind, price[kind], here)
             for i, layer in enumerate(each):
                 found[layer] = _found_of(questions[layer], placed, i)
         self._found = found
@@ -296,7 +299,7 @@ class Balancer:
         seconds = model.token_s * memory.tokens_per_layer / float(self._topology.rank_speed.sum())
         experts = memory.shares.shape[2] / ranks
         seconds += self._passes * (model.layer_s + model.expert_s * experts)
-        return self._transfer_s / seconds if seconds > 0.0 else self._transfer_s * 1e9
+        return min(self._transfer_s / seconds, MOST_COST) if seconds > 0.0 else MOST_COST
 
     def _note(self, memory: Memory, live: ExpertLayout, placed: Placement) -> None:
         if self._notes is None or self._notes.live.shape != live.physical_to_logical_map.shape:
@@ -305,13 +308,18 @@ class Balancer:
         self._notes.offer(placed.layout, live, memory, placed.dispatch == "weighted")
 
 
+def transfer_s(cost: CostModel, topology: Topology) -> float:
+    """Seconds that passes lose by a transfer: over the network, where there is more than one node."""
+    return cost.stall * cost.link_s(same_node=topology.num_nodes == 1) + cost.install_s
+
+
 def _check_options(options: dict[str, Any]) -> dict[str, Any]:
     known = inspect.signature(place).parameters
     for name in options:
-        if name in _OWN:
+        if name in OWN:
             raise TypeError(f"`{name}` must not be given: the Balancer decides it")
         if name not in known:
-            raise TypeError(f"`{name}` is no argument of `place`; it knows {', '.join(sorted({*known} - _OWN))}")
+            raise TypeError(f"`{name}` is no argument of `place`; it knows {', '.join(sorted({*known} - OWN))}")
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -20,8 +20,10 @@ from eplb_core.placement.place import Placement, place
 _CELLS, _LONGEST_TURN = 1 << 18, 16
 # Windows for which a move must pay: twice the age of the regime, within these.
 _SHORTEST_LIFE, _LONGEST_LIFE = 32, 64
-# Least rise of a layer's balance; price of a layer that was never placed for a load.
-_MIN_GAIN, _FIRST_PRICE = 0.002, 1e-6
+# The same for the first placement of a layer, which was placed for no load before: nearly free.
+_FIRST_LIFE = 10_000
+# Least rise of a layer's balance.
+_MIN_GAIN = 0.002
 USUAL, FIRST, FROZEN = "usual", "first", "frozen"
 # Nothing gains as much: a frozen layer moves only where it must.
 _NEVER = 1e9
@@ -36,8 +38,10 @@ def turns(memory: Memory, layers: int, slots: int) -> IntArray:
     return np.maximum(turn, min(memory.count, memory.start + 2))
 
 
-def price_of(memory: Memory, move_cost: float) -> float:
+def price_of(memory: Memory, move_cost: float, kind: str = USUAL) -> float:
     """Gain in balancedness that a transfer must bring in the present regime."""
+    if kind == FIRST:
+        return move_cost / _FIRST_LIFE
     return move_cost / min(max(2 * memory.age, _SHORTEST_LIFE), _LONGEST_LIFE)
 
 
@@ -59,7 +63,7 @@ def search(
     """Place some layers from `live` on, each for what it sees of the memory."""
     windows, weights = view_of(memory, layers, until)
     rows = live.physical_to_logical_map[layers]
-    terms: dict[str, Any] = {"min_gain": _MIN_GAIN, "transfer_price": _FIRST_PRICE if kind == FIRST else price}
+    terms: dict[str, Any] = {"min_gain": _MIN_GAIN, "transfer_price": price}
     if kind == FROZEN:
         terms = {"min_gain": _NEVER, "transfer_price": price, "max_transfers": 0, "max_total_transfers": None}
     current = ExpertLayout._of_valid(rows, live.num_experts, live.topology)

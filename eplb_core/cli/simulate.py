@@ -150,8 +150,8 @@ def _demo_text(trace: Trace, facts: dict[str, Any], results: Comparison) -> str:
         f"The average rank works {before:.0%} of the time before and {after:.0%} after: these layers would take "
         f"{1 - before / after:.0%} less time, all windows as one, on the very load that the layout was made for.",
         unseen_words(facts, "the trivial layout"),
-        f"2. REPLAY. Load does not stay. Every {_DEMO_INTERVAL} windows each policy plans from the windows that are "
-        "over and is scored on those that follow. The texts switch at window 56.",
+        f"2. REPLAY. Load does not stay. Every {_DEMO_INTERVAL} windows (`auto`: every window) each policy plans "
+        "from those that are over and is scored on those that follow. The texts switch at window 56.",
         table(results.simulations),
         results.conclusion,
         f"On your own recording:\n\n    {_program()} plan FILE --ranks R --slots P --out layout.json",

@@ -16,7 +16,7 @@ from eplb_core.placement.worth.costs import CostModel
 if TYPE_CHECKING:
     from eplb_core.placement.place import Placement
 
-PolicyName: TypeAlias = Literal["none", "place", "deepseek", "once", "gated"]
+PolicyName: TypeAlias = Literal["none", "place", "deepseek", "once", "gated", "auto"]
 """What decides on the layout at each rebalance.
 
 none: the first layout stays.
@@ -24,12 +24,13 @@ place: `place` from the live layout.
 deepseek: `rebalance_experts` on the sum of the windows.
 once: `place` at the first rebalance; that layout stays.
 gated: the layers of `place`'s answer that `should_rebalance` finds worth their move.
+auto: a `Balancer` decides after every window, from the first `interval` on; nothing to tune.
 """
 Policy: TypeAlias = Callable[[IntArray | FloatArray, ExpertLayout], ExpertLayout]
 """From windows of load `[T', L, E]` and the live layout to the next layout."""
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
-BASIC: tuple[PolicyName, ...] = POLICIES[:3]
+BASIC: tuple[PolicyName, ...] = ("none", "auto", "deepseek")
 """Compared by default."""
 
 
@@ -64,13 +65,37 @@ def policy_of(policy: PolicyName | Policy, setting: PolicySetting) -> tuple[str,
     options = setting.options
     if setting.num_groups is not None:
         options = {"num_groups": setting.num_groups, **options}
-    return policy, {"place": _place, "once": _once, "gated": _gated}[policy](setting._replace(options=options))
+    made = {"auto": _auto, "place": _place, "once": _once, "gated": _gated}[policy]
+    return policy, made(setting._replace(options=options))
 
 
 def _placed(windows: IntArray | FloatArray, live: ExpertLayout, setting: PolicySetting) -> Placement:
     from eplb_core.placement.place import place  # compiles: only where it is used
 
     return place(windows, live.topology, current=live, **setting.slots, **setting.options)
+
+
+def _auto(setting: PolicySetting) -> Policy:
+    """Shown the first windows together and then one by one."""
+    from eplb_core.balancer.balancer import OWN, Balancer, transfer_s
+
+    options = {**setting.slots, **{n: v for n, v in setting.options.items() if n not in OWN}}
+    balancers: list[Balancer] = []
+
+    def choose(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
+        if balancers:
+            balancers[0].observe(windows[-1])
+        else:
+            # A model that knows no cost of moves says nothing; the Balancer has its own.
+            told = setting.cost is not None and transfer_s(setting.cost, live.topology) > 0.0
+            passes = setting.window_passes if told else None
+            balancers.append(
+                Balancer(live.topology, cost=setting.cost if told else None, window_passes=passes, **options)
+            )
+            balancers[0].observe(windows)
+        return balancers[0].propose(live).layout
+
+    return choose
 
 
 def _place(setting: PolicySetting) -> Policy:

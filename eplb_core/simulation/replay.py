@@ -87,10 +87,11 @@ def simulate(
         topology: Ranks, nodes and speeds.
         num_slots: Slots to fill, at least E.
         slots_per_rank: Instead of `num_slots`: slots that each rank fills, ints `[R]` (see `place`).
-        policy: One of `POLICIES`: `"none"` keeps the starting layout; `"place"` calls `place` with the live layout as
-            `current`; `"once"` does so once; `"gated"` moves the layers that `should_rebalance` finds worth it;
-            `"deepseek"` calls `rebalance_experts` on the sum of the windows. Or a callable
-            `(windows [T', L, E], live layout) -> ExpertLayout`.
+        policy: One of `POLICIES`: `"none"` keeps the starting layout; `"auto"` lets a `Balancer` decide after every
+            window, from window `interval` on, by what `cost` says of moves, or else its own; `"place"` calls `place`
+            with the live layout as `current`; `"once"` does so once; `"gated"` moves the layers that
+            `should_rebalance` finds worth it; `"deepseek"` calls `rebalance_experts` on the sum of the windows. Or a
+            callable `(windows [T', L, E], live layout) -> ExpertLayout`.
         dispatch: How tokens spread over the replicas of their expert. `"even"`: in equal shares. `"weighted"`: in
             shares solved for each window as it comes, as in `place` and as the mode "quota" of `DispatchTables`.
             `"previous"`: in shares solved for the windows that the policy saw, as the mode "weighted" of
@@ -103,7 +104,7 @@ def simulate(
             they are compared on the same windows. Default: `interval`.
         current: Layout to start from. Default: the trivial one.
         num_groups: Groups of experts for `"deepseek"` and `place`. Default: no grouping.
-        place_options: Further arguments for `place`.
+        place_options: Further arguments for `place`; `"auto"` leaves out those that it decides itself.
         cost: Seconds and bytes (`cost_preset`, or your own). Default: time is counted in tokens, moves are free.
         window_passes: Passes that a window covers, for times.
         bound: Whether to prove for each interval how much balance is possible at all: one more `place` each.
@@ -144,13 +145,16 @@ def simulate(
     passes = check_real(window_passes, "window_passes", above=0.0)
     model = None if step is None else step.model
     setting = PolicySetting(given, num_groups, options, model, passes, every)
+    if policy == "auto":
+        seen = every  # it remembers by itself
     name, choose = policy_of(policy, setting)
-    blocks, total = blocks_of(trace, every)
+    step_windows = 1 if policy == "auto" else every
+    blocks, total = blocks_of(trace, step_windows)
     if total is not None:
         _check_scored(every, scored, total)
     run = _Run(topology, slots, given, Dispatcher(dispatch), StepCost(CostModel()) if step is None else step, passes)
     run.bound, run.keep_ranks = check_flag(bound, "bound"), check_flag(keep_ranks, "keep_ranks")
-    past: deque[IntArray | FloatArray] = deque(maxlen=-(-seen // every))
+    past: deque[IntArray | FloatArray] = deque(maxlen=-(-seen // step_windows))
     most, pairs = 0.0, 0
     for number, block in enumerate(blocks):
         most, pairs = max(most, float(block.load.max(initial=0))), pairs + block.load.size
@@ -158,10 +162,11 @@ def simulate(
             raise ValueError(f"`trace` (up to {most:g}) is too large to be added up in float64; scale it down")
         if number == 0:
             run.start(current, block)
-        else:
-            run.rebalance(choose, joined(past)[-seen:], number * every)
+        elif number * step_windows >= every:
+            run.rebalance(choose, joined(past)[-seen:], number * step_windows)
             if progress is not None:
-                progress(number, 0 if total is None else -(-total // every) - 1)
+                done = number - every // step_windows
+                progress(done + 1, 0 if total is None else -(-(total - every) // step_windows))
         run.live_through(block)
         past.append(block.load)
     _check_scored(every, scored, sum(map(len, run.columns["max_load"])))

@@ -155,14 +155,12 @@ class Simulation:
         return float(self.step_s[self.scored_from :].sum()) * self.window_passes + pauses
 
     def blocks(self) -> list[tuple[int, int, float, int]]:
-        """Per stretch between rebalances: first window, window after the last, mean balancedness, transfers before."""
+        """Per `interval`: first window, window after the last, mean balancedness, transfers before its windows."""
         windows = len(self.balancedness)
-        starts = [0, *self.rebalance_windows.tolist()]
-        moved = [0, *self.transfers.sum(axis=1).tolist()]
-        return [
-            (start, end, mean_of_known(self.balancedness[start:end]), int(count))
-            for start, end, count in zip(starts, [*starts[1:], windows], moved, strict=True)
-        ]
+        moved = np.zeros(windows, dtype=np.int64)
+        moved[self.rebalance_windows] = self.transfers.sum(axis=1)
+        stretches = [(start, min(start + self.interval, windows)) for start in range(0, windows, self.interval)]
+        return [(a, b, mean_of_known(self.balancedness[a:b]), int(moved[a:b].sum())) for a, b in stretches]
 
     def windows(self) -> Records:
         """A row per window and layer: balancedness, loads, time."""

@@ -146,7 +146,7 @@ def test_more_experts_than_slots_is_a_usage_error(trace: str, eplb: Commands) ->
 def test_simulate_shows_policies_side_by_side(trace: str, eplb: Commands) -> None:
     pytest.importorskip("torch", reason="DeepSeek's policy needs torch")
     out = eplb("simulate", trace, *PLACE, "--interval", "4").out
-    assert out.splitlines()[0].split() == ["none", "place", "deepseek"]
+    assert out.splitlines()[0].split() == ["none", "auto", "deepseek"]
     assert fits_80_columns(out)
 
 
@@ -161,7 +161,7 @@ def test_simulate_leaves_deepseek_out_where_it_cannot_run(
     if not torch:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = eplb("simulate", trace, *shape, "--interval", "4", "--json")
-    assert [run["policy"] for run in said.facts] == ["none", "place"]
+    assert [run["policy"] for run in said.facts] == ["none", "auto"]
     assert f"deepseek is left out: {why}" in said.err
 
 
@@ -474,13 +474,13 @@ def test_the_demo_explains_itself(eplb: Commands) -> None:
         "1. PLAN",
         "2. REPLAY",
         "The average rank works",
-        "Take `place`: on windows it had not seen,",
+        "Take `auto`: on windows it had not seen,",
         "plan FILE --ranks R",
     ):
         assert part in " ".join(out.split())
     facts = eplb("demo", "--json").facts
     by_policy = {run["policy"]: run["total_balancedness"] for run in facts["simulate"]}
-    assert by_policy["place"] > by_policy["none"] + 0.1
+    assert by_policy["auto"] > by_policy["none"] + 0.1
 
 
 def test_what_to_type_next_is_the_command_where_the_shell_finds_it(

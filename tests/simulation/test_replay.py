@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from eplb_core import CostModel, ExpertLayout, Topology, Trace, simulate
+from eplb_core import Balancer, CostModel, ExpertLayout, Topology, Trace, simulate
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core.simulation import Policy, PolicyName, SimulateOptions, table
 
@@ -202,3 +202,30 @@ def test_loads_of_any_size_are_replayed_or_refused_in_words(policy: str) -> None
 
 def test_options_that_are_passed_on_are_the_arguments_of_simulate() -> None:
     assert {"trace", *SimulateOptions.__annotations__, "progress"} == set(inspect.signature(simulate).parameters)
+
+
+def test_auto_is_a_balancer_that_decides_after_every_window() -> None:
+    """Windows 0 to 3 run on the first layout; from then on it is shown each window before the next one runs."""
+    load = np.random.default_rng(0).poisson(np.linspace(1, 60, 8), (12, 2, 8)) + 1
+    ranks = Topology(2)
+    sim = simulate(load, topology=ranks, num_slots=12, policy="auto", interval=4, place_options={"min_gain": 0.5})
+    balancer, live = Balancer(ranks, num_slots=12), ExpertLayout.trivial(2, 8, num_slots=12, topology=ranks)
+    balancer.observe(load[:4])
+    digests = [live.digest]
+    for window in load[4:]:
+        live = balancer.propose(live).layout
+        digests.append(live.digest)
+        balancer.observe(window)
+    assert sim.digests == tuple(digests)
+    assert sim.rebalance_windows.tolist() == list(range(4, 12))
+    assert [(a, b) for a, b, _, _ in sim.blocks()] == [(0, 4), (4, 8), (8, 12)]
+    assert sum(moved for *_, moved in sim.blocks()) == sim.total_transfers > 0
+
+
+def test_auto_is_told_what_moves_cost_where_the_cost_knows() -> None:
+    load = np.random.default_rng(1).poisson(np.linspace(1, 60, 8), (40, 2, 8)) + 1
+    options: Any = {"topology": Topology(2), "num_slots": 12, "policy": "auto", "interval": 4}
+    free = simulate(load, cost=CostModel(token_s=1e-6), **options)
+    assert free.digests == simulate(load, **options).digests
+    dear = simulate(load, cost=CostModel(token_s=1e-6, expert_bytes=1e12, node_bandwidth=1.0), **options)
+    assert dear.total_transfers < free.total_transfers
