@@ -67,7 +67,8 @@ def test_a_fork_in_a_migration_changes_nothing(servers: list[LayoutServer]) -> N
             child = os.fork()
             if child == 0:
                 try:
-                    for each in (*clients.values(), *servers):
+                    mine: list[LayoutClient | LayoutServer] = [*clients.values(), *servers]
+                    for each in mine:
                         each.close()
                 finally:
                     os._exit(0)
