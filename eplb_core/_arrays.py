@@ -31,7 +31,7 @@ def to_numpy(value: object, name: str) -> npt.NDArray[Any]:
     """
     if is_frame(value):
         columns = plain(", ".join(map(str, getattr(value, "column_names", getattr(value, "columns", ())))), 80)
-        raise TypeError(f"`{name}` (a frame with columns {columns}) must be an array: give the numbers alone, as numpy")
+        raise TypeError(f"`{name}` (a frame with columns {columns}) must be an array; Trace.from_frame reads frames")
     if np.ma.is_masked(value):
         masked = int(np.count_nonzero(getattr(value, "mask", True)))
         raise TypeError(f"`{name}` ({masked:,} values masked) must be a plain array; put numbers there by `.filled(0)`")

@@ -132,9 +132,9 @@ def _as_map(rows: IntArray, is_load: bool) -> Contents | None:
     few = slots >= 2 * count
     if count < 3 or slots > 4 * count or (few and len(rows) < 2):
         return None
-    sure = count >= 8 and (not few or len(rows) > 2)
-    if is_load and not sure:
+    if is_load and count < 8:
         return None
+    sure = count >= 8 and len(np.unique(rows, axis=0)) > 2  # a row or two that count up are as likely made by hand
     return Contents("map", f"every row holds each number from 0 to {count - 1}, as slots hold experts", sure)
 
 
@@ -148,13 +148,15 @@ def _as_tokens(ids: IntArray) -> Contents | None:
         return Contents("tokens", "one number a row, and one expert alone has nothing to place", len(rows) >= 64)
     if top <= 1:
         return None
-    evenly = len(np.unique(rows, axis=0)) * width * (width - 1) / 2 / top
+    unlike = len(np.unique(rows, axis=0))
+    evenly = unlike * width * (width - 1) / 2 / top
     # In a table from experts to slots each column has its own numbers, but a row fills what there is.
-    expected = evenly if width >= 16 and top <= 4 * width else min(evenly, _meetings(ids, top))
+    dense = width >= 16 and top <= 4 * width
+    expected = evenly if dense else min(evenly, _meetings(ids, top))
     if expected < HINT:
         return None
     what = f"no row repeats a number (0 to {top - 1}), where counts would {expected:,.0f} times"
-    return Contents("tokens", what, expected >= SURE)
+    return Contents("tokens", what, expected >= SURE and (unlike > 2 or not dense))
 
 
 def _meetings(ids: IntArray, top: int) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load, check_word, read_only, to_list, to_numpy
 from eplb_core.contents import check_is_load
+from eplb_core.frames import columns_of, load_of_table
 from eplb_core.load import TraceFault, check_counts, check_trace
 
 
@@ -61,6 +64,49 @@ class Trace:
                 raise ValueError(f"`{name}` ({len(given)} entries) must be empty or have {length}, as `load` has")
         object.__setattr__(self, "notes", tuple(to_list(self.notes, "notes")))
 
+    @classmethod
+    def from_frame(
+        cls,
+        frame: object,
+        *,
+        window: str | None = None,
+        layer: str | None = None,
+        expert: str | None = None,
+        tokens: str | Sequence[str] | None = None,
+        num_experts: int | None = None,
+    ) -> Trace:
+        """Read a frame of pandas, polars or pyarrow, or a dict of columns.
+
+        Long tables have a row per window, layer and expert, wide ones a row per window and layer and a column per
+        expert. A column is guessed only where its name leaves no doubt (window, layer, expert, tokens and the like;
+        "0", "1", .. or "expert_0", .. for experts); one that is neither guessed nor named is refused.
+
+        Args:
+            frame: The table.
+            window: Column of the windows: numbers and times are sorted, texts stay in their order. Without one, all
+                rows are one window.
+            layer: Column of the model's layer numbers. Without one, all rows are one layer.
+            expert: Column of expert ids, of a long table.
+            tokens: Column of counts, of a long table; of a wide one the columns of expert 0, 1, ..
+            num_experts: Logical experts E of a long table; default: the largest id and one more.
+
+        Returns:
+            The trace; `notes` says how the columns were understood. What a long table leaves out is 0.
+
+        Raises:
+            ValueError: Columns are missing, unknown or ambiguous; a row is there twice; values are no counts.
+            TypeError: No table; layers or experts are no integers.
+
+        Example:
+            >>> table = {"layer": [0, 0, 1, 1], "expert": [0, 2, 0, 1], "tokens": [4, 1, 2, 3]}
+            >>> Trace.from_frame(table).load.tolist()
+            [[[4, 0, 1], [2, 3, 0]]]
+        """
+        read = load_of_table(
+            columns_of(frame), window=window, layer=layer, expert=expert, tokens=tokens, num_experts=num_experts
+        )
+        return cls(read.load, read.windows, read.layer_ids, source="a table", format="table", notes=(read.note,))
+
     @property
     def num_windows(self) -> int:
         """Windows T."""
@@ -83,6 +129,44 @@ class Trace:
 
     def __repr__(self) -> str:
         return f"Trace(load=[{self.num_windows}, {self.num_layers}, {self.num_experts}], source={self.source!r})"
+
+
+def join_traces(traces: Sequence[Trace], weights: Sequence[float] = (), *, path: str = "") -> Trace:
+    """Windows of several traces, one after the other; the counts of each are multiplied by its weight.
+
+    Raises:
+        ValueError: Layers or experts differ.
+    """
+    first, factors = traces[0], list(weights) or [1] * len(traces)
+    for trace in traces[1:]:
+        if trace.load.shape[1:] != first.load.shape[1:] or (trace.layer_ids or first.layer_ids) != first.layer_ids:
+            shapes = f"{trace.num_layers} layers x {trace.num_experts} experts in {trace.path or trace.source}"
+            raise ValueError(f"{shapes}, but {first.num_layers} x {first.num_experts} in {first.path or first.source}")
+    named = [trace.windows or tuple(map(str, range(trace.num_windows))) for trace in traces]
+    windows = [
+        f"{Path(t.path).name or t.source} {name}" for t, names in zip(traces, named, strict=True) for name in names
+    ]
+    most = max(int(trace.load.max(initial=0)) * factor for trace, factor in zip(traces, factors, strict=True))
+    whole = most < 2**63 and all(float(factor).is_integer() for factor in factors)
+    parts = [trace.load * (int(factor) if whole else factor) for trace, factor in zip(traces, factors, strict=True)]
+    said = [
+        f"{Path(t.path).name or t.source}{f' x {w:g}' if w != 1 else ''}" for t, w in zip(traces, factors, strict=True)
+    ]
+    shown = ", ".join(said[:6]) + (f" and {len(said) - 6} more" if len(said) > 6 else "")
+    return Trace(
+        np.concatenate(parts),
+        tuple(windows),
+        first.layer_ids,
+        first.top_k if len({trace.top_k for trace in traces}) == 1 else None,
+        source=f"{len(traces)} traces",
+        path=path,
+        format=first.format,
+        notes=(
+            f"{len(windows)} windows of {len(traces)} files: {shown}",
+            *dict.fromkeys(n for t in traces for n in t.notes),
+        ),
+        holds="load",
+    )
 
 
 def check_trace_load(value: ArrayLike, holds: str = "") -> IntArray | FloatArray:

@@ -51,12 +51,19 @@ def test_counts_that_repeat_nothing_by_chance_are_a_load() -> None:
         assert contents_of(load).kind == "load"
 
 
+def test_a_row_or_two_that_count_up_may_be_a_load_made_by_hand() -> None:
+    for load in (np.arange(32)[None], np.arange(1, 33)[None], np.arange(16) + np.arange(1, 3)[:, None]):
+        assert Trace(load).load.tolist() == [load.tolist()]
+        assert contents_of(load).kind in ("map", "tokens")
+
+
 @pytest.mark.parametrize("more", [0, 4, 32])
 def test_a_map_is_known_by_rows_that_hold_every_expert(more: int) -> None:
     layout = ExpertLayout.trivial(3, 32, num_slots=32 + more, topology=Topology(1))
     assert contents_of(layout.physical_to_logical_map).kind == "map"
+    permuted = np.stack([np.random.default_rng(row).permutation(layout.physical_to_logical_map[0]) for row in range(3)])
     with pytest.raises(ValueError, match="ExpertLayout"):
-        Trace(layout.physical_to_logical_map)
+        Trace(permuted)
     assert contents_of(layout.replica_count).kind == ("other" if more in (4,) else "load")
 
 

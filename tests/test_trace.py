@@ -137,9 +137,9 @@ def test_foreign_json_is_refused_with_a_message(tmp_path: Path, text: str) -> No
 
 
 def test_how_to_save_counts_is_said_where_a_file_is_no_trace(tmp_path: Path) -> None:
-    np.savetxt(tmp_path / "load.csv", np.ones((2, 3)), delimiter=",")
+    (tmp_path / "load.txt").write_text("some words\n")
     with pytest.raises(FileFormatError, match=r"found text content; save the counts by `numpy.save`, or as JSON"):
-        load_trace(tmp_path / "load.csv")
+        load_trace(tmp_path / "load.txt")
     np.save(tmp_path / "flat.npy", np.ones(3))
     with pytest.raises(FileFormatError, match=r"found one array \[3\] float64; save the counts in one of these shapes"):
         load_trace(tmp_path / "flat.npy")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from typing import Any
@@ -15,8 +17,9 @@ from eplb_core._text import plain
 from eplb_core.errors import MAX_TEXT
 from eplb_core.files.formats import load_trace, read_layout_file
 from eplb_core.layout import ExpertLayout
+from eplb_core.simulation.progress import progress_bar
 from eplb_core.topology import Topology
-from eplb_core.trace import Trace
+from eplb_core.trace import Trace, join_traces
 
 DTYPES = {"fp4": 0.5, "fp8": 1.0, "int8": 1.0, "bf16": 2.0}
 """Bytes of a weight."""
@@ -39,15 +42,16 @@ def topology_of(arguments: argparse.Namespace) -> Topology | None:
     )
 
 
-def read_trace(path: str, arguments: argparse.Namespace) -> Trace:
-    """The trace, or the windows of it that `--windows` names."""
-    trace = load_trace(
-        path,
-        key=arguments.key,
-        holds=arguments.holds,
-        num_experts=arguments.experts,
-        window_tokens=arguments.window_tokens,
-    )
+def read_trace(arguments: argparse.Namespace) -> Trace:
+    """The trace, or several with their weights, or the windows of it that `--windows` names."""
+    given = ([] if arguments.file is None else [arguments.file]) + list(getattr(arguments, "traces", None) or ())
+    if not given:
+        raise ValueError("give a recorded load: TRACE, or --trace FILE:WEIGHT, several times for several")
+    named = [_weighed(path) for path in given]
+    traces = [_read(path, arguments) for path, _ in named]
+    trace = traces[0]
+    if len(traces) > 1 or named[0][1] != 1.0:
+        trace = join_traces(traces, [weight for _, weight in named], path=", ".join(given))
     note(*trace.notes)
     if arguments.windows is None:
         return trace
@@ -58,6 +62,33 @@ def read_trace(path: str, arguments: argparse.Namespace) -> Trace:
             f"--windows {cut.start}:{cut.stop or ''} takes none of the trace's {trace.num_windows} windows"
         )
     return replace(trace, load=load, windows=trace.windows[cut], notes=())
+
+
+def _read(path: str, arguments: argparse.Namespace) -> Trace:
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(progress_bar(f"reading {path}")) if os.path.isdir(path) else None
+        return load_trace(
+            path,
+            key=arguments.key,
+            holds=arguments.holds,
+            num_experts=arguments.experts,
+            window_tokens=arguments.window_tokens,
+            progress=progress,
+        )
+
+
+def _weighed(given: str) -> tuple[str, float]:
+    """`FILE:3` is a file and its weight, unless a file has that very name."""
+    path, colon, text = given.rpartition(":")
+    if not colon or os.path.exists(given):
+        return given, 1.0
+    try:
+        weight = float(text)
+    except ValueError:
+        return given, 1.0
+    if not 0.0 < weight < float("inf"):
+        raise ValueError(f"the weight of {path} (={text}) must be a number above 0")
+    return path, weight
 
 
 def note_faults(trace: Trace) -> None:

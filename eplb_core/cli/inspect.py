@@ -25,7 +25,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         note(*read.notes)
         facts = _layout_facts(arguments.file, read)
     else:
-        facts = _trace_facts(read_trace(arguments.file, arguments))
+        facts = _trace_facts(read_trace(arguments))
     print(to_json(facts) if arguments.json else lines(_facts_text(facts)))
     return 1 if facts["faults"] else 0
 
@@ -112,14 +112,14 @@ def _wrapped(head: str, text: str) -> list[str]:
 
 def convert(arguments: argparse.Namespace) -> int:
     """`eplb convert`: another format for the same layout or trace."""
-    facts: dict[str, Any] = {"source": arguments.source, "target": arguments.target, "to": arguments.to}
-    if formats.is_layout_file(arguments.source):
-        read = read_layout_file(arguments.source, topology=topology_of(arguments), num_experts=arguments.experts)
+    facts: dict[str, Any] = {"source": arguments.file, "target": arguments.target, "to": arguments.to}
+    if formats.is_layout_file(arguments.file):
+        read = read_layout_file(arguments.file, topology=topology_of(arguments), num_experts=arguments.experts)
         note(*read.notes)
         formats.write_layout(read.layout, arguments.target, arguments.to, read.layer_ids)
         facts.update(holds="a layout", was=read.format, digest=read.layout.digest)
     else:
-        trace = read_trace(arguments.source, arguments)
+        trace = read_trace(arguments)
         note_faults(trace)
         formats.write_trace(trace, arguments.target, arguments.to)
         facts.update(holds="a trace", was=trace.format, shape=list(trace.load.shape))

@@ -73,9 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     place = _command(commands, "plan", plan.plan, "place experts for a recorded load and show what it gains")
-    place.add_argument(
-        "trace", metavar="TRACE", help="recorded load: this library's, SGLang's, TensorRT-LLM's, .npz, .npy"
-    )
+    _traces(place, "recorded load: a file or folder of any kind that `load_trace` reads")
     _trace_options(place)
     _topology_options(place)
     _place_options(place)
@@ -84,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     place.add_argument("--to", choices=LAYOUT_FORMATS, default="eplb", help="format of --out (default: %(default)s)")
 
     replay = _command(commands, "simulate", simulate.simulate, "replay a recorded load through policies, side by side")
-    replay.add_argument("trace", metavar="TRACE", help="recorded load with two windows or more")
+    _traces(replay, "recorded load with two windows or more")
     _trace_options(replay)
     _topology_options(replay)
     _place_options(replay)
@@ -117,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     look.add_argument("file", metavar="FILE", help="layout or trace file, of this library or of an engine")
 
     turn = _command(commands, "convert", inspect.convert, "turn a layout or trace file into another format")
-    turn.add_argument("source", metavar="IN", help="layout or trace file, or SGLang's inline JSON")
+    turn.add_argument("file", metavar="IN", help="layout or trace file, or SGLang's inline JSON")
     turn.add_argument("target", metavar="OUT", help="file to write; - with --to sglang: inline JSON on standard output")
     turn.add_argument("--to", choices=LAYOUT_FORMATS, required=True, help="format of OUT; for a trace eplb or sglang")
 
@@ -140,6 +138,17 @@ def _command(
     command.add_argument("--json", action="store_true", help="print JSON instead of text")
     command.set_defaults(run=run)
     return command
+
+
+def _traces(command: argparse.ArgumentParser, text: str) -> None:
+    command.add_argument("file", metavar="TRACE", nargs="?", help=text)
+    command.add_argument(
+        "--trace",
+        metavar="FILE[:WEIGHT]",
+        dest="traces",
+        action="append",
+        help="another recorded load, whose counts are multiplied by the weight (default: 1); may be repeated",
+    )
 
 
 def _trace_options(command: argparse.ArgumentParser) -> None:

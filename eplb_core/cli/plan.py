@@ -28,7 +28,7 @@ _LOW_BOUND, _GAP = 0.95, 0.05
 
 def plan(arguments: argparse.Namespace) -> int:
     """`eplb plan`: place experts for a recorded load, say what it gains, write the layout."""
-    trace = read_trace(arguments.trace, arguments)
+    trace = read_trace(arguments)
     note_faults(trace)
     topology, current = ranks_and_current(arguments, trace)
     options = {"locality": arguments.locality, "num_groups": arguments.groups, "effort": arguments.effort}

@@ -30,7 +30,7 @@ from eplb_core.trace import Trace
 
 def simulate(arguments: argparse.Namespace) -> int:
     """`eplb simulate`: replay a trace through policies, side by side."""
-    trace = read_trace(arguments.trace, arguments)
+    trace = read_trace(arguments)
     note_faults(trace)
     topology, current = ranks_and_current(arguments, trace)
     options: SimulateOptions = {
@@ -49,7 +49,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     }
     results = _replay(trace, arguments.policy or _policies_that_fit(topology, arguments.slots), options)
     if arguments.report is not None:
-        write_report(results, arguments.report, title=f"Replay of {Path(arguments.trace).name}")
+        write_report(results, arguments.report, title=f"Replay of {Path(trace.path).name}")
     if arguments.json:
         print(to_json([_replay_facts(result) for result in results]))
     else:

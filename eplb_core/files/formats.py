@@ -6,20 +6,24 @@ Reading looks at the content, never at the name; each engine's own formats are i
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from eplb_core._arrays import check_word
 from eplb_core.contents import contents_of, refused
-from eplb_core.files import layout_file, reading, tensorrt_llm, trace_file, vllm_ascend
+from eplb_core.files import layout_file, reading, tables, tensorrt_llm, trace_file, vllm, vllm_ascend
 from eplb_core.files import sglang as sglang_files
 from eplb_core.files.layout_file import LayoutFile, layout_of_map, own_layout, save_layout
 from eplb_core.files.reading import AnyArray, PathLike, bad_file
-from eplb_core.files.trace_file import Reading, save_trace, trace_from_arrays, trace_from_json
+from eplb_core.files.trace_file import Reading, is_numbers, preferred, save_trace, trace_from_arrays, trace_from_json
 from eplb_core.layout import ExpertLayout
 from eplb_core.topology import Topology
-from eplb_core.trace import Trace
+from eplb_core.trace import Trace, join_traces
 
 LAYOUT_FORMATS = ("eplb", "sglang", "vllm-ascend", "tensorrt-llm")
 TRACE_FORMATS = ("eplb", "sglang")
@@ -39,7 +43,7 @@ def is_layout_file(path: PathLike) -> bool:
         if list(arrays) == [""]:
             return contents_of(arrays[""]).kind == "map"
         return layout_file.MAP in arrays
-    if kind not in ("json", "torch"):
+    if kind not in ("json", "torch") or (not reading.is_inline(path) and kind == "json" and reading.is_lines(path)):
         return kind == "text"
     found = reading.read_json(path) if kind == "json" else reading.read_torch(path)
     return isinstance(found, dict) and not {"physical_to_logical_map", "layer_list"}.isdisjoint(found)
@@ -161,13 +165,16 @@ def load_trace(
     holds: Literal["", "load", "tokens"] = "",
     num_experts: int | None = None,
     window_tokens: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Trace:
     """Read a recorded load: a trace file, plain arrays, or what an engine wrote.
 
-    Read are: this library's .npz; any .npz, .npy or tensor in a .pt with one `[T, L, E]` or `[L, E]` array (several
-    `[L, E]` of one shape become windows), or with top-k ids `[tokens, L, K]`, which are counted; JSON with
-    `logical_count`; SGLang's recorder files (.pt, or a folder of them per rank); a folder of TensorRT-LLM's expert
-    statistics.
+    Read are: this library's .npz; any .npz, .npy, .safetensors or tensors in a .pt with one `[T, L, E]` or `[L, E]`
+    array (several `[L, E]` of one shape become windows), or with top-k ids `[tokens, L, K]`, which are counted, of one
+    or several requests; CSV and parquet, as `Trace.from_frame` reads tables, and CSV of numbers alone `[L, E]`; JSON
+    with `logical_count`; JSON or JSON lines with an engine's `routed_experts`; SGLang's recorder files (.pt, or a
+    folder of them per rank); a folder of TensorRT-LLM's expert statistics; a folder of other files, whose windows
+    follow each other in order of the names.
 
     Args:
         path: File or folder.
@@ -176,6 +183,7 @@ def load_trace(
             decide, and what could be either is refused.
         num_experts: Logical experts E, to count top-k ids; default: what the file says.
         window_tokens: Tokens of a window, to count top-k ids; default: all are one window.
+        progress: Called with files read and in all, while a folder is read.
 
     Returns:
         The trace; `notes` says what an array was taken for and what reading had to do, `faults` what is wrong with the
@@ -191,22 +199,74 @@ def load_trace(
     """
     check_word(holds, "holds", ("", "load", "tokens"))
     told = Reading(key, holds, num_experts, window_tokens)
+    if reading.sniff(path) == "folder":
+        return _trace_of_folder(path, told, progress)
+    return _trace_of_file(path, told)
+
+
+def _trace_of_file(path: PathLike, told: Reading) -> Trace:
     kind = reading.sniff(path)
     with reading.reading(path, trace_file.WANTED, "record it again, or mend the file"):
-        if kind == "folder":
-            if os.path.exists(os.path.join(path, "meta_info.json")):
-                return tensorrt_llm.read_statistics(path)
-            return sglang_files.read_recorder_folder(path)
         if kind in ("npz", "npy"):
-            return trace_from_arrays(path, reading.read_npz(path), told)
+            return _trace_of_arrays(path, reading.read_npz(path), told)
+        if kind == "safetensors":
+            return _trace_of_arrays(path, reading.read_safetensors(path), told)
         if kind == "torch":
             return _trace_from_torch(path, told)
         if kind == "json":
-            return trace_from_json(path, told)
+            return _trace_of_json(path, told)
+        if kind == "csv":
+            return tables.trace_of_csv(path, told)
+        if kind == "parquet":
+            return tables.trace_of_parquet(path, told)
     found = f"{kind} content" if kind != "empty" else "an empty file"
     raise bad_file(
         path, trace_file.WANTED, found, 'save the counts by `numpy.save`, or as JSON {"logical_count": [[...]]}'
     )
+
+
+def _trace_of_arrays(path: PathLike, arrays: Mapping[str, AnyArray], told: Reading) -> Trace:
+    """One array or several loads; or the top-k ids of several requests."""
+    if told.key is None and preferred(arrays) is None:
+        requests = {name: array for name, array in arrays.items() if is_numbers(array)}
+        shapes = {array.shape[1:] for array in requests.values()}
+        if len(requests) > 1 and len(shapes) == 1 and all(array.ndim == 3 for array in requests.values()):
+            joined = np.concatenate(list(requests.values()))
+            if told.holds == "tokens" or contents_of(joined).kind == "tokens":
+                return vllm.trace_of_requests(path, list(requests.values()), told)
+    return trace_from_arrays(path, arrays, told)
+
+
+def _trace_of_json(path: PathLike, told: Reading) -> Trace:
+    """`logical_count`, an engine's responses with `routed_experts`, or such JSON in each line."""
+    if not reading.is_inline(path) and reading.is_lines(path):
+        return vllm.trace_of_lines(path, told)
+    found = reading.read_json(path)
+    arrays = list(vllm.routed_in(path, found, "the file"))
+    return vllm.trace_of_requests(path, arrays, told) if arrays else trace_from_json(path, found, told)
+
+
+def _trace_of_folder(path: PathLike, told: Reading, progress: Callable[[int, int], None] | None) -> Trace:
+    """TensorRT-LLM's statistics, SGLang's passes by rank, or files of one kind of trace, in order of their names."""
+    files = sorted((file for file in Path(path).iterdir() if file.is_file() or file.suffix == ".pt"), key=_natural)
+    if any(file.name == "meta_info.json" for file in files):
+        return tensorrt_llm.read_statistics(path)
+    by_pass = bool(files) and files[0].suffix == ".pt" and sglang_files.is_of_passes(files[0])
+    if by_pass or not files:
+        return sglang_files.read_recorder_folder(path)
+    traces = []
+    for done, file in enumerate(files, 1):
+        traces.append(_trace_of_file(file, told))
+        if progress is not None:
+            progress(done, len(files))
+    with reading.reading(path, "files of one kind of trace", "put what belongs to another model elsewhere"):
+        return join_traces(traces, path=os.fspath(path))
+
+
+def _natural(file: Path) -> tuple[list[tuple[bool, int, str]], str]:
+    """`pass10` after `pass9`."""
+    parts = re.findall(r"\d+|\D+", file.name)
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts], file.name
 
 
 def _trace_from_torch(path: PathLike, told: Reading) -> Trace:
@@ -216,8 +276,7 @@ def _trace_from_torch(path: PathLike, told: Reading) -> Trace:
     tensors = {str(name): value for name, value in named.items() if hasattr(value, "detach")}
     if not tensors or not {"logical_count", "records", layout_file.MAP}.isdisjoint(named):
         return sglang_files.trace_of_recorder(path, found)
-    arrays = {name: reading.tensor_array(path, value, name) for name, value in tensors.items()}
-    return trace_from_arrays(path, arrays, told)
+    return _trace_of_arrays(path, {name: reading.tensor_array(path, tensors[name], name) for name in tensors}, told)
 
 
 def demo_trace() -> Trace:

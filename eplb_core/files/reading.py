@@ -6,6 +6,7 @@ goes wrong into one `FileFormatError` that says which file, what was expected, w
 
 from __future__ import annotations
 
+import csv
 import errno
 import io
 import itertools
@@ -109,7 +110,10 @@ def is_inline(path: PathLike) -> bool:
 
 
 def sniff(path: PathLike) -> str:
-    """What a path holds, by its content: folder, npz, torch, npy, json, text, empty or binary; inline JSON is json."""
+    """What a path holds, by its content: a word; inline JSON is json.
+
+    Words: folder, npz, torch, npy, parquet, safetensors, json, csv, text, empty, binary.
+    """
     check_path(path)
     if is_inline(path):
         return "json"
@@ -125,17 +129,38 @@ def sniff(path: PathLike) -> str:
         return "empty"
     if head.startswith(b"\x93NUMPY"):
         return "npy"
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= MAX_TEXT_BYTES:
+        return "safetensors"
     if head.lstrip()[:1] in (b"{", b"["):
         return "json"
     # A cut of 4096 bytes may split one character of four bytes at its end.
-    return "text" if _is_text(head[:-4] if len(head) == 4096 else head) else "binary"
+    text = _text_of(head[:-4] if len(head) == 4096 else head)
+    return "binary" if text is None else "text" if csv_delimiter(text) is None else "csv"
 
 
-def _is_text(head: bytes) -> bool:
+def _text_of(head: bytes) -> str | None:
     try:
-        return all(c.isprintable() or c.isspace() for c in head.decode("utf-8"))
+        text = head.decode("utf-8-sig")
     except UnicodeDecodeError:
-        return False
+        return None
+    return text if all(c.isprintable() or c.isspace() for c in text) else None
+
+
+def csv_delimiter(head: str) -> str | None:
+    """What parts the first lines of a text into equally many cells, or None if it is no CSV."""
+    lines = [line for line in head.splitlines()[:4] if line.strip()]
+    if len(lines) > 1:
+        lines = lines[:-1]  # it may be cut
+    # The keys of a mapping in YAML end in a colon; its lists lie in brackets.
+    if not lines or set(lines[0]) & set(":[{#"):
+        return None
+    for delimiter in ",;\t":
+        counts = {len(next(csv.reader([line], delimiter=delimiter))) for line in lines}
+        if len(counts) == 1 and counts != {1}:
+            return delimiter
+    return None
 
 
 def read_text(path: PathLike, max_bytes: int = MAX_TEXT_BYTES) -> str:
@@ -170,7 +195,7 @@ class Arrays(Mapping[str, AnyArray]):
                 if archive is not None:
                     members = archive.namelist()
                     member = f"{name}.npy" if f"{name}.npy" in members else name
-                    self._read[name] = _npy(archive.read(member), member)
+                    self._read[name] = npy_array(archive.read(member), member)
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -185,12 +210,22 @@ class Arrays(Mapping[str, AnyArray]):
         mend = "save it again with numpy.savez; arrays of Python objects are never read"
         with open_regular(self._path, MAX_BYTES) as file, reading(self._path, "NumPy arrays (.npz or .npy)", mend):
             if file.peek(6)[:6] == b"\x93NUMPY":
-                self._read[""] = _npy(file.read(), "")
+                self._read[""] = npy_array(file.read(), "")
                 yield None
                 return
             with zipfile.ZipFile(file) as archive:
                 _check_zip(self._path, archive)
                 yield archive
+
+
+def is_lines(path: PathLike) -> bool:
+    """Is each line JSON by itself, so that the file is none? Decided by the first two."""
+    with open_regular(path, MAX_BYTES) as file:
+        lines = [file.readline(MAX_TEXT_BYTES) for _ in range(2)]
+    try:
+        return bool(lines[1].strip()) and isinstance(json.loads(lines[0]), (dict, list)) and lines[1][:1] in b"{["
+    except (ValueError, RecursionError):
+        return False
 
 
 def read_npz(path: PathLike) -> Arrays:
@@ -214,7 +249,7 @@ def _check_zip(path: PathLike, archive: zipfile.ZipFile) -> None:
             raise bad_file(path, "a zip archive whose members lie apart", what, "save the file again")
 
 
-def _npy(raw: bytes, name: str) -> AnyArray:
+def npy_array(raw: bytes, name: str) -> AnyArray:
     """The array in the bytes of an .npy; its header must declare exactly what follows it."""
     stream = io.BytesIO(raw)
     version = np.lib.format.read_magic(stream)

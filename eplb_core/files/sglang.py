@@ -63,6 +63,12 @@ def trace_of_recorder(path: PathLike, found: object) -> Trace:
     raise bad_file(path, _RECORDS, _keys(found), "a layout (physical_to_logical_map) is no recorded load")
 
 
+def is_of_passes(path: PathLike) -> bool:
+    """Does a .pt hold a rank's forward passes (modes per_pass and per_token)?"""
+    found = read_torch(path)
+    return isinstance(found, dict) and "records" in found
+
+
 def read_recorder_folder(path: PathLike) -> Trace:
     """Read the per_pass files of all ranks; passes are matched by id and summed over ranks.
 
@@ -76,7 +82,7 @@ def read_recorder_folder(path: PathLike) -> Trace:
     for file in files:
         found = read_torch(file)
         if not isinstance(found, dict) or "records" not in found:
-            raise bad_file(file, "a dict with `records`", _keys(found), "read files of the mode stat one by one")
+            raise bad_file(file, "a dict with `records`", _keys(found), "a folder must have files of one mode")
         packs.append(found)
     with reading(path, _RECORDS, "all files must come from one run"):
         return _from_passes(path, packs)

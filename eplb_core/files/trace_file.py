@@ -18,7 +18,7 @@ import numpy as np
 from eplb_core._arrays import check_int, check_kind
 from eplb_core._text import counted, quoted
 from eplb_core.contents import Contents, contents_of, refused, to_tokens
-from eplb_core.files.reading import AnyArray, PathLike, bad_file, read_json, reading, tensor_array, write_atomic
+from eplb_core.files.reading import AnyArray, PathLike, bad_file, reading, tensor_array, write_atomic
 from eplb_core.load import count_topk
 from eplb_core.trace import Trace
 
@@ -70,9 +70,7 @@ def trace_from_arrays(path: PathLike, arrays: Mapping[str, AnyArray], told: Read
         return _own(path, arrays)
     if told.key is not None and told.key not in arrays:
         raise bad_file(path, f"an array `{told.key}`", _listed(arrays), "give one of these as the key")
-    name = told.key
-    if name is None:
-        name = next((name for name in _PREFERRED if name in arrays and is_numbers(arrays[name])), None)
+    name = told.key if told.key is not None else preferred(arrays)
     if name is None:
         candidates = {name: array for name, array in arrays.items() if is_numbers(array)}
         if len(candidates) > 1:
@@ -83,6 +81,11 @@ def trace_from_arrays(path: PathLike, arrays: Mapping[str, AnyArray], told: Read
     if told.num_experts is None:
         told = told._replace(num_experts=_scalar(arrays, "num_experts"))
     return trace_of_array(path, arrays[name], name, told, _scalar(arrays, "top_k", "topk"))
+
+
+def preferred(arrays: Mapping[str, AnyArray]) -> str | None:
+    """The array whose name says that it is the load."""
+    return next((name for name in _PREFERRED if name in arrays and is_numbers(arrays[name])), None)
 
 
 def is_numbers(array: AnyArray) -> bool:
@@ -148,12 +151,17 @@ def _windows_of(path: PathLike, arrays: Mapping[str, AnyArray], candidates: dict
     )
 
 
-def trace_from_json(path: PathLike, told: Reading) -> Trace:
+def trace_from_json(path: PathLike, found: Any, told: Reading) -> Trace:
     """The trace that a JSON file holds as `logical_count`."""
-    found = read_json(path)
     if isinstance(found, dict) and "logical_count" in found:
         load = tensor_array(path, found["logical_count"], "logical_count")
-        return Trace(load, path=os.fspath(path), format="json", source="logical_count", holds=told.holds)
+        return Trace(
+            load,
+            path=os.fspath(path),
+            format="json",
+            source="logical_count",
+            holds="load" if told.holds == "load" else "",
+        )
     if isinstance(found, dict) and "physical_to_logical_map" in found:
         raise bad_file(path, WANTED, "a layout", "give a recorded load")
     what = (

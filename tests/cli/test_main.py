@@ -458,6 +458,29 @@ def test_top_k_ids_get_no_plan_unless_their_experts_are_given(tmp_path: Path, ep
     assert eplb("inspect", path, "--holds", "load", "--json", status=0).facts["experts"] == 4
 
 
+def test_several_traces_are_planned_for_by_their_weights(trace: str, tmp_path: Path, eplb: Commands) -> None:
+    other = tmp_path / "other.npz"
+    save_trace(Trace(load_trace(trace).load[:3, :, ::-1], layer_ids=(3, 4)), other)
+    said = eplb("plan", "--trace", f"{trace}:3", "--trace", str(other), *PLACE, "--json")
+    assert said.facts["trace"]["windows"] == 11
+    assert "11 windows of 2 files: trace.npz x 3, other.npz" in said.err
+    joined = np.concatenate([load_trace(trace).load * 3, load_trace(other).load])
+    save_trace(Trace(joined, layer_ids=(3, 4)), tmp_path / "joined.npz")
+    assert said.facts["digest"] == eplb("plan", str(tmp_path / "joined.npz"), *PLACE, "--json").facts["digest"]
+    run = eplb("simulate", trace, "--trace", f"{other}:0.5", *PLACE, "--interval", "2", "--policy", "none", "--json")
+    assert run.facts[0]["blocks"][-1]["end_window"] == 11
+    for arguments in ([], ["--trace", f"{trace}:0"], ["--trace", f"{trace}:3x"], ["--trace", trace, "--trace", "gone"]):
+        eplb("plan", *arguments, *PLACE, status=2)
+
+
+def test_a_table_is_planned_for(tmp_path: Path, eplb: Commands) -> None:
+    rows = [f"{layer},{expert},{layer + expert + 1}" for layer in range(2) for expert in range(16)]
+    (tmp_path / "load.csv").write_text("\n".join(["layer,expert,tokens", *rows]))
+    said = eplb("plan", str(tmp_path / "load.csv"), *PLACE, "--json")
+    assert (said.facts["num_experts"], said.facts["trace"]["layers"]) == (16, 2)
+    assert "a long table: experts in `expert`" in said.err
+
+
 def test_an_interrupt_ends_with_130(trace: str, monkeypatch: pytest.MonkeyPatch, eplb: Commands) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

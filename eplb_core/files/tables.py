@@ -1,0 +1,101 @@
+"""Tables in files: CSV by the standard library, parquet by pyarrow; long or wide, as `eplb_core.frames` reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from eplb_core._extras import needed
+from eplb_core.files.reading import MAX_BYTES, AnyArray, PathLike, csv_delimiter, open_regular, reading
+from eplb_core.files.trace_file import Reading, trace_of_array
+from eplb_core.frames import columns_of, load_of_table
+from eplb_core.trace import Trace
+
+_WANTED = "a table with columns window, layer, expert and tokens, or with a column per expert"
+_MEND = 'name its columns by Trace.from_frame(df, window="..", layer="..", expert="..", tokens="..")'
+_BATCH = 1 << 16
+"""Rows that are text at one time."""
+
+
+def trace_of_csv(path: PathLike, told: Reading) -> Trace:
+    """The trace in a CSV: a table with a header, or numbers alone, `[L, E]`."""
+    with open_regular(path, MAX_BYTES) as file, reading(path, _WANTED, _MEND):
+        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        delimiter = csv_delimiter(text.read(4096)) or ","
+        text.seek(0)
+        rows = (row for row in csv.reader(text, delimiter=delimiter) if row)
+        header = next(rows)
+        if all(_is_number(cell) for cell in header):
+            array = np.stack(_columns(itertools.chain([header], rows), len(header)), axis=1)
+            return trace_of_array(path, array, "", told)
+        columns = dict(zip(header, _columns(rows, len(header)), strict=True))
+        if len(columns) < len(header):
+            raise ValueError("two columns of one name")
+        return _trace_of_table(path, columns, "csv", told)
+
+
+def trace_of_parquet(path: PathLike, told: Reading) -> Trace:
+    """The trace in a parquet file; reads it whole."""
+    parquet = needed("pyarrow.parquet", "parquet", f"reading {os.fspath(path)!r}")
+    with open_regular(path, MAX_BYTES) as file, reading(path, _WANTED, _MEND):
+        about = parquet.ParquetFile(file)
+        held = sum(about.metadata.row_group(group).total_byte_size for group in range(about.metadata.num_row_groups))
+        if max(held, about.metadata.num_rows * about.metadata.num_columns) > MAX_BYTES:
+            raise ValueError(f"{about.metadata.num_rows:,} rows, {held:,} bytes")
+        return _trace_of_table(path, columns_of(about.read()), "parquet", told)
+
+
+def _columns(rows: Iterator[list[str]], count: int) -> list[AnyArray]:
+    """Columns of numbers or texts, read by batches."""
+    parts: list[list[AnyArray]] = [[] for _ in range(count)]
+    done = 0
+    while batch := list(itertools.islice(rows, _BATCH)):
+        for number, row in enumerate(batch, done + 1):
+            if len(row) != count:
+                raise ValueError(f"{len(row)} cells in row {number} under {count} columns")
+        for part, cells in zip(parts, zip(*batch, strict=True), strict=True):
+            part.append(_typed(cells))
+        done += len(batch)
+    if not done:
+        raise ValueError("no row")
+    return [np.concatenate(part) for part in parts]
+
+
+def _typed(cells: Sequence[str]) -> AnyArray:
+    texts = np.array(cells)
+    for kind in (np.int64, np.float64):
+        with contextlib.suppress(ValueError, OverflowError):
+            return texts.astype(kind)
+    return texts
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _trace_of_table(path: PathLike, columns: dict[str, Any], format: str, told: Reading) -> Trace:
+    for name in ("", "__index_level_0__", "Unnamed: 0"):  # rows counted by pandas
+        if name in columns and np.array_equal(columns[name], np.arange(len(columns[name]))):
+            del columns[name]
+    read = load_of_table(columns, num_experts=told.num_experts)
+    return Trace(
+        read.load,
+        read.windows,
+        read.layer_ids,
+        path=os.fspath(path),
+        format=format,
+        source="a table",
+        notes=(read.note,),
+        holds="load" if told.holds == "load" else "",
+    )
