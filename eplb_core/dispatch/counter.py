@@ -82,6 +82,7 @@ class LoadCounter:
         self._picked = torch.empty(
             (self.num_layers, self.windows, self.num_experts), dtype=torch.int64, device=self.device
         )
+        self._is_on = True
         self._layout: ExpertLayout | None = None
         self._map = self._order
         self._free = [_Buffers(self) for _ in range(2)]
@@ -102,9 +103,16 @@ class LoadCounter:
         state[FINISHED] = min(int(state[FINISHED]) + 1, self.windows)
         self.count.index_fill_(1, state[WINDOW : WINDOW + 1].long(), 0)
 
-    def recording(self, on: bool) -> None:
-        """Set whether later calls count: off for dummy passes, warm-up and capture. One launch, no wait."""
-        self.state[RECORDING : RECORDING + 1].fill_(int(check_flag(on, "on")))
+    def recording(self, on: bool) -> Recording:
+        """Set whether later calls count: off for dummy passes, warm-up and capture. One launch, no wait.
+
+        Returns:
+            For `with load.recording(False): ...`: at its end, by an error too, calls count as they did before.
+        """
+        former = Recording(self, self._is_on)
+        self._is_on = check_flag(on, "on")
+        self.state[RECORDING : RECORDING + 1].fill_(int(on))
+        return former
 
     def add_slots(self, counts: torch.Tensor, layout: ExpertLayout, *, layers: ArrayLike | None = None) -> None:
         """Add counts by slot, folded by the layout under which they were counted.
@@ -189,6 +197,20 @@ class LoadCounter:
         if buffers.event is not None:  # pragma: no cover  needs a GPU
             buffers.event.record(torch.cuda.current_stream(buffers.device.device))
         return snapshot
+
+
+class Recording:
+    """What `LoadCounter.recording` returns: the end of its `with` block sets what was set before it."""
+
+    def __init__(self, counter: LoadCounter, former: bool) -> None:
+        self._counter, self._former = counter, former
+
+    def __enter__(self) -> None:
+        """Nothing: it is set already."""
+
+    def __exit__(self, *raised: object) -> None:
+        """Set what was set before."""
+        self._counter.recording(self._former)
 
 
 class Snapshot:

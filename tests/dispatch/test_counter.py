@@ -211,3 +211,26 @@ def test_a_gpu_without_triton_is_refused(make: Callable[[], object], monkeypatch
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ImportError, match=r"`device` \(=cuda:0\) needs Triton; install it"):
         make()
+
+
+def test_recording_is_as_it_was_at_the_end_of_its_block_also_after_an_error() -> None:
+    load = LoadCounter(1, 2)
+    layout = ExpertLayout([[0, 1]], num_experts=2, topology=Topology(num_ranks=1))
+
+    def warm_up() -> None:
+        with load.recording(False):
+            load.add_slots(torch.tensor([[7, 7]]), layout)
+            raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        warm_up()
+    load.add_slots(torch.tensor([[1, 2]]), layout)
+    load.recording(False)
+    with load.recording(False):
+        pass
+    load.add_slots(torch.tensor([[7, 7]]), layout)
+    with load.recording(True):
+        load.add_slots(torch.tensor([[1, 2]]), layout)
+    load.add_slots(torch.tensor([[7, 7]]), layout)
+    load.roll()
+    assert load.snapshot().numpy().tolist() == [[[2, 4]]]

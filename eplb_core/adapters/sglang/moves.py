@@ -6,7 +6,7 @@ moves those that have experts. All ranks run the same passes, so all are in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -60,7 +60,7 @@ def stores_of(weights: Mapping[int, Sequence[torch.Tensor]]) -> tuple[list[int],
     Raises:
         ValueError: No layer has any, or their tensors cannot be moved by slot.
     """
-    layers = sorted(weights)
+    layers = sorted(weights.keys())  # the engine's own object has no iterator
     if not layers:
         raise ValueError("the model has no `routed_experts_weights_of_layer`")
     return layers, [ExpertStore({str(i): tensor for i, tensor in enumerate(weights[layer])}) for layer in layers]
@@ -152,6 +152,8 @@ class Moves:
         agreement: Of all ranks; nobody else uses it.
         record: Keeper of the layout of shared weights, or None.
         window: As `LiveRows`.
+        in_use: The tensors that the model computes with at any time: some models give `weights` that keep their first
+            tensors for good.
         deadline: Seconds without progress after which a migration is given up.
 
     Raises:
@@ -170,10 +172,12 @@ class Moves:
         agreement: Agreement,
         record: Any = None,
         window: Callable[[], torch.Tensor | None] = lambda: None,
+        in_use: Callable[[], Iterable[torch.Tensor]] = lambda: (),
         deadline: float = 60.0,
     ) -> None:
-        self._weights, self._agreement, self._transport = weights, agreement, transport
+        self._weights, self._agreement, self._transport, self._in_use = weights, agreement, transport, in_use
         self.layers, self._stores = stores_of(weights())
+        self._were_in_use = self._are_in_use()
         self.rows = LiveRows(metadata, self.layers, picks, window)
         whole = layout_of(metadata, num_nodes=num_nodes)
         kept = None if record is None else RowsRecord(record, whole, self.layers)
@@ -274,6 +278,7 @@ class Moves:
         try:
             addresses = [store.addresses.tolist() for store in stores_of(self._weights())[1]]
             moved = addresses != [store.addresses.tolist() for store in self._stores]
+            moved = moved or (self._were_in_use and not self._are_in_use())
         except Exception:
             moved = True
         told = self._agreement.gather(b"moved" if moved else b"")
@@ -282,6 +287,11 @@ class Moves:
             hooking.log_once(f"moves: SGLang's own rebalance goes on, since {self.over}")
         else:
             self.migrator.resume()
+
+    def _are_in_use(self) -> bool:
+        """Whether each tensor of the stores is one that the model computes with."""
+        used = {tensor.data_ptr() for tensor in self._in_use()}
+        return all(used.issuperset(store.addresses[0].tolist()) for store in self._stores)
 
     def close(self, reason: str, deadline: float = 5.0) -> bool:
         """End for good; every rank. False if a read may still write to staging."""
@@ -357,7 +367,7 @@ def open_moves(
         num_nodes: As `Moves`.
         trouble: Error for which this rank cannot make them; the other ranks are told.
         patience: Seconds to wait for a rank, which may still be compiling.
-        more: Passed on to `Moves`: `record`, `window`.
+        more: Passed on to `Moves`: `record`, `window`, `in_use`.
 
     Raises:
         EplbError: Some rank cannot, or differs; on every rank.
@@ -382,12 +392,17 @@ def open_moves(
         agreement = GroupAgreement(groups[1], patience)
         return Moves(metadata, weights, picks, num_nodes=num_nodes, transport=reader, agreement=agreement, **more)
 
-    check_equal(gather(dict(facts)))
-    reader = hooking.on_all_or_none(gather, open_transport, close=lambda reader: reader.close())
     try:
-        return hooking.on_all_or_none(gather, make)
-    except EplbError:
-        reader.close()
+        check_equal(gather(dict(facts)))
+        reader = hooking.on_all_or_none(gather, open_transport, close=lambda reader: reader.close())
+        try:
+            return hooking.on_all_or_none(gather, make)
+        except EplbError:
+            reader.close()
+            raise
+    except EplbError:  # on every rank
+        for group in groups:
+            dist.destroy_process_group(group)
         raise
 
 

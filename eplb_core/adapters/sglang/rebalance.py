@@ -65,6 +65,7 @@ def _register(runner: Any, manager: Any) -> None:
         num_nodes=engine.num_nodes,
         record=sglang_record.client(),
         window=_recorder_window,
+        in_use=lambda: runner.model.parameters(),
         trouble=trouble,
     )
     vars(manager)[_KEPT] = moves

@@ -159,6 +159,10 @@ def _shards(files: str | Path | Iterable[str | Path]) -> list[Path]:
         return found
     with reading(index, "an index with the `weight_map` of shards", "fetch it again"):
         names = sorted({str(name) for name in read_json(index)["weight_map"].values()})
+    for name in names:  # what lies elsewhere belongs to somebody else; a cache's links within the folder do not
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            what = f"{plain(index.name)} names {quoted(name, 80)}, which is not in {plain(str(folder))}"
+            raise FileFormatError(f"{what}; fetch it again, or pass the files themselves", path=str(index))
     return [folder / name for name in names]
 
 

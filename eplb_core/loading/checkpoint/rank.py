@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from eplb_core._arrays import to_list
+from eplb_core._arrays import check_id, check_int, check_kind, to_list
 from eplb_core._text import quoted
 from eplb_core.errors import CheckpointError
 from eplb_core.layout import ExpertLayout
@@ -63,8 +63,17 @@ def load_rank(
     Threads:
         Any; nobody else knows the tensors.
     """
+    check_kind(layout, "layout", ExpertLayout)
+    check_id(rank, "rank", layout.topology.num_ranks)
     naming = check_naming(template, rename, ignore)
-    wanted = files if isinstance(files, (str, Path)) else to_list(files, "files")
+    layer_ids = to_list(layer_ids, "layer_ids")
+    for layer in layer_ids:
+        check_int(layer, "layer_ids", 0)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(f"`device` (={quoted(device, 80)}) must be a device of torch, such as 'cuda:0'") from error
+    wanted = files if isinstance(files, str | Path) else to_list(files, "files")
     rows = _row_shapes(read_headers(wanted), naming)
     layers = _layers(layer_ids, sorted({layer for layer, _ in rows}), layout)
     tensors: dict[str, torch.Tensor] = {}
@@ -112,6 +121,6 @@ def _layers(layer_ids: Sequence[int], found: list[int], layout: ExpertLayout) ->
         listed = f"{found[0]} to {found[-1]}" if found else "none"
         raise CheckpointError(
             f"the checkpoint has {len(found)} layers with experts ({listed}) and the layout {layout.num_layers}; say "
-            "which layer of the model each row of the layout is"
+            "in `layer_ids` which layer of the model each row of the layout is"
         )
     return tuple(found)

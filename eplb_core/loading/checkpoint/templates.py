@@ -56,6 +56,11 @@ class CheckpointTemplate:
     claims: str = r"\.experts\."
     """Pattern of names that are an expert's; one that nothing matches is an error, not somebody else's tensor."""
 
+    def knows(self, name: str) -> bool:
+        """Whether a name is an expert's, by this template."""
+        match = re.fullmatch(self.expert, name)
+        return match is not None and match["part"] in self.parts
+
     def parse(self, name: str) -> ExpertName | None:
         """Read a name; None = no expert's tensor.
 
@@ -68,9 +73,11 @@ class CheckpointTemplate:
         part = None if match is None else self.parts.get(match["part"])
         if match is None or part is None:
             if match is not None or re.search(self.claims, name):
+                fits = [other.family for other in TEMPLATES.values() if other is not self and other.knows(name)]
+                mend = f"pass template={fits[0]!r}, which does" if fits else "pass a CheckpointTemplate that has it"
                 raise CheckpointError(
-                    f"{quoted(name)} is an expert's tensor that template {self.family!r} does not know; "
-                    "name it in `ignore`, or pass a CheckpointTemplate that has it",
+                    f"{quoted(name)} is an expert's tensor that template {self.family!r} does not know; {mend}, or "
+                    "name it in `ignore`",
                     tensor=name,
                 )
             return None

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from eplb_core._arrays import IntArray, check_int, check_kind, read_only, to_list
+from eplb_core._arrays import IntArray, check_flag, check_int, check_kind, read_only, to_list
 from eplb_core._extras import needed
 from eplb_core._text import quoted
 from eplb_core.errors import EplbError, MigrationError
 from eplb_core.files import reading
+from eplb_core.files.reading import check_path
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.agreement import Agreement, check_agreement
 from eplb_core.loading.install.staging import Staging
@@ -70,7 +71,8 @@ class HostBackup:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, pin: bool = False) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(check_path(folder, "folder"))
+        check_flag(pin, "pin")
         self._file_of: dict[tuple[int, int], Path] = {}
         self._pinned: dict[str, torch.Tensor] = {}
         for path in _files_of(self.folder):

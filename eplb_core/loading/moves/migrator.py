@@ -113,7 +113,7 @@ class Migrator:
         self._changed = Condition()
         self._run: Run | None = None
         self._number = 0
-        self._word = np.array([words.word(0, words.DONE, 0)], dtype=np.int64)
+        self._word = np.array([words.word(0, words.DONE, rank)], dtype=np.int64)
         self._posted = 0
         self._paused = self._stopped = False
         self._lost = self._off = ""
@@ -187,7 +187,8 @@ class Migrator:
 
         Raises:
             MigrationError: Another migration runs, or the Migrator is paused, stopped or has lost its agreement.
-            ValueError: The target has another shape.
+            ValueError: The target has another shape, or shares that are none.
+            TypeError: It is nothing of these.
         """
         if not self.idle:
             phase = self.status.phase
@@ -197,7 +198,7 @@ class Migrator:
                 layout=self._layout,
                 reason=phase,
             )
-        if not callable(target):
+        if not callable(target) or isinstance(target, type):  # a class would make its own target of the live layout
             target = to_target(target, self._layout)
         if self._off:
             return False
@@ -277,8 +278,10 @@ class Migrator:
                 with self._changed:
                     run.lowest, run.phase = value, words.CHECK
                     run.publish(words.CHECK, words.BITS - run.bits)
+        run.absent = value if migration < run.number and phase == words.DONE else None
         if run.trouble is None and not run.ended and time.monotonic() - run.since > self._deadline:
-            run.fail(Trouble("deadline", f"no progress of all ranks for {self._deadline:g} s"))
+            who = "no progress of all ranks" if run.absent is None else f"rank {run.absent} did not call `start`"
+            run.fail(Trouble("deadline", f"{who} for {self._deadline:g} s"))
         return rows
 
     def _compare(self, run: Run, value: int) -> None:
@@ -344,8 +347,9 @@ class Migrator:
             if failure.migration > self._number:
                 # A migration that this rank was never in: none of that number can start here any more.
                 self._number = failure.migration
-                self._last = Ending(failure.cause, f"rank {failure.rank} gave up: {failure.cause}", failure.rank, 0, 0)
-            self._word[0] = words.word(self._number, words.DONE, 0)
+                reason = f"this rank did not call `start`, and rank {failure.rank} gave up: {failure.cause}"
+                self._last = Ending(failure.cause, reason, failure.rank, 0, 0)
+            self._word[0] = words.word(self._number, words.DONE, self.rank)
             if failure.cause in _FOR_GOOD and not self._off:
                 self._turn_off(f"rank {failure.rank} gave up: {failure.cause}")
         elif failure.migration in (0, run.number):
@@ -357,7 +361,7 @@ class Migrator:
         """The migration is over, on every rank in this pass."""
         with self._changed:
             run.end()
-            self._word[0] = words.word(self._number, words.DONE, 0)
+            self._word[0] = words.word(self._number, words.DONE, self.rank)
         self._last = Ending(cause, reason, rank, run.installed, run.known_steps)
         self._run = None
         if cause:
@@ -526,7 +530,7 @@ class Migrator:
                     raised = error
             self._end(run, "agreement", self._lost or "ranks joined anew")
         self._number = most[0]
-        self._word[0] = words.word(self._number, words.DONE, 0)
+        self._word[0] = words.word(self._number, words.DONE, self.rank)
         members = {rank for rank, _, _ in told}
         self._stager.puller.avoid_ranks = tuple(
             rank for rank in range(self._layout.topology.num_ranks) if rank not in members

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_kind
+from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.install.installer import Copies
 from eplb_core.loading.moves import progress
@@ -43,10 +44,15 @@ MoveTarget: TypeAlias = "ExpertLayout | Target | None"
 """What `Migrator.start` takes, or a function of the live layout that returns it; None: nothing to move."""
 
 
-def to_target(goal: MoveTarget, live: ExpertLayout) -> Target:
+def to_target(goal: object, live: ExpertLayout) -> Target:
     """Convert a target; raise TypeError or ValueError if it is none for the live layout."""
+    if goal is not None and not isinstance(goal, Target | ExpertLayout):
+        what = f"`target` (={quoted(goal, 80)}) must be an ExpertLayout, a Target(layout, shares=..., senders=...)"
+        raise TypeError(f"{what}, None, or a function that returns one")
     target = goal if isinstance(goal, Target) else Target(live if goal is None else goal)
     live.check_same_frame(target.layout)
+    if target.shares is not None:
+        check_shares(target.shares, target.layout)
     return target
 
 
@@ -73,6 +79,8 @@ class Run:
         self.event: Any = None
         """CUDA event of the last install."""
         self.trouble: Trouble | None = None
+        self.absent: int | None = None
+        """A rank that is not in this migration, when the agreed word was heard last."""
         self.ended = False
         self.last_heard = (-1, -1)
         self.since = time.monotonic()

@@ -32,6 +32,19 @@ def weight(layer: int, expert: torch.Tensor) -> torch.Tensor:
     return (expert[:, None] * 10.0 + layer) * 8 + torch.arange(3)
 
 
+class EngineWeights:
+    """As SGLang's own: it is asked for by layer, has no iterator, and keeps the tensors that it found first."""
+
+    def __init__(self, weights: dict[int, list[torch.Tensor]]) -> None:
+        self._found = {layer: list(tensors) for layer, tensors in weights.items()}
+
+    def keys(self) -> Any:
+        return self._found.keys()
+
+    def __getitem__(self, layer: int) -> list[torch.Tensor]:
+        return self._found[layer]
+
+
 class Rank:
     """What a rank of the engine has: its map, its experts of two layers, and its moves."""
 
@@ -43,7 +56,7 @@ class Rank:
         self.weights = {layer: [weight(layer, first), -weight(layer, first)] for layer in (2, 0)}
         self.moves = sglang_moves.Moves(
             self.metadata,
-            lambda: self.weights,
+            lambda: EngineWeights(self.weights),  # type: ignore[arg-type,return-value]
             Picks(rank),
             num_nodes=1,
             transport=LocalCopy(),
@@ -277,6 +290,34 @@ def test_experts_that_lie_elsewhere_after_an_update_end_the_moves_and_later_upda
 
     ranks.do(update)
     assert [moves.over for moves in ranks.moves] == [f"rank {named} has its experts in other tensors now"] * 2
+
+
+def test_tensors_that_the_model_replaced_end_the_moves_though_the_engine_s_object_keeps_the_first() -> None:
+    """As with models whose weights by layer are looked up once."""
+    tensors = {rank: [torch.zeros(3, 2)] for rank in range(RANKS)}
+    members = LocalAgreement.group(RANKS)
+
+    def made(rank: int) -> sglang_moves.Moves:
+        first = EngineWeights({0: tensors[rank]})
+        return sglang_moves.Moves(
+            metadata_of([START[0]], rank),
+            lambda: first,  # type: ignore[arg-type,return-value]
+            Picks(rank),
+            num_nodes=1,
+            transport=LocalCopy(),
+            agreement=members[rank],
+            in_use=lambda: tensors[rank],
+        )
+
+    def update(moves: sglang_moves.Moves) -> str:
+        moves.before_weights()
+        moves.after_weights()
+        return moves.over
+
+    moves = on_ranks(made)
+    assert on_ranks(lambda rank: update(moves[rank])) == ["", ""]
+    tensors[1] = [tensors[1][0].clone()]
+    assert on_ranks(lambda rank: update(moves[rank])) == ["rank 1 has its experts in other tensors now"] * 2
 
 
 # ---- made over the default group -------------------------------------------------------------------------------------

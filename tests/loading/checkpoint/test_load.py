@@ -437,6 +437,19 @@ def test_shards_that_are_not_there_are_named(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["../x.safetensors", "a/../../x.safetensors", "/x.safetensors"])
+def test_an_index_leads_to_no_file_outside_of_its_folder(tmp_path: Path, name: str) -> None:
+    save_file(deepseek(), tmp_path / "x.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name.replace("/x", f"{tmp_path}/x") if name[0] == "/" else name}}))
+    refused(folder, FileFormatError, "index.json names .*x.safetensors', which is not in")
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    (folder / "x.safetensors").symlink_to(tmp_path / "x.safetensors")  # as caches of hubs have it
+    assert read_headers(folder)
+
+
 def test_one_name_in_two_shards_is_named(tmp_path: Path) -> None:
     save_file(deepseek(), tmp_path / "a.safetensors")
     save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "b.safetensors")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from eplb_core.errors import CheckpointError
 from eplb_core.loading.checkpoint.templates import TEMPLATES, ExpertName, Part
 
 
@@ -61,3 +62,11 @@ def test_other_tensors_are_left_to_others(name: str) -> None:
 def test_an_expert_s_tensor_that_the_template_does_not_know_is_named(family: str, name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}' is an expert's tensor that template '{family}' does not know"):
         TEMPLATES[family].parse(name)
+
+
+def test_a_template_that_fits_is_named_instead_of_the_wrong_one() -> None:
+    name = "model.layers.3.block_sparse_moe.experts.0.w1.weight"
+    with pytest.raises(CheckpointError, match="'deepseek_v3' does not know; pass template='mixtral', which does, or"):
+        TEMPLATES["deepseek_v3"].parse(name)
+    with pytest.raises(CheckpointError, match="does not know; pass a CheckpointTemplate that has it, or name it in"):
+        TEMPLATES["mixtral"].parse("model.layers.3.block_sparse_moe.experts.0.w9.weight")
