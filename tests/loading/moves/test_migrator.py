@@ -332,6 +332,30 @@ def test_start_is_refused_where_it_cannot_be() -> None:
     assert ranks.first.poll() == ()
 
 
+def test_a_target_that_is_none_is_refused_before_anything_starts() -> None:
+    with fleet(OLD) as ranks:
+        for target, said in [
+            ((NEW, None), r"Target\(layout, shares=..., senders=...\)"),
+            (Target, "an ExpertLayout, a"),
+        ]:
+            with pytest.raises(TypeError, match=said):
+                ranks.first.start(target)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="shares"):
+            ranks.first.start(Target(NEW, shares=np.ones((3, 7))))
+        assert (ranks.first.idle, ranks.first.status.migration) == (True, 0)
+
+
+def test_the_rank_that_did_not_call_start_is_named_on_every_rank() -> None:
+    with fleet(OLD, deadline=0.2) as ranks:
+        ranks.migrators[0].start(NEW)
+        while not ranks.migrators[0].idle or ranks.migrators[1].status.cause == "":
+            for migrator in ranks.migrators.values():
+                migrator.poll()
+        assert ranks.migrators[0].status.cause == "deadline"
+        assert "rank 1 did not call `start` for 0.2 s" in ranks.migrators[0].status.reason
+        assert "this rank did not call `start`, and rank 0 gave up" in ranks.migrators[1].status.reason
+
+
 def reference() -> IntArray:
     """As an engine makes it at the start."""
     prints = [fingerprints(stores_of(OLD, rank)) for rank in (0, 1)]
