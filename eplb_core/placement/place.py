@@ -8,6 +8,7 @@ import numpy as np
 
 from eplb_core._arrays import (
     ArrayLike,
+    BoolArray,
     FloatArray,
     IntArray,
     check_int,
@@ -25,6 +26,7 @@ from eplb_core.placement.from_current import choose_rows, find_homes, start_from
 from eplb_core.placement.pack.block import Scratch, new_scratch
 from eplb_core.placement.pack.layers import ranks_alike, solve_layers
 from eplb_core.placement.pack.search import TOLERANCE
+from eplb_core.placement.polish import polish
 from eplb_core.placement.problem import (
     Locality,
     PlacementDispatch,
@@ -34,6 +36,8 @@ from eplb_core.placement.problem import (
     check_links,
     check_slots,
     check_weights,
+    fewer_slots,
+    slots_by_speed,
     state_problem,
 )
 from eplb_core.placement.score import bound_layers, score_rows
@@ -43,6 +47,7 @@ from eplb_core.placement.spend import spend_budget
 from eplb_core.placement.windows import Load
 from eplb_core.topology import Topology
 
+_SOME_GAIN = 1e-9
 # With no more slots than these it takes little time to try which should stay empty.
 _FEW_SLOTS = 64
 # Steps of a layer that is placed from nothing for several windows, at effort 1.
@@ -295,6 +300,31 @@ def _solve(problem: Problem, load: Load, effort: float, *, free: bool) -> tuple[
     Returns:
         The rows `[L, P]`, and the upper limit of their balancedness `[L]`.
     """
+    p2l, bound = _solve_slots(problem, load, effort, free=free)
+    further = len(load.windows) > 1 or problem.weighted
+    if not (free and further) or problem.pin or p2l.shape[1] > _FEW_SLOTS or ranks_alike(problem):
+        return p2l, bound
+    # Few slots of ranks that differ: what is good with fewer of them may be better than all.
+    reached = score_rows(problem, load, p2l)
+    for capacity in fewer_slots(problem.capacity, load.total.shape[1]):
+        if (reached >= 1.0 - _SOME_GAIN)[load.known].all():
+            break
+        rows, _ = _solve_slots(problem._replace(capacity=capacity), load, effort, free=True)
+        _take_better(problem, load, rows, load.known, p2l, reached)
+    return p2l, bound
+
+
+def _take_better(
+    problem: Problem, load: Load, rows: IntArray, asked: BoolArray, p2l: IntArray, reached: FloatArray
+) -> None:
+    """Take those of `rows` that are asked for and better than what `p2l` reached; both are changed in place."""
+    found = score_rows(problem, load, rows)
+    better = asked & (found > reached)
+    p2l[better], reached[better] = rows[better], found[better]
+
+
+def _solve_slots(problem: Problem, load: Load, effort: float, *, free: bool) -> tuple[IntArray, FloatArray]:
+    """As `_solve`, with all of the slots."""
     layers, experts = load.total.shape
     topology = problem.topology
     scratch = new_scratch(experts, topology.num_ranks, problem.stride)
@@ -314,8 +344,13 @@ def _solve(problem: Problem, load: Load, effort: float, *, free: bool) -> tuple[
     bound *= problem.reach
     if not further and not problem.pin and p2l.shape[1] <= _FEW_SLOTS and ranks_alike(problem):
         _try_spare(problem, load, effort, scratch, p2l, bound)
+    usual = p2l.copy()
     if free and further:
         _balance_windows(problem, load, p2l, effort)
+    if free and problem.weighted:
+        if effort != 1.0:
+            _balance_windows(problem, load, usual, 1.0)
+        _try_unsplit(problem, load, scratch, p2l.copy() if effort == 1.0 else usual, p2l, bound)
     return p2l, bound
 
 
@@ -332,24 +367,49 @@ def _try_spare(problem: Problem, load: Load, effort: float, scratch: Scratch, p2
     if far.any():
         other = p2l.copy()
         solve_layers(problem, load.total, ~far, effort, scratch, other, ignored, spare=True)
-        better = far & (score_rows(problem, load, other) > score_rows(problem, load, p2l))
-        p2l[better] = other[better]
+        _take_better(problem, load, other, far, p2l, score_rows(problem, load, p2l))
 
 
-def _balance_windows(problem: Problem, load: Load, p2l: IntArray, effort: float) -> None:
-    """Go on from a placement of the sum until each window is balanced; nothing is in place, so all is free."""
+def _try_unsplit(
+    problem: Problem, load: Load, scratch: Scratch, usual: IntArray, p2l: IntArray, bound: FloatArray
+) -> None:
+    """For solved shares that end far from their bound: begin with each expert once, and take what is better.
+
+    The slots that are free then are for the search, which splits an expert where that evens two ranks out. Goes by
+    `usual`, what effort 1 reaches, and for few slots goes on from there too: so more effort is never worse.
+    """
+    reached = score_rows(problem, load, p2l)
+    far = load.known & (score_rows(problem, load, usual) < bound * (1.0 - TOLERANCE))
+    if far.any():
+        once = problem._replace(capacity=slots_by_speed(problem))
+        rows = np.full_like(p2l, -1)
+        solve_layers(once, load.total, ~far, 1.0, scratch, rows, np.zeros_like(bound))
+        rows[~far] = p2l[~far]
+        _balance_windows(problem, load, rows, 1.0, ~far)
+        for each in (rows, usual):
+            if p2l.shape[1] <= _FEW_SLOTS:
+                polish(problem, load, far, bound, each)
+            _take_better(problem, load, each, far, p2l, reached)
+
+
+def _balance_windows(problem: Problem, load: Load, p2l: IntArray, effort: float, skip: BoolArray | None = None) -> None:
+    """Go on from a placement of the sum until each window is balanced; nothing is in place, so all is free.
+
+    With `skip`, from one that leaves slots free for solved shares.
+    """
     ranks, none = problem.topology.num_ranks, np.zeros((0, 0), dtype=np.int64)
     links = new_links(np.zeros((ranks, ranks)), problem.topology.rank_to_node, none, none)
     _, home = find_homes(p2l, problem)
     steps = max(1, int(_FREE_STEPS * effort))
     # Steps for even shares see more ways than those for solved ones, which go on from where they have ended. Effort is
     # for the last of them, so that more of it goes on where less has ended.
-    for weighted, most in ((False, _FREE_STEPS), (True, steps)) if problem.weighted else ((False, steps),):
+    phases = ((False, _FREE_STEPS), (True, steps)) if problem.weighted else ((False, steps),)
+    for weighted, most in phases if skip is None else phases[1:]:
         improve_layers(
             load.windows,
             load.weights,
             p2l.copy(),
-            ~load.known,
+            ~load.known if skip is None else skip,
             problem.capacity,
             1.0 / problem.topology.rank_speed,
             links,

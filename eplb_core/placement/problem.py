@@ -157,6 +157,24 @@ def check_slots(
     return [(slots == number, rank_capacity(number, ranks)) for number in numbers]
 
 
+def fewer_slots(capacity: IntArray, experts: int) -> list[IntArray]:
+    """Slots of each rank `[R]` for each number of them from E on: one more at a time, to the rank with the fewest."""
+    level, each = np.zeros_like(capacity), []
+    for used in range(1, int(capacity.sum())):
+        level[np.argmin(np.where(level < capacity, level, MAX_SLOTS + 1))] += 1
+        if used >= experts:
+            each.append(level.copy())
+    return each
+
+
+def slots_by_speed(problem: Problem) -> IntArray:
+    """As many slots as there are experts, for each rank by its speed as far as it has them `[R]`."""
+    level, pace = np.zeros_like(problem.capacity), 1.0 / problem.topology.rank_speed
+    for _ in range(problem.num_experts):
+        level[np.argmin(np.where(level < problem.capacity, (level + 1) * pace, np.inf))] += 1
+    return level
+
+
 def check_weights(window_weights: ArrayLike | None, count: int) -> FloatArray:
     """Weights `[T]`, times a power of two: the largest is near 1."""
     if window_weights is None:

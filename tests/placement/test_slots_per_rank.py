@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,6 +96,26 @@ def test_a_layout_of_other_slots_is_brought_within_those_that_ranks_have(case: C
     options = {**case.options, "max_transfers": budget}
     placed = place(case.load, case.topology, slots_per_rank=case.slots, current=current, **options)
     check_rows(case, placed.layout, pairs=True)
+
+
+@settings(max_examples=EXAMPLES)
+@given(cases(locality=False))
+def test_more_slots_are_never_worse_where_ranks_differ(case: Case) -> None:
+    """FB1: to rounding; in windows and for solved shares too, whatever the ranks have."""
+    if len(set(case.topology.rank_speed.tolist())) == 1:
+        case = case._replace(
+            topology=Topology(
+                rank_to_node=case.topology.rank_to_node, rank_speed=[1.0, 2, 2, 2, 2, 2][: len(case.slots)]
+            )
+        )
+    ranks, experts = len(case.slots), case.load.shape[2]
+    options = {**case.options, "active_ranks": [True] * ranks}
+    answers = [
+        place(case.load, case.topology, num_slots=slots, **options).balancedness
+        for slots in range(max(experts, ranks), experts + ranks + 3)
+    ]
+    for fewer, more in pairwise(answers):
+        assert (np.isnan(fewer) | (more >= fewer - 1e-8)).all()
 
 
 @settings(max_examples=EXAMPLES)
