@@ -98,7 +98,8 @@ def test_a_layout_of_other_slots_is_brought_within_those_that_ranks_have(case: C
     check_rows(case, placed.layout, pairs=True)
 
 
-@settings(max_examples=EXAMPLES)
+@pytest.mark.slow
+@settings(max_examples=20)
 @given(cases(locality=False))
 def test_more_slots_are_never_worse_where_ranks_differ(case: Case) -> None:
     """FB1: to rounding; in windows and for solved shares too, whatever the ranks have."""
