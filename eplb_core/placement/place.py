@@ -248,9 +248,9 @@ def place(
     if near is not None and layers:
         was = None if current is None else current.physical_to_logical_map
         spare = None if total is None else max(total - int(found.received.sum()), 0) // layers
-        for filled in np.unique(slots).tolist():
-            problem = state_problem(experts, topology, filled, stride, locality, num_groups, active_ranks, dispatch)
-            bring_near(found, slots == filled, was, problem, whole, near, terms, spare)
+        for rows, capacity in frames:
+            problem = state_problem(experts, topology, capacity, stride, locality, num_groups, active_ranks, dispatch)
+            bring_near(found, rows, was, problem, whole, near, terms, spare)
     return Placement(
         ExpertLayout._of_valid(found.p2l, experts, topology),
         read_only(found.balance),
