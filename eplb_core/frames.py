@@ -134,6 +134,11 @@ def load_of_table(
     return TableLoad(load, windows, tuple(layer_ids.tolist()) if layers else (), note)
 
 
+def window_column(columns: Columns) -> str | None:
+    """The column of windows, guessed by its name."""
+    return _named(columns, "window", None)
+
+
 def _named(columns: Columns, what: str, given: str | None) -> str | None:
     """The column that is `given`, or the only one that has one of the usual names."""
     if given is not None:

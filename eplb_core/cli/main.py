@@ -149,6 +149,9 @@ def _traces(command: argparse.ArgumentParser, text: str) -> None:
         action="append",
         help="another recorded load, whose counts are multiplied by the weight (default: 1); may be repeated",
     )
+    command.add_argument(
+        "--stream", action="store_true", help="read TRACE (.npy, .npz, .csv) bit by bit: it may be larger than memory"
+    )
 
 
 def _trace_options(command: argparse.ArgumentParser) -> None:

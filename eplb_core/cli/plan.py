@@ -13,6 +13,7 @@ import numpy as np
 from eplb_core._arrays import FloatArray, IntArray, add_up
 from eplb_core._text import counted, filled, lines, number
 from eplb_core.cli.inputs import note_faults, ranks_and_current, read_trace, to_json
+from eplb_core.cli.streams import added_up, open_stream
 from eplb_core.files import formats
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known, mean_over_top, pairs_on_a_rank, rank_load, transfers
@@ -28,7 +29,7 @@ _LOW_BOUND, _GAP = 0.95, 0.05
 
 def plan(arguments: argparse.Namespace) -> int:
     """`eplb plan`: place experts for a recorded load, say what it gains, write the layout."""
-    trace = read_trace(arguments)
+    trace = added_up(open_stream(arguments)[0], arguments.file) if arguments.stream else read_trace(arguments)
     note_faults(trace)
     topology, current = ranks_and_current(arguments, trace)
     options = {"locality": arguments.locality, "num_groups": arguments.groups, "effort": arguments.effort}

@@ -14,10 +14,12 @@ from typing import Any
 from eplb_core._text import filled, lines
 from eplb_core.cli.inputs import DTYPES, note, note_faults, ranks_and_current, read_trace, to_json
 from eplb_core.cli.plan import make_plan, plan_text, unseen_words
+from eplb_core.cli.streams import open_stream
 from eplb_core.files.formats import demo_trace
 from eplb_core.simulation.compare import Comparison
 from eplb_core.simulation.hardware import LINKS, StepCost, cost_preset
 from eplb_core.simulation.html import write_report
+from eplb_core.simulation.load.sources import TraceStream
 from eplb_core.simulation.policies import BASIC, PolicyName
 from eplb_core.simulation.progress import progress_bar
 from eplb_core.simulation.replay import SimulateOptions
@@ -30,7 +32,7 @@ from eplb_core.trace import Trace
 
 def simulate(arguments: argparse.Namespace) -> int:
     """`eplb simulate`: replay a trace through policies, side by side."""
-    trace = read_trace(arguments)
+    stream, trace = open_stream(arguments) if arguments.stream else (None, read_trace(arguments))
     note_faults(trace)
     topology, current = ranks_and_current(arguments, trace)
     options: SimulateOptions = {
@@ -47,7 +49,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         "bound": arguments.report is not None,
         "place_options": {"locality": arguments.locality, "effort": arguments.effort},
     }
-    results = _replay(trace, arguments.policy or _policies_that_fit(topology, arguments.slots), options)
+    results = _replay(stream or trace, arguments.policy or _policies_that_fit(topology, arguments.slots), options)
     if arguments.report is not None:
         write_report(results, arguments.report, title=f"Replay of {Path(trace.path).name}")
     if arguments.json:
@@ -92,7 +94,7 @@ def _policies_that_fit(topology: Topology, slots: int | None) -> list[PolicyName
     return names
 
 
-def _replay(trace: Trace, names: Sequence[PolicyName], options: SimulateOptions) -> Comparison:
+def _replay(trace: Trace | TraceStream, names: Sequence[PolicyName], options: SimulateOptions) -> Comparison:
     results = []
     for name in names:
         with progress_bar(f"replaying with policy {name}") as step:

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -146,6 +147,13 @@ def _text_of(head: bytes) -> str | None:
     except UnicodeDecodeError:
         return None
     return text if all(c.isprintable() or c.isspace() for c in text) else None
+
+
+def is_csv(path: PathLike) -> bool:
+    """Is a file, of any size, text with as many cells in each of its first lines?"""
+    with open_regular(path, sys.maxsize) as file:
+        text = _text_of(file.read(4096)[:-4])
+    return text is not None and csv_delimiter(text) is not None
 
 
 def csv_delimiter(head: str) -> str | None:

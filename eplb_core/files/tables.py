@@ -7,15 +7,16 @@ import csv
 import io
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from eplb_core._extras import needed
-from eplb_core.files.reading import MAX_BYTES, AnyArray, PathLike, csv_delimiter, open_regular, reading
+from eplb_core.files.reading import MAX_BYTES, AnyArray, PathLike, bad_file, csv_delimiter, open_regular, reading
 from eplb_core.files.trace_file import Reading, trace_of_array
-from eplb_core.frames import columns_of, load_of_table
+from eplb_core.frames import columns_of, load_of_table, window_column
 from eplb_core.trace import Trace
 
 _WANTED = "a table with columns window, layer, expert and tokens, or with a column per expert"
@@ -39,6 +40,50 @@ def trace_of_csv(path: PathLike, told: Reading) -> Trace:
         if len(columns) < len(header):
             raise ValueError("two columns of one name")
         return _trace_of_table(path, columns, "csv", told)
+
+
+def stream_csv(path: PathLike) -> tuple[Callable[[], Iterator[AnyArray]], int]:
+    """Windows `[L, E]` of a CSV whose rows are in order of windows, read anew at each call; and how many there are.
+
+    Reads the file once to learn its layers and experts. Memory: the rows of one window.
+    """
+    layers: set[int] = set()
+    experts, seen = 0, set()
+    for name, columns in _windows(path):
+        if name in seen:
+            raise bad_file(path, "rows in order of windows", f"window {name} in two places", "sort the rows by window")
+        seen.add(name)
+        with reading(path, _WANTED, _MEND):
+            read = load_of_table(columns)
+        layers.update(read.layer_ids or (0,))
+        experts = max(experts, read.load.shape[2])
+    rows = sorted(layers)
+
+    def windows() -> Iterator[AnyArray]:
+        for _, columns in _windows(path):
+            with reading(path, _WANTED, _MEND):
+                read = load_of_table(columns)
+                load = np.zeros((len(rows), experts), read.load.dtype)
+                load[np.searchsorted(rows, read.layer_ids or (0,)), : read.load.shape[2]] = read.load[0]
+            yield load
+
+    return windows, len(seen)
+
+
+def _windows(path: PathLike) -> Iterator[tuple[str, dict[str, AnyArray]]]:
+    """The rows of each window of a CSV, in the order of the file."""
+    with open_regular(path, sys.maxsize) as file, reading(path, _WANTED, _MEND):
+        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        delimiter = csv_delimiter(text.read(4096)) or ","
+        text.seek(0)
+        rows = (row for row in csv.reader(text, delimiter=delimiter) if row)
+        header = next(rows)
+        column = window_column(dict.fromkeys(header, np.empty(0)))
+        if column is None:
+            raise ValueError(f"no column of windows among {', '.join(header)}")
+        at = header.index(column)
+        for name, group in itertools.groupby(rows, key=lambda row: row[at] if at < len(row) else ""):
+            yield name, dict(zip(header, _columns(group, len(header)), strict=True))
 
 
 def trace_of_parquet(path: PathLike, told: Reading) -> Trace:

@@ -19,8 +19,10 @@ from eplb_core.cli.inputs import to_json
 from eplb_core.cli.main import main
 from eplb_core.cli.plan import conclude_plan
 from eplb_core.cli.simulate import _program
+from eplb_core.cli.streams import added_up
 from eplb_core.files.formats import demo_trace
 from eplb_core.metrics import pairs_on_a_rank
+from eplb_core.simulation import stream_trace
 from eplb_core.trace import Trace
 from tests.cli.commands import Commands
 from tests.processes import python
@@ -479,6 +481,31 @@ def test_a_table_is_planned_for(tmp_path: Path, eplb: Commands) -> None:
     said = eplb("plan", str(tmp_path / "load.csv"), *PLACE, "--json")
     assert (said.facts["num_experts"], said.facts["trace"]["layers"]) == (16, 2)
     assert "a long table: experts in `expert`" in said.err
+
+
+@pytest.mark.slow
+def test_a_recording_that_is_read_bit_by_bit_gets_the_same_answers(trace: str, tmp_path: Path, eplb: Commands) -> None:
+    load = load_trace(trace).load
+    np.save(tmp_path / "load.npy", load)
+    rows = [",".join(map(str, (*at, load[at]))) for at in np.ndindex(load.shape)]
+    (tmp_path / "load.csv").write_text("\n".join(["window,layer,expert,tokens", *rows]))
+    digest = eplb("plan", trace, *PLACE, "--json").facts["digest"]
+    replay = ["--interval", "2", "--policy", "none,place", "--json"]
+    digests = [run["digests"] for run in eplb("simulate", trace, *PLACE, *replay).facts]
+    for path in (trace, str(tmp_path / "load.npy"), str(tmp_path / "load.csv")):
+        said = eplb("plan", path, "--stream", *PLACE, "--json")
+        assert said.facts["digest"] == digest
+        assert "8 windows [2, 16] are read bit by bit" in said.err
+        assert [run["digests"] for run in eplb("simulate", path, "--stream", *PLACE, *replay).facts] == digests
+    for more in (["--windows", "0:2"], ["--trace", trace]):
+        assert "--stream reads one" in eplb("plan", trace, "--stream", *more, *PLACE, status=2).err
+
+
+def test_windows_of_a_long_recording_are_added_up_for_its_plan(tmp_path: Path) -> None:
+    load = np.random.default_rng(0).multinomial(60, np.ones(4) / 4, size=(600, 2))
+    np.save(tmp_path / "long.npy", load)
+    made = added_up(stream_trace(tmp_path / "long.npy"), "long.npy")
+    assert made.load.tolist() == load.reshape(200, 3, 2, 4).sum(axis=1).tolist()
 
 
 def test_an_interrupt_ends_with_130(trace: str, monkeypatch: pytest.MonkeyPatch, eplb: Commands) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_core import Trace, load_layout, load_trace, save_trace
+from eplb_core import Trace, load_layout, load_trace, save_trace, stream_trace
 from eplb_core.errors import FileFormatError
 from eplb_core.files.formats import is_layout_file
 from tests.test_frames import LOAD, LONG, WIDE
@@ -105,3 +105,20 @@ def test_a_folder_of_files_is_one_recording_in_order_of_names(tmp_path: Path) ->
     np.save(tmp_path / "other.npy", LOAD[0, :1])
     with pytest.raises(FileFormatError, match=r"1 layers x 4 experts in .*other\.npy, but 2 x 4"):
         load_trace(tmp_path)
+
+
+def test_a_csv_is_read_window_by_window_where_it_is_sorted_by_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "load.csv", LONG)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line for line in lines if not line.startswith("1,3,")))  # a window that lacks a layer
+    stream = stream_trace(path)
+    assert stream.num_windows == 3
+    expected = LOAD.copy()
+    expected[1, 0] = 0
+    for _ in range(2):
+        assert [block.load.tolist() for block in stream.blocks(3)] == [expected.tolist()]
+    path.write_text("\n".join([*lines, "0,3,0,5"]))
+    with pytest.raises(FileFormatError, match="window 0 in two places"):
+        stream_trace(path)
+    with pytest.raises(FileFormatError, match="no column of windows"):
+        stream_trace(write(path, {name: LONG[name] for name in ("layer", "expert", "tokens")}))

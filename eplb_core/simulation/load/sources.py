@@ -15,7 +15,8 @@ from numpy.lib import format as npy
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, check_made, read_only
 from eplb_core.contents import to_tokens
-from eplb_core.files.reading import MAX_BYTES, PathLike, bad_file, open_regular, reading
+from eplb_core.files.reading import MAX_BYTES, PathLike, bad_file, is_csv, open_regular, reading
+from eplb_core.files.tables import stream_csv
 from eplb_core.load import count_topk
 from eplb_core.trace import Trace, check_trace_load
 
@@ -139,7 +140,8 @@ def stream_trace(path: PathLike, *, key: str | None = None, windows: int = 16, h
     """Read a recorded load bit by bit, so that a file larger than memory can be replayed.
 
     Args:
-        path: A .npy, or an .npz as `save_trace` writes it, of `[T, L, E]`.
+        path: A .npy, or an .npz as `save_trace` writes it, of `[T, L, E]`; or a CSV with a column of windows, sorted by
+            it, which is read once more before the replay.
         key: Array of an .npz. Default: `expert_load`.
         windows: Windows to read at a time.
         holds: "load" takes any numbers for a load; else the first windows are looked at, as `Trace` does.
@@ -157,6 +159,9 @@ def stream_trace(path: PathLike, *, key: str | None = None, windows: int = 16, h
     count = check_int(windows, "windows", 1)
     if key is not None:
         check_kind(key, "key", str)
+    if is_csv(path):
+        open_csv, total = stream_csv(path)
+        return TraceStream(open_csv, total, holds)
     with _member(path, key or "expert_load") as (file, wanted):
         shape, _ = _header(file, path, wanted, 1)
 
