@@ -351,7 +351,8 @@ class World:
         for engine in list(self.engines):
             self.leave(engine)
         self.pump()
-        self.start_keeper()
+        self.close_keeper()
+        self.start_keeper()  # removes what killed writers left, also where the last start could not
         if self.server is None:
             raise TruthError("no keeper can be started any more")
         self.check()
