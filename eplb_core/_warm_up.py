@@ -83,7 +83,7 @@ def _warm_tables() -> None:
     from eplb_core.dispatch.tables import DispatchTables
 
     layout = _layout()
-    for mode in ("static", "even", "quota", "weighted"):
+    for mode in ("static", "even", "quota", "weighted", "near"):
         tables = DispatchTables(layout, mode=mode)
         for dtype in (torch.int32, torch.int64):
             tables.map(0, torch.zeros((1, 1), dtype=dtype, device="cpu"))

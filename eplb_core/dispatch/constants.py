@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-Mode = Literal["static", "even", "random", "row", "weighted", "quota", "fewest", "fake"]
+Mode = Literal["static", "even", "random", "row", "weighted", "near", "quota", "fewest", "fake"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 STATIC_MODES: tuple[Mode, ...] = ("static", "even")
 """Modes with one slot for each expert."""
@@ -15,10 +15,13 @@ WINDOW, RECORDING, FINISHED, ARRIVED = range(4)
 """Places in `LoadCounter.state`."""
 DRAWS = 0
 """Calls that the random mode has made, in `LayerTables.draws`."""
-BASE_PHASE, RANK_PHASE, KEY, FIRST_FAKE = range(4)
+BASE_PHASE, RANK_PHASE, KEY, FIRST_FAKE, OWN_NODE = range(5)
 """Places in `LayerTables.settings`."""
 OUT_OF_RANGE, MAPPED_TWICE = range(2)
 """Places in `LayerTables.errors`."""
+
+MOST_NEAR_NODES = 8
+"""Nodes that mode "near" can choose among: it looks at each set of them."""
 
 GOLDEN = 0x9E3779B9
 MASK = 0xFFFFFFFF

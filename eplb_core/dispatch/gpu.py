@@ -26,11 +26,14 @@ BLOCKS = ((DIRECT_ELEMENTS, 128, 4), (65536, 256, 4), (float("inf"), 1024, 4))
 """Up to how many elements a program takes how many, with how many warps: about one program for each multiprocessor."""
 NARROW = 8
 """Candidates up to which the solver takes a way of its own: layouts rarely have experts with more."""
+NEAR_TOKENS = 16
+"""Tokens of a program where sets of nodes are chosen; twice as many where there are many tokens."""
 SUB_BLOCK = 128
 """Elements whose places among each other are found by comparing all pairs."""
 
 _NO_VALUES = ["rows", "ids_row", "ids_column", "out_row", "out_column"]
 _NO_ALIGNMENT = ["ids", "out", "table", "settings", "draws", "count", "state", "errors", "num_tokens", "batch"]
+_NO_ALIGNMENT += ["sends"]
 _NO_ALIGNMENT += ["bounds", "blocks", "runs", "span", "shared", "arm_rank", "on_rank"]
 
 
@@ -168,6 +171,73 @@ def _map_kernel(
         last = (index == 0) & (arrived == tl.num_programs(0) - 1)
         tl.store(draws + 1 + tl.zeros_like(index), tl.zeros_like(index), mask=last)
         tl.store(draws + tl.zeros_like(index), draw + 1 + tl.zeros_like(index), mask=last)
+
+
+@triton.jit
+def _bits_of(x):
+    """Bits set among the low eight."""
+    x = x - ((x >> 1) & 0x55)
+    x = (x & 0x33) + ((x >> 2) & 0x33)
+    return (x + (x >> 4)) & 0x0F
+
+
+@triton.jit
+def _held(table, expert, turn, MASKS: tl.constexpr, N: tl.constexpr):
+    """Nodes that hold an expert, each numbered `turn` higher, around."""
+    nodes = tl.load(table + MASKS + expert)
+    return ((nodes << turn) | (nodes >> (N - turn))) & ((1 << N) - 1)
+
+
+@triton.jit(do_not_specialize=_NO_VALUES, do_not_specialize_on_alignment=_NO_ALIGNMENT)
+def _near_kernel(
+    ids, out, table, settings, count, state, errors, sends, num_tokens,
+    rows, ids_row, ids_column, out_row, out_column,
+    COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, N: tl.constexpr, RUNS: tl.constexpr,
+    THRESHOLDS: tl.constexpr, MASKS: tl.constexpr, BINS: tl.constexpr, MASKED: tl.constexpr, COUNTS: tl.constexpr,
+    DIRECT: tl.constexpr, DEBUG: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    if COUNTS:
+        window, recording = tl.load(state), tl.load(state + 1)
+    base = tl.load(settings).to(tl.uint32, bitcast=True)
+    own = tl.load(settings + 1).to(tl.uint32, bitcast=True)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    phase = token.to(tl.uint32) * 0x9E3779B9 + own
+    turn = (_mix(phase + base) % N).to(tl.int32)
+    here = (turn * 0 + 1) << ((tl.load(settings + 4) + turn) % N)
+    nodes = tl.arange(0, 1 << N)
+    fits = tl.full((TOKENS, 1 << N), 1, dtype=tl.int1)
+    for column in tl.static_range(COLUMNS - SHARED):
+        row, _, inside, real, value, valid = _load_ids(
+            ids, num_tokens, errors, token * COLUMNS + column, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED,
+            DEBUG,
+        )  # fmt: skip
+        held = _held(table, tl.where(valid, value, 0).to(tl.int32), turn, MASKS, N)
+        free = ~valid | ((held & here) != 0)
+        fits = fits & (((held[:, None] & nodes[None, :]) != 0) | free[:, None])
+    # The fewest nodes, and the lowest number among those.
+    best = tl.min(tl.where(fits, (_bits_of(nodes) * 256 + nodes)[None, :], 1 << 20), 1) & 255
+    sent = tl.sum(_bits_of(best), 0)
+    tl.atomic_add(sends, sent.to(tl.int64), sem="relaxed")
+    for column in tl.static_range(COLUMNS):
+        row, _, inside, real, value, valid = _load_ids(
+            ids, num_tokens, errors, token * COLUMNS + column, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED,
+            False,
+        )  # fmt: skip
+        if column < COLUMNS - SHARED:
+            expert = tl.where(valid, value, 0).to(tl.int32)
+            held = _held(table, expert, turn, MASKS, N)
+            held = tl.where((held & here) != 0, here, held & best)
+            there = (_bits_of((held & -held) - 1) + N - turn) % N
+            run = tl.load(table + RUNS + there * E + expert, mask=valid, other=0)
+            slot = _pick(table, run, phase + _mix(base + expert.to(tl.uint32)), THRESHOLDS)
+            if DEBUG:
+                slot = slot | 1073741824
+            result = tl.where(valid, slot, -1).to(out.dtype.element_ty)
+            if COUNTS:
+                _add_counts(count, window, recording, expert, valid, E, BINS, DIRECT)
+        else:
+            result = tl.where(real, value, -1).to(out.dtype.element_ty)
+        tl.store(out + row.to(tl.int64) * out_row + column * out_column, result, mask=inside)
 
 
 @triton.jit(do_not_specialize=[*_NO_VALUES, "chunk", "rank"], do_not_specialize_on_alignment=_NO_ALIGNMENT)
@@ -434,6 +504,28 @@ def map(
         COLUMNS=columns, SHARED=num_shared, E=num_experts, RUNS=runs, THRESHOLDS=thresholds, BINS=_power(num_experts),
         MODE=mode, MASKED=num_tokens is not None, COUNTS=count.shape[0] > 0, DIRECT=elements <= DIRECT_ELEMENTS,
         DEBUG=debug, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+
+
+@_where_tensors_are
+def map_near(
+    ids: torch.Tensor, out: torch.Tensor, table: torch.Tensor, settings: torch.Tensor, count: torch.Tensor,
+    state: torch.Tensor, errors: torch.Tensor, sends: torch.Tensor, num_tokens: torch.Tensor | None, num_shared: int,
+    num_experts: int, num_entries: int, num_nodes: int, debug: bool,
+) -> None:  # fmt: skip
+    """The operator `map_near` in one launch: a token by one thread, and its sets of nodes by others."""
+    rows, columns, ids_row, ids_column = _strides(ids)
+    _, _, out_row, out_column = _strides(out)
+    if rows * columns == 0:
+        return
+    runs, thresholds, _, masks = row_parts(num_entries, num_experts * num_nodes)
+    tokens = NEAR_TOKENS if rows <= NEAR_TOKENS * 128 else 2 * NEAR_TOKENS
+    _near_kernel[(-(-rows // tokens),)](
+        ids, out, table, settings, count, state, errors, sends, state if num_tokens is None else num_tokens,
+        rows, ids_row, ids_column, out_row, out_column,
+        COLUMNS=columns, SHARED=num_shared, E=num_experts, N=num_nodes, RUNS=runs, THRESHOLDS=thresholds, MASKS=masks,
+        BINS=_power(num_experts), MASKED=num_tokens is not None, COUNTS=count.shape[0] > 0, DIRECT=True, DEBUG=debug,
+        TOKENS=tokens, num_warps=4,
     )  # fmt: skip
 
 

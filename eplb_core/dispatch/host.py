@@ -16,7 +16,9 @@ from eplb_core.dispatch.constants import (
     GOLDEN,
     KEY,
     MASK,
+    MOST_NEAR_NODES,
     MOST_SLOTS,
+    OWN_NODE,
     RANK_PHASE,
     RECORDING,
     TAG,
@@ -54,6 +56,35 @@ def map(
     if not _map(
         given, _rows(into), table.numpy(), settings.numpy(), draws.numpy(), count.numpy(), state.numpy(),
         real, num_shared, num_experts, num_entries, _HOW[mode], debug,
+    ):  # fmt: skip
+        _refuse(given, real, num_shared, num_experts, debug)
+    if into is not out:
+        out.copy_(into)
+
+
+def map_near(
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    table: torch.Tensor,
+    settings: torch.Tensor,
+    count: torch.Tensor,
+    state: torch.Tensor,
+    errors: torch.Tensor,
+    sends: torch.Tensor,
+    num_tokens: torch.Tensor | None,
+    num_shared: int,
+    num_experts: int,
+    num_entries: int,
+    num_nodes: int,
+    debug: bool,
+) -> None:
+    """The operator `map_near`; an id that is no expert raises before anything is written or counted."""
+    if not ids.numel():
+        return
+    given, into, real = _rows(ids), _room(ids, out), _real(ids, num_tokens)
+    if not _map_near(
+        given, _rows(into), table.numpy(), settings.numpy(), count.numpy(), state.numpy(), sends.numpy(),
+        real, num_shared, num_experts, num_entries, num_nodes, debug,
     ):  # fmt: skip
         _refuse(given, real, num_shared, num_experts, debug)
     if into is not out:
@@ -220,6 +251,76 @@ def _map(
     if how == _RANDOM:
         draws[DRAWS] += 1
     return True
+
+
+@kernel
+def _map_near(
+    ids: IntArray,
+    out: IntArray,
+    table: IntArray,
+    settings: IntArray,
+    count: IntArray,
+    state: IntArray,
+    sends: IntArray,
+    real: int,
+    num_shared: int,
+    num_experts: int,
+    num_entries: int,
+    num_nodes: int,
+    debug: bool,
+) -> bool:
+    rows, columns = ids.shape
+    routed = columns - num_shared
+    if not _are_experts(ids, real, routed, num_experts):
+        return False
+    counts = count.shape[0] > 0 and state[RECORDING] != 0
+    base, own, node = int(settings[BASE_PHASE]) & MASK, int(settings[RANK_PHASE]) & MASK, int(settings[OWN_NODE])
+    runs, thresholds, _, masks = parts_of(num_entries, num_experts * num_nodes)
+    tag, bits = TAG if debug else 0, np.zeros(1 << MOST_NEAR_NODES, np.int64)
+    for nodes in range(1, bits.size):
+        bits[nodes] = bits[nodes >> 1] + (nodes & 1)
+    for row in range(rows):
+        # Nodes are numbered from another one on for each token, so that the first of equal sets is no node's burden.
+        phase = (row * GOLDEN + own) & MASK
+        turn = _mix((phase + base) & MASK) % num_nodes
+        here = 1 << (node + turn) % num_nodes
+        best = -1
+        for nodes in range(1 << num_nodes):
+            if best >= 0 and bits[nodes] >= bits[best]:
+                continue
+            fits = True
+            for column in range(routed):
+                if row < real and ids[row, column] >= 0:
+                    held = _turned(table[masks + ids[row, column]], turn, num_nodes)
+                    fits = fits and held & (nodes | here) != 0
+            if fits:
+                best = nodes
+        sends[0] += bits[best]
+        for column in range(routed):
+            expert = int(ids[row, column])
+            if expert < 0 or row >= real:
+                out[row, column] = -1
+                continue
+            if counts:
+                count[state[WINDOW], expert] += 1
+            held = _turned(table[masks + expert], turn, num_nodes)
+            held = here if held & here else held & best
+            there = (bits[(held & -held) - 1] + num_nodes - turn) % num_nodes
+            run = int(table[runs + there * num_experts + expert])
+            product = ((phase + _mix((base + expert) & MASK)) & MASK) * (run >> FIRST_BITS)
+            entry = (run & (MOST_SLOTS - 1)) + (product >> 32)
+            other = 1 if (product & MASK) >> 2 >= table[thresholds + entry] else 0
+            out[row, column] = table[2 * entry + other] | tag
+        for column in range(routed, columns):
+            out[row, column] = ids[row, column] if row < real else -1
+    return True
+
+
+@inline_kernel
+def _turned(nodes: int, turn: int, num_nodes: int) -> int:
+    """A set of nodes, each numbered `turn` higher, around."""
+    nodes = int(nodes)
+    return (nodes << turn | nodes >> num_nodes - turn) & (1 << num_nodes) - 1
 
 
 @kernel

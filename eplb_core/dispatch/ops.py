@@ -28,7 +28,8 @@ class LayerTables(NamedTuple):
     """int32 `[P, 2]`: an entry's own slot, by expert and ascending within each, and the slot that it shares its part of
     [0, 1) with; -1 after the last. Static modes: `[E, 1]`, the expert's only slot."""
     runs: torch.Tensor
-    """int32 `[E]`: where the expert's entries begin, and in bits 20 to 30 how many there are. Static modes: `[0]`."""
+    """int32 `[E]`: where the expert's entries begin, and in bits 20 to 30 how many there are. Static modes: `[0]`; mode
+    near: `[N * E]`, those in each node."""
     thresholds: torch.Tensor
     """int32 `[P]`, in units of 2^-30: the own slot's part of an entry. Static modes: `[0]`."""
     span: torch.Tensor
@@ -43,6 +44,10 @@ class LayerTables(NamedTuple):
     """int32 `[4]`: the counter's current window, and whether calls count."""
     errors: torch.Tensor
     """int32 `[2]`: ids out of range and ids mapped twice, where a debugging table has seen any."""
+    masks: torch.Tensor
+    """int32 `[E]`: nodes that hold each expert, as bits (mode near; else `[0]`)."""
+    sends: torch.Tensor
+    """int64 `[1]`: nodes besides the rank's own that tokens have been sent to, each once per token (mode near)."""
     batch: torch.Tensor
     """int32 `[R, E]`: this batch's counts of every rank (modes that solve the batch; else `[0, E]`)."""
     bounds: torch.Tensor
@@ -59,6 +64,8 @@ class LayerTables(NamedTuple):
     """E."""
     num_entries: int
     """P, or 0 where `table` is one slot per expert and nothing else."""
+    num_nodes: int
+    """N for mode near, else 0."""
     mode: Mode
     """How candidates are chosen."""
     rank: int
@@ -96,7 +103,7 @@ def topk_to_slots(
         ValueError: `num_shared` or a shape does not fit.
 
     Cost:
-        One launch (`random`, `row`, `weighted`, `static`, `even`, `fake`), three with `quota` and `fewest`. No
+        One launch (`random`, `row`, `weighted`, `near`, `static`, `even`, `fake`), three with `quota` and `fewest`. No
         allocation with `out`, no synchronization; may be captured in a CUDA graph and compiled.
 
     Example:
@@ -144,6 +151,9 @@ def topk_to_slots(
         ops.solve_batch(t.batch, t.bounds, t.blocks, *solver, topk_ids, num_shared, t.rank, t.mode)
         solved = (t.table, t.bounds, t.blocks, *rest, t.debug)
         ops.map_solved_(out, *solved) if out is topk_ids else ops.map_solved(topk_ids, out, *solved)
+    elif t.mode == "near":
+        near = (t.table, t.settings, t.count, t.state, t.errors, t.sends, *rest, t.num_nodes, t.debug)
+        ops.map_near_(out, *near) if out is topk_ids else ops.map_near(topk_ids, out, *near)
     else:
         drawn = (t.table, t.settings, t.draws, t.count, t.state, t.errors, *rest, t.mode, t.debug)
         ops.map_(out, *drawn) if out is topk_ids else ops.map(topk_ids, out, *drawn)
@@ -155,7 +165,10 @@ def topk_to_slots(
 # "mode" is a name that torch passes by itself, hence "how".
 _TABLES = "Tensor? num_tokens, int num_shared, int num_experts, int num_entries"
 _MAP = f"Tensor table, Tensor settings, Tensor(b!) draws, Tensor(c!) count, Tensor state, Tensor(d!) errors, {_TABLES}"
+_NEAR = "Tensor table, Tensor settings, Tensor(b!) count, Tensor state, Tensor(c!) errors, Tensor(d!) sends"
 _SCHEMAS = {
+    "map_near": f"Tensor ids, Tensor(a!) out, {_NEAR}, {_TABLES}, int num_nodes, bool debug",
+    "map_near_": f"Tensor(a!) ids, {_NEAR}, {_TABLES}, int num_nodes, bool debug",
     "map": f"Tensor ids, Tensor(a!) out, {_MAP}, str how, bool debug",
     "map_": f"Tensor(a!) ids, {_MAP}, str how, bool debug",
     "map_solved": f"Tensor ids, Tensor(a!) out, Tensor table, Tensor bounds, Tensor blocks, {_TABLES}, bool debug",

@@ -27,18 +27,22 @@ class RowShape(NamedTuple):
     """Most experts with several replicas; 0 = the row has no parts for the solver."""
     num_ranks: int
     slots_per_rank: int
+    num_nodes: int
+    """Nodes that runs are kept apart by; 0 = one run for each expert."""
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where candidates, runs, thresholds, span, shared, arm_rank and on_rank begin, and where the last ends.
+        """Where candidates, runs, thresholds, span, masks, shared, arm_rank and on_rank begin, and where the last ends.
 
         `LayerTables` says what each is.
         """
         experts, shared_ranks = self.num_experts, self.num_ranks * self.slots_per_rank if self.num_shared else 0
-        runs, thresholds, span, shared = row_parts(self.num_slots, experts) if self.width > 1 else (experts,) * 4
+        lists = experts * max(1, self.num_nodes)
+        runs, thresholds, span, masks = row_parts(self.num_slots, lists) if self.width > 1 else (experts,) * 4
+        shared = masks + (experts if self.num_nodes else 0)
         arm_rank = shared + self.num_shared
         on_rank = arm_rank + self.num_shared * self.width
-        return 0, runs, thresholds, span, shared, arm_rank, on_rank, on_rank + shared_ranks
+        return 0, runs, thresholds, span, masks, shared, arm_rank, on_rank, on_rank + shared_ranks
 
     @property
     def size(self) -> int:
@@ -141,6 +145,58 @@ def fill_row(
     packed[span_at] = span
     if num_shared:
         _fill_solver(width, slots_per_rank, num_shared, starts, by_expert, packed[solver_at:])
+    return fault
+
+
+@kernel
+def fill_near_row(
+    row: IntArray,
+    shares: FloatArray,
+    slot_ids: Int32Array,
+    num_experts: int,
+    width: int,
+    slots_per_rank: int,
+    node: IntArray,
+    num_nodes: int,
+    scratch: IntArray,
+    packed: Int32Array,
+) -> tuple[int, int, float]:
+    """As `fill_row`, for mode "near": an expert's candidates are kept apart by node, and so are their shares.
+
+    `node` is that of each rank `[R]`.
+    """
+    starts, by_expert, weights = scratch[0, : num_experts + 1], scratch[1], scratch[2]
+    fault = _look_at(row, shares, num_experts, width, starts, by_expert)
+    if fault[0]:
+        return fault
+    runs_at, thresholds_at, span_at, masks_at = parts_of(row.size, num_experts * num_nodes)
+    thresholds = packed[thresholds_at:span_at]
+    for expert in range(num_experts):
+        first, last = starts[expert], starts[expert + 1]
+        for i in range(first + 1, last):  # by node, then by slot
+            slot, j = by_expert[i], i
+            while j > first and node[by_expert[j - 1] // slots_per_rank] > node[slot // slots_per_rank]:
+                by_expert[j] = by_expert[j - 1]
+                j -= 1
+            by_expert[j] = slot
+        mask = 0
+        for n in range(num_nodes):
+            begin, total = first, 0.0
+            while first < last and node[by_expert[first] // slots_per_rank] == n:
+                slot = by_expert[first]
+                packed[2 * first] = packed[2 * first + 1] = slot_ids[slot]
+                thresholds[first] = UNIT
+                if shares.size:
+                    total += shares[slot]
+                mask |= 1 << n
+                first += 1
+            packed[runs_at + n * num_experts + expert] = begin | (first - begin) << FIRST_BITS
+            if first - begin > 1 and total > 0.0:
+                _pair(begin, first - begin, shares, by_expert, slot_ids, weights, thresholds, packed)
+        packed[masks_at + expert] = mask
+    for i in range(starts[num_experts], row.size):
+        packed[2 * i] = packed[2 * i + 1] = thresholds[i] = -1
+    packed[span_at] = 0
     return fault
 
 

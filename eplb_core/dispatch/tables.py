@@ -28,6 +28,7 @@ from eplb_core.dispatch.constants import (
     MAPPED_TWICE,
     MASK,
     MODES,
+    MOST_NEAR_NODES,
     MOST_REPLICAS,
     MOST_SLOTS,
     NUM_BLOCKS,
@@ -40,7 +41,7 @@ from eplb_core.dispatch.constants import (
 )
 from eplb_core.dispatch.counter import LoadCounter, check_device
 from eplb_core.dispatch.ops import LayerTables, topk_to_slots
-from eplb_core.dispatch.rows import Int32Array, RowShape, check_row, fill_row
+from eplb_core.dispatch.rows import Int32Array, RowShape, check_row, fill_near_row, fill_row
 from eplb_core.errors import LayoutError
 from eplb_core.layout import ExpertLayout, layer_rows
 
@@ -57,6 +58,8 @@ class DispatchTables:
         random: drawn anew for every token and call, also when a CUDA graph is replayed; seeded, reproducible.
         row: by token row, layer and expert alone: the same on every rank, for engines whose ranks share all tokens.
         weighted: as row, starting elsewhere on every rank, for engines that send tokens to experts.
+        near: a token goes to as few nodes besides its rank's as hold all its experts, and there as weighted: for slow
+            links between nodes, 8 at most, and layouts of `place(pairs=)`.
         quota: solved per batch: ranks sum their counts by `all_reduce`, then get as even loads as the layout allows.
         fewest: solved per batch: one slot for each expert used, so that few slots are used on every rank.
         fake: ids are replaced by every expert in turn, from another one on each rank, for benchmarks.
@@ -150,11 +153,14 @@ class DispatchTables:
         self._shape = RowShape(
             num_experts=experts,
             num_slots=slots,
-            width=1 if mode in STATIC_MODES else most,
+            width=1 if mode in STATIC_MODES else max(most, 2) if mode == "near" else most,
             num_shared=num_shared,
             num_ranks=ranks,
             slots_per_rank=layout.slots_per_rank,
+            num_nodes=layout.topology.num_nodes if mode == "near" else 0,
         )
+        if self._shape.num_nodes > MOST_NEAR_NODES:
+            raise ValueError(f"`mode` (={mode!r}) needs at most {MOST_NEAR_NODES} nodes, not {self._shape.num_nodes}")
         self._slot_ids = _check_slot_ids(slot_ids, slots)
         self._seed = check_int(seed, "seed", 0)
         self._all_reduce = all_reduce
@@ -173,8 +179,10 @@ class DispatchTables:
         # Views, made once: what is made in `install` costs more than what it does there.
         self._copies = list(zip(self._packed, self._mirror, map(_event, range(layers)), strict=True)) if pinned else []
         first = self.rank * experts // ranks  # so that all ranks together take each expert equally often
-        settings = [[*_settings(self._seed, layer, self.rank), first] for layer in range(layers)]
-        self._settings = torch.tensor(settings, dtype=torch.int32, device=device).reshape(layers, 4)
+        node = int(self._topology.rank_to_node[self.rank])
+        settings = [[*_settings(self._seed, layer, self.rank), first, node] for layer in range(layers)]
+        self._settings = torch.tensor(settings, dtype=torch.int32, device=device).reshape(layers, 5)
+        self._sends = torch.zeros((layers, 1), dtype=torch.int64, device=device)
         self._draws = torch.zeros((layers, 2), dtype=torch.int32, device=device)
         self._errors = torch.zeros(2, dtype=torch.int32, device=device)
         nothing = torch.zeros((layers, 0, experts), dtype=torch.int64, device=device)
@@ -207,8 +215,8 @@ class DispatchTables:
 
         Raises:
             IndexError: `layer` is out of range.
-            ValueError: The buffers cannot serve `mode`: static ones serve themselves only, and `quota` and `fewest`
-                need tables made for one of them.
+            ValueError: The buffers cannot serve `mode`: static and near ones serve themselves only, and `quota` and
+                `fewest` need tables made for one of them.
         """
         check_id(layer, "layer", len(self._p2l))
         if mode is None:
@@ -221,12 +229,13 @@ class DispatchTables:
 
     def _views(self, layer: int, mode: Mode) -> LayerTables:
         static_only = self.mode in STATIC_MODES or mode in STATIC_MODES
-        if mode != self.mode and (static_only or (mode in SOLVED_MODES and not self._shape.num_shared)):
+        one_only = static_only or "near" in (mode, self.mode)
+        if mode != self.mode and (one_only or (mode in SOLVED_MODES and not self._shape.num_shared)):
             raise ValueError(f"`mode` (={mode!r}) does not fit tables of mode {self.mode!r}; make other tables for it")
         shape, row = self._shape, self._packed[layer]
         width, shared = shape.width, shape.num_shared
         ends = itertools.pairwise(shape.starts)
-        names, runs, thresholds, span, experts, arm_rank, on_rank = (row[start:end] for start, end in ends)
+        names, runs, thresholds, span, masks, experts, arm_rank, on_rank = (row[start:end] for start, end in ends)
         return LayerTables(
             table=row,
             candidates=names.view(-1, 2 if width > 1 else 1),
@@ -238,6 +247,8 @@ class DispatchTables:
             count=self._count[layer],
             state=self._state,
             errors=self._errors,
+            masks=masks,
+            sends=self._sends[layer],
             batch=self._batch[layer],
             bounds=self._bounds[layer],
             blocks=self._blocks[layer],
@@ -246,6 +257,7 @@ class DispatchTables:
             on_rank=on_rank.view(shape.num_ranks, shape.slots_per_rank if shared else 0),
             num_experts=shape.num_experts,
             num_entries=shape.num_slots if width > 1 else 0,
+            num_nodes=shape.num_nodes,
             mode=mode,
             rank=self.rank,
             debug=self.debug,
@@ -395,6 +407,13 @@ class DispatchTables:
             if self.max_replicas <= shape.num_slots - shape.num_experts:  # else none can have too many
                 self._check_row(layer, row, shares)
             np.take(self._slot_ids, self._filler(layer, row), out=packed[: shape.num_experts], mode="clip")
+        elif shape.num_nodes:
+            found = fill_near_row(
+                row, shares, self._slot_ids, shape.num_experts, shape.width, shape.slots_per_rank,
+                self._topology.rank_to_node, shape.num_nodes, self._scratch, packed,
+            )  # fmt: skip
+            if found[0]:
+                self._raise(layer, *found)
         else:
             found = fill_row(
                 row, shares, self._slot_ids, shape.num_experts, shape.width, shape.slots_per_rank, shape.num_shared,

@@ -15,6 +15,7 @@ from eplb_core.dispatch.constants import (
     KEY,
     MASK,
     MOST_SLOTS,
+    OWN_NODE,
     RANK_PHASE,
     RECORDING,
     SOLVED_MODES,
@@ -62,7 +63,7 @@ def _slots(t: LayerTables, row: torch.Tensor, expert: torch.Tensor, valid: torch
     """The slot of each expert, whatever it is where it is not valid."""
     if t.num_entries == 0:
         return t.candidates[expert, 0].long()
-    run = t.runs[expert].long()
+    run = t.runs[_nearest(t, row, expert, valid) * t.num_experts + expert if t.num_nodes else expert].long()
     first, number = run & (MOST_SLOTS - 1), run >> FIRST_BITS
     if t.mode in SOLVED_MODES:
         place, entry = places(expert, valid), first.clone()
@@ -73,6 +74,28 @@ def _slots(t: LayerTables, row: torch.Tensor, expert: torch.Tensor, valid: torch
     product = _choice(t, row, expert) * number
     entry, rest = first + (product >> 32), (product & MASK) >> 2
     return t.candidates[entry, (rest >= t.thresholds[entry]).long()].long()
+
+
+def _nearest(t: LayerTables, row: torch.Tensor, expert: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """The node that each expert is asked in, `[T, k]`: the token's own, or one of the fewest others that it needs.
+
+    Sets of nodes are tried by size, then in order of the numbers that their nodes have from the token's turn on.
+    """
+    setting, number = t.settings.long() & MASK, t.num_nodes
+    own = int(t.settings[OWN_NODE])
+    turns = _mix((row[:, 0] * GOLDEN + setting[RANK_PHASE] + setting[BASE_PHASE]) & MASK) % number
+    answer = torch.zeros_like(expert)
+    for i, turn in enumerate(turns.tolist()):
+        order = [(place - turn) % number for place in range(number)]  # node at each place
+        sets = [{order[k] for k in range(number) if bits >> k & 1} for bits in range(1 << number)]
+        used = [k for k in range(expert.shape[1]) if valid[i, k]]
+        held = {k: {n for n in range(number) if int(t.masks[expert[i, k]]) >> n & 1} for k in used}
+        far = [k for k in used if own not in held[k]]
+        best = next(nodes for nodes in sorted(sets, key=len) if all(held[k] & nodes for k in far))
+        t.sends[0] += len(best)
+        for k in used:
+            answer[i, k] = next(n for n in order if n in held[k] & best) if k in far else own
+    return answer
 
 
 def places(expert: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -88,7 +111,7 @@ def _choice(t: LayerTables, row: torch.Tensor, expert: torch.Tensor) -> torch.Te
         element = row * expert.shape[1] + torch.arange(expert.shape[1])
         return _mix((_mix((setting[KEY] + int(t.draws[DRAWS]) * GOLDEN) & MASK) + element * GOLDEN) & MASK)
     u = row * GOLDEN + _mix((setting[BASE_PHASE] + expert) & MASK)
-    return (u + {"weighted": 1, "fake": -1}.get(t.mode, 0) * setting[RANK_PHASE]) & MASK
+    return (u + {"weighted": 1, "near": 1, "fake": -1}.get(t.mode, 0) * setting[RANK_PHASE]) & MASK
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

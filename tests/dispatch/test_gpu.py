@@ -57,6 +57,9 @@ def map_by_kernels(
         solver = (t.runs, t.span, t.shared, t.arm_rank, t.on_rank)
         gpu.solve_batch(t.batch, t.bounds, t.blocks, *solver, ids, num_shared, t.rank, t.mode)
         gpu.map_solved(ids, out, t.table, t.bounds, t.blocks, *rest, t.debug)
+    elif t.mode == "near":
+        near = (t.table, t.settings, t.count, t.state, t.errors, t.sends, *rest, t.num_nodes, t.debug)
+        gpu.map_near(ids, out, *near)
     else:
         gpu.map(ids, out, t.table, t.settings, t.draws, t.count, t.state, t.errors, *rest, t.mode, t.debug)
     return out
@@ -117,7 +120,7 @@ def compare(
             assert torch.equal(a, b)
         reduced.clear()
     assert torch.equal(kernel_load.count.cpu(), plain_load.count)
-    for name in ("_bounds", "_draws", "_batch", "_packed", "_settings"):
+    for name in ("_bounds", "_draws", "_sends", "_batch", "_packed", "_settings"):
         mine, theirs = getattr(kernels, name).cpu(), getattr(plain, name)
         assert torch.equal(mine, theirs), name
 
@@ -127,6 +130,14 @@ def compare(
 @pytest.mark.parametrize("rows", [1, 37, 400])
 def test_kernels_agree_with_the_host(mode: str, rows: int) -> None:
     compare(random_layout(layers=2), mode, rows)
+
+
+@needs_kernels
+@pytest.mark.parametrize("nodes", [1, 3, 8])
+def test_kernels_find_the_same_sets_of_nodes(nodes: int) -> None:
+    layout = random_layout(layers=1, experts=40, slots=72, ranks=24, nodes=nodes)
+    shares = replica_shares(layout, np.random.default_rng(nodes).lognormal(0, 1, (1, 40)))
+    compare(layout, "near", 70, columns=6, limit=63, shares=shares)
 
 
 @needs_kernels
