@@ -121,7 +121,8 @@ def _search_from(start: Start, problem: Problem, load: Load, terms: Terms) -> tu
         rows,
         senders,
     )
-    for home in _homes(start.home, problem) if is_small(problem, len(load.windows)) else ():
+    small = terms.budget > 0 and is_small(problem, len(load.windows))
+    for home in _homes(start.home, problem) if small else ():
         search_chains(
             load.windows,
             load.weights,

@@ -488,7 +488,7 @@ def test_a_search_that_its_budget_ended_loses_no_expert(seed: int) -> None:
 
 
 def test_layers_may_have_unequally_many_slots() -> None:
-    """Each row is the one that the layer gets by itself, and a plan of slots stays as it is."""
+    """Each row is the one that the layer gets by itself, and none gets more than a plan of slots gives it."""
     rng = np.random.default_rng(3)
     load = rng.lognormal(0, 1, (2, 4, 8))
     topology = Topology(4)
@@ -500,7 +500,8 @@ def test_layers_may_have_unequally_many_slots() -> None:
     plan = eplb.plan_slots(load, topology, total_slots=10)
     later = place(load, topology, num_slots=plan.slots_per_rank * 4, current=plan.layout)
     filled = (later.layout.physical_to_logical_map >= 0).sum(axis=1)
-    assert filled.tolist() == (plan.slots_per_rank * 4).tolist()
+    assert (filled <= plan.slots_per_rank * 4).all()  # a replica that only adds to the fullest rank is dropped
+    assert (filled >= 8).all()
 
 
 @pytest.mark.parametrize("dispatch", ["even", "weighted"])

@@ -139,7 +139,7 @@ def test_transfers_go_to_the_layers_that_gain_most() -> None:
     load, live = drifted(2)
     each = place(load, live.topology, num_slots=36, current=live, max_transfers=2)
     answer = place(load, live.topology, num_slots=36, current=live, max_total_transfers=int(each.transfers.sum()))
-    assert answer.balancedness.mean() > each.balancedness.mean() + 0.01
+    assert answer.balancedness.mean() > each.balancedness.mean() + 0.005
     assert answer.transfers.max() > 2
 
 
