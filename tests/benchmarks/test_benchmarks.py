@@ -26,6 +26,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 LONG = {
+    "affinity",
     "against",
     "dispatch",
     "engine",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 NUMBA = "eplb_core/_numba.py"
 REFINE = "eplb_core/placement/pack/refine.py"
+ANNEAL = "eplb_core/placement/affinity/anneal.py"
 GIFT = "eplb_core/placement/search/gift.py"
 CHAINS = "eplb_core/placement/search/chains.py"
 TEST_CHAINS = "tests/placement/search/test_chains.py"
@@ -15,6 +16,7 @@ BOOKS = f"{TEST_REFINE}::test_a_long_search_keeps_its_books_and_never_ends_worse
 DRAW = f"{TEST_REFINE}::test_random_numbers_are_lehmers"
 ROUND = f"{TEST_CHAINS}::test_three_experts_go_round_where_two_do_not_help"
 EVERY = f"{TEST_CHAINS}::test_no_row_within_the_budget_is_worth_more[{{}}]"
+ANNEALED = "tests/placement/affinity/test_anneal.py::test_the_best_row_is_as_much_better_as_is_said"
 END = "tests/placement/search/test_improve.py::test_the_end_is_a_layout_within_the_budget_and_no_worse"
 
 MUTATIONS = [
@@ -23,6 +25,7 @@ MUTATIONS = [
     (REFINE, "48271", "16807", DRAW, "rule 5"),
     # a second replica on a rank
     (REFINE, "return ints[REPLICAS, e] == 1 or not holds(", "return True or not holds(", BOOKS, "rule 2"),
+    (ANNEAL, "or e == f or on[f, r] > 0:", "or e == f:", ANNEALED, "rule 2"),
     # the last replica is given away
     (GIFT, "f >= 0 and count[f] > 1 and", "f >= 0 and count[f] > 0 and", END, "rule 1"),
     # a chain beyond the budget, with an expert lost, over a link without room, twice on a rank
