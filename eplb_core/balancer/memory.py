@@ -25,9 +25,10 @@ HALF_LIFE = 64
 _NEXT_WEIGHT = 1.0108892860517005  # 2 ** (1 / HALF_LIFE), written out: no libm decides
 # Windows of before a change: how many are still seen, and what they weigh.
 _BEFORE, _BEFORE_WEIGHT = 16, 0.02
-# A change: the mean of so many windows against that of so many before them; this many times the median distance, of
-# this many past ones or more.
-_NEWEST, _EARLIER, _FAR, _FEWEST = 2, 16, 3.0, 8
+# A change: the mean of so many windows is so many times the usual distance from that of those before them. The usual
+# one is the median distance of two windows from those before, of this many past ones or more.
+_CHANGES = ((2, 3.0), (4, 2.6))
+_NEWEST, _EARLIER, _FEWEST = 2, 16, 8
 PAST = 64
 """Past distances that are kept."""
 
@@ -61,17 +62,21 @@ class Memory:
         _to_shares(window, self.shares[place], self.tokens[place])
         self.chain = hashlib.sha256(self.chain + window.tobytes()).digest()
         self.count += 1
-        earlier = min(_EARLIER, self.age - _NEWEST)
-        if earlier < _NEWEST:
-            return
-        far = float(_distance(self.shares, self.count, _NEWEST, earlier))
         usual = _median(self.past) if len(self.past) >= _FEWEST else math.nan
-        self.distance = far / usual if usual > 0.0 else math.nan
-        if far > _FAR * usual:
-            self.start = self.count - _NEWEST
-            self.changes += 1
-        else:
-            self.past = [*self.past, far][-PAST:]
+        far = {newest: self._far(newest) for newest, _ in _CHANGES}
+        self.distance = far[_NEWEST] / usual if usual > 0.0 else math.nan
+        for newest, times in _CHANGES:
+            if far[newest] > times * usual:
+                self.start = self.count - newest
+                self.changes += 1
+                return
+        if far[_NEWEST] >= 0.0:
+            self.past = [*self.past, far[_NEWEST]][-PAST:]
+
+    def _far(self, newest: int) -> float:
+        """How far the newest windows are from those before them; NaN where the regime is too young to tell."""
+        earlier = min(_EARLIER, self.age - newest)
+        return float(_distance(self.shares, self.count, newest, earlier)) if earlier >= newest else math.nan
 
     @property
     def digest(self) -> str:

@@ -29,7 +29,8 @@ class BalancerReport:
     changes: int
     """Changes of the traffic that were seen."""
     distance: float
-    """Last distance of windows from those before, over the median of past ones; a change is above 3. NaN at first."""
+    """Last distance of windows from those before, over the median of past ones; a change is above 3, or
+    2.6 for a few windows. NaN at first."""
     price: float
     """Gain in balancedness that a transfer must bring now."""
     transfers: int

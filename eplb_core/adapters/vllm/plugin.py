@@ -38,7 +38,8 @@ PARTS = ("policy", "maps", "dispatch", "fold")
 DISPATCH_MODES = ("rotated", "weighted", "even")
 _OPTIONS: dict[str, Callable[[str], Any]] = {
     **hooking.PLACE_OPTIONS,
-    "mode": hooking.one_of("place", "deepseek"),
+    "mode": hooking.one_of("place", "auto", "deepseek"),
+    "move_cost": float,
     "locality": hooking.one_of("engine", "none"),
     "dispatch": hooking.one_of(*DISPATCH_MODES),
     "transport": hooking.one_of(*vllm_communicator.TRANSPORTS),
@@ -179,11 +180,12 @@ def policy_class(default: Any, options: PolicyOptions, group_of: Callable[[int],
         options: How ours places.
         group_of: Gives the CPU group of so many ranks that this thread alone uses; None: ranks are not compared.
     """
+    balancers = vllm_policy.Balancers()
 
     def place(*args: Any, **kwargs: Any) -> torch.Tensor:
         named = dict(zip(_REBALANCE[1], args, strict=False)) | kwargs
         old = named.pop("old_global_expert_indices", None)
-        return vllm_policy.rebalance(**named, old=old, options=options)
+        return vllm_policy.rebalance(**named, old=old, options=options, balancers=balancers)
 
     rebalance = hooking.guarded(place, default.rebalance_experts, "policy")
     preserve = hooking.guarded(vllm_policy.preserve_intragpu_slots, default.preserve_intragpu_slots, "policy")
@@ -378,7 +380,13 @@ def _take_over(state_module: Any, active: Active, state: Any, model_config: Any)
         if state.policy is not active.policy:
             hooking.log_once(f"policy is not in effect: vLLM chose {state.policy.__name__}")
         else:
-            lines.append(f"policy ({active.options.mode}, min_gain={active.options.min_gain:g})")
+            options = active.options
+            auto = (
+                f"move_cost={options.move_cost:g}, moves only what pays: step_interval may be short, 100 to 300 steps"
+            )
+            lines.append(
+                f"policy ({options.mode}, {auto if options.mode == 'auto' else f'min_gain={options.min_gain:g}'})"
+            )
     lines += [part for part in ("maps", "fold") if part in active.parts]
     if "dispatch" in active.parts:
         sender = _agree_on_sender(state_module, active, state, model_state)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from eplb_core._arrays import ArrayLike, IntArray, to_ids, to_numpy
+from eplb_core.balancer.balancer import DEFAULT_MOVE_COST, Balancer
 from eplb_core.errors import LayoutError
 from eplb_core.layout import ExpertLayout, count_replicas
 from eplb_core.placement.deepseek import rebalance_experts
@@ -27,7 +28,8 @@ class PolicyOptions:
     """How the policy places; equal on all ranks."""
 
     mode: str = "place"
-    """"place": from the live map on, only what pays moves. "deepseek": the engine's own algorithm, exactly; counts
+    """"place": from the live map on, only what pays moves. "auto": a `Balancer` that is shown the load of each call and
+    remembers it; needs `Balancers`. "deepseek": the engine's own algorithm, exactly; counts
     above 2^24 keep the bits that the engine's float32 loses."""
     min_gain: float = 0.01
     """Least rise of a layer's predicted balancedness for which it changes."""
@@ -35,8 +37,31 @@ class PolicyOptions:
     """Gain that each transfer must bring; None = the library's default."""
     max_transfers: int | None = None
     """Most experts that ranks may receive on one layer."""
+    move_cost: float = DEFAULT_MOVE_COST
+    """Of "auto": what a transfer costs, in windows of its layer's time, a window being that of one call."""
     locality: str = "engine"
     """"engine": replicas of a group stay on one node wherever vLLM would pack so. "none": anywhere."""
+
+
+class Balancers:
+    """One `Balancer` for each shape of model that the engine asks about; changes with each call of `rebalance`."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[object, Balancer]] = {}
+
+    def rows_of(self, load: npt.NDArray[Any], live: ExpertLayout, made: dict[str, Any]) -> IntArray:
+        """What should be live `[L, P]` after this window of load; `made` are the options of the Balancer."""
+        made_for = (live.topology, sorted(made.items()))
+        known, balancer = self._known.get(load.shape, (None, None))
+        if balancer is None or known != made_for:
+            balancer = Balancer(live.topology, **made)
+            self._known[load.shape] = (made_for, balancer)
+        balancer.observe(load)
+        return balancer.propose(live).layout.physical_to_logical_map
+
+    def forget(self, shape: tuple[int, ...]) -> None:
+        """Start anew: ranks that come have seen nothing, and all must answer alike."""
+        self._known.pop(shape, None)
 
 
 def rebalance(
@@ -48,6 +73,7 @@ def rebalance(
     old: ArrayLike | torch.Tensor | None = None,
     *,
     options: PolicyOptions = PolicyOptions(),
+    balancers: Balancers | None = None,
 ) -> torch.Tensor:
     """Place experts as vLLM's `rebalance_experts` is asked to.
 
@@ -59,6 +85,7 @@ def rebalance(
         num_ranks: Ranks after it.
         old: The live map `[L, P_old]`: -1 = an empty slot. Wider than `num_replicas`: the last ranks leave.
         options: How to place.
+        balancers: What "auto" remembers between calls; without them, and while ranks come or go, it answers as "place".
 
     Returns:
         int64 `[L, num_replicas]` on the CPU, every slot filled. A layer without load keeps its row.
@@ -81,6 +108,13 @@ def rebalance(
         topology = current.topology
         active = np.arange(topology.num_ranks) < num_ranks
     grouped = options.locality == "engine" and active is None and _in_groups(load.shape[1], num_groups, topology)
+    if balancers is not None and options.mode == "auto":
+        if current is not None and active is None and live is not None and live.min(initial=0) >= 0:
+            kind = {"locality": "group", "num_groups": num_groups} if grouped else {}
+            limit = {} if options.max_transfers is None else {"max_transfers": options.max_transfers}
+            made = {"num_slots": num_replicas, "move_cost": options.move_cost, **kind, **limit}
+            return torch.from_numpy(fill_empty(balancers.rows_of(load, current, made), load, num_ranks))
+        balancers.forget(load.shape)
     placed = place(
         load,
         topology,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eplb_core as eplb
-from eplb_core.adapters.vllm.policy import PolicyOptions, fill_empty, preserve_intragpu_slots, rebalance
+from eplb_core.adapters.vllm.policy import Balancers, PolicyOptions, fill_empty, preserve_intragpu_slots, rebalance
 
 DEEPSEEK = PolicyOptions(mode="deepseek")
 
@@ -174,3 +174,33 @@ def test_maps_of_other_shapes_are_left_as_they_are() -> None:
     assert preserve_intragpu_slots(new, 2, new) is new
     assert preserve_intragpu_slots(new, 0, new) is new
     assert preserve_intragpu_slots(new, 3, new[:, :2]) is new
+
+
+def test_auto_remembers_the_load_of_each_call_and_answers_as_a_balancer_does() -> None:
+    rng = np.random.default_rng(0)
+    windows = rng.poisson(np.linspace(1, 90, 8), (6, 2, 8))
+    balancers, options = Balancers(), PolicyOptions(mode="auto", move_cost=0.02)
+    live = torch.arange(12).repeat(2, 1) % 8
+    balancer = eplb.Balancer(eplb.Topology(4), num_slots=12, move_cost=0.02)
+    for window in windows:
+        balancer.observe(window)
+        expected = balancer.propose(eplb.ExpertLayout(live, 8, topology=eplb.Topology(4))).layout
+        live = rebalance(torch.from_numpy(window), 12, 1, 1, 4, live, options=options, balancers=balancers)
+        assert live.tolist() == expected.physical_to_logical_map.tolist()
+    assert live.tolist() != (torch.arange(12).repeat(2, 1) % 8).tolist()
+
+
+def test_auto_forgets_when_ranks_come_or_go_since_those_that_come_have_seen_nothing() -> None:
+    rng = np.random.default_rng(1)
+    windows = torch.from_numpy(rng.poisson(np.linspace(1, 90, 8), (5, 2, 8)))
+    options, old, joined = PolicyOptions(mode="auto"), Balancers(), Balancers()
+    live = torch.arange(12).repeat(2, 1) % 8
+    for window in windows[:3]:
+        live = rebalance(window, 12, 1, 1, 4, live, options=options, balancers=old)
+    wider = torch.nn.functional.pad(live, (0, 6), value=-1)
+    answers = [rebalance(windows[3], 18, 1, 1, 6, wider, options=options, balancers=each) for each in (old, joined)]
+    assert answers[0].tolist() == answers[1].tolist()
+    assert int(answers[0].min()) >= 0
+    wide = answers[0]
+    answers = [rebalance(windows[4], 18, 1, 1, 6, wide, options=options, balancers=each) for each in (old, joined)]
+    assert answers[0].tolist() == answers[1].tolist()
