@@ -8,7 +8,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from eplb_core import Balancer, CostModel, ExpertLayout, InfeasiblePlacementError, Topology, place, transfers
+from eplb_core import (
+    Balancer,
+    CostModel,
+    ExpertLayout,
+    InfeasiblePlacementError,
+    Topology,
+    balancedness,
+    place,
+    rank_load,
+    transfers,
+)
 
 RANKS = Topology(4, 2)
 LAYERS, EXPERTS, SLOTS = 6, 16, 24
@@ -362,3 +372,16 @@ def test_solved_shares_are_planned_and_judged_as_such() -> None:
     seen, _ = live_through(bal, windows(20, move=0.1), trivial())
     assert bal.propose(seen[-1]).dispatch == "weighted"
     assert bal.report().brought > 0.0
+
+
+@pytest.mark.parametrize("period", [1, 7])
+def test_traffic_that_alternates_costs_few_transfers_and_is_no_worse_than_staying(period: int) -> None:
+    """Two kinds of traffic in turns: each would undo the moves for the other."""
+    kinds = windows(2, seed=9, move=1.0)
+    load = kinds[np.arange(60) // period % 2]
+    seen, moved = live_through(balancer(), load, trivial())
+    first = int(transfers(seen[0], seen[1]).sum())
+    assert (moved - first) / 60 / LAYERS <= 1.0
+    kept = balancedness(rank_load(seen[1], load[1:])).mean()
+    lived = np.mean([balancedness(rank_load(seen[t], load[t])) for t in range(1, 60)])
+    assert lived >= kept - 0.005
