@@ -92,6 +92,8 @@ def _by_values(array: AnyArray) -> Contents:
     least = rows.min()
     if not np.isfinite(rows).all() or least < -1 or -1 < least < 0:
         return Contents("other", "it has values that are no counts: negative, or not finite")
+    if rows.max() > 1e250:  # sums must not overflow
+        whole, rows = np.ldexp(whole, -700), np.ldexp(rows, -700)
     totals = rows.sum(axis=2, dtype=np.float64)
     is_load = bool(least >= 0) and _is_equal(totals)
     if rows.max() < MAX_ID and (rows == np.floor(rows)).all():

@@ -444,7 +444,7 @@ def test_an_index_leads_to_no_file_outside_of_its_folder(tmp_path: Path, name: s
     folder.mkdir()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name.replace("/x", f"{tmp_path}/x") if name[0] == "/" else name}}))
-    refused(folder, FileFormatError, "index.json names .*x.safetensors', which is not in")
+    refused(folder, FileFormatError, "index.json names .*, which is not in")
     index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
     (folder / "x.safetensors").symlink_to(tmp_path / "x.safetensors")  # as caches of hubs have it
     assert read_headers(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 from contextlib import nullcontext
 from datetime import timedelta
@@ -262,7 +263,7 @@ def test_a_function_that_gives_no_layout_is_told_what_to_give() -> None:
     with fleet(OLD) as ranks:
         ranks.move(lambda live: placed)
         said = {migrator.status.reason for migrator in ranks.migrators.values()}
-        assert any("`target` (=SimpleNamespace) must be an ExpertLayout; give its `layout`" in text for text in said)
+        assert any("must be an ExpertLayout, a Target(layout" in text for text in said)
 
 
 def test_a_target_that_the_tables_cannot_hold_is_refused_before_anything_moves() -> None:
@@ -297,7 +298,11 @@ def test_a_row_on_the_way_that_the_tables_cannot_hold_is_refused_before_anything
 def test_shares_that_do_not_fit_are_refused_before_anything_moves(shares: list[list[float]], text: str) -> None:
     old = ExpertLayout([[0, 1, 2, 3]], 4, topology=TWO)
     with fleet(old, mode="weighted") as ranks:
-        ranks.move(Target(ExpertLayout([[2, 1, 0, 3]], 4, topology=TWO), shares))
+        target = Target(ExpertLayout([[2, 1, 0, 3]], 4, topology=TWO), shares)
+        with pytest.raises(ValueError, match=re.escape(text)):
+            ranks.first.start(target)
+        assert ranks.first.idle
+        ranks.move(lambda live: target)
         ends(ranks, "plan", EITHER, old, text)
 
 
