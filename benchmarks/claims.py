@@ -251,6 +251,32 @@ def _contents(record: Record) -> Iterator[Claim]:
     yield Claim("of these, loads that were refused", len(record["refused_loads"]))
 
 
+def _optimal(record: Record) -> Iterator[Claim]:
+    for row in record["rows"]:
+        if row["ranks"] == "unequal":
+            what = f"{row['dispatch']} shares on unequal ranks, effort {row['effort']:g}, {row['problems']:,} problems"
+            if row["against"] == "MILP":
+                yield Claim(f"{what}: mean gap to a MILP", row["mean gap"])
+            else:
+                yield Claim(f"{what}: equal to the best of all layouts", row["equal"], more_is_better=True)
+
+
+def _few_transfers(record: Record) -> Iterator[Claim]:
+    rows = {(row["kind"], row["side"]): row for row in record["rows"]}
+    for kind in dict.fromkeys(kind for kind, _ in rows):
+        before = rows.get((kind, "before"), {}).get("mean_gap")
+        said = f"mean gap to the best row within the budget, {kind}"
+        yield Claim(said, rows[kind, "now"]["mean_gap"], peer=before, whose="0.1.0")
+
+
+def _affinity(record: Record) -> Iterator[Claim]:
+    rows = {(row["tokens"], row["nodes"], row["layout"]): row for row in record["rows"]}
+    for (tokens, nodes, layout), row in rows.items():
+        if layout == "pairs":
+            said = f"cross-node sends per token, {tokens}, {nodes} nodes, mode near"
+            yield Claim(said, row["sends near"], peer=rows[tokens, nodes, "place"]["sends near"], whose="place alone")
+
+
 def _schedules(record: Record) -> Iterator[Claim]:
     yield Claim("schedules of engines and crashes, none served a wrong layout", record["schedules"])
 
@@ -443,6 +469,9 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "soak_engine_shared": _soak_engine,
     "record": _record,
     "contents": _contents,
+    "optimal": _optimal,
+    "few_transfers": _few_transfers,
+    "affinity": _affinity,
     "schedules": _schedules,
     "record_faults": _record_faults,
     "fuzz_record": _fuzz_record,

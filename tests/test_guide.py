@@ -35,7 +35,9 @@ class Engine:
         self.code, self.ranks = code, code["R"]
         self.barrier = threading.Barrier(self.ranks, timeout=120.0)
         self.board: list[Any] = [None] * self.ranks
-        self.checkpoint = torch.arange(1, 1 + code["L"] * code["E"], dtype=torch.float32).reshape(code["L"], code["E"], 1)
+        self.checkpoint = torch.arange(1, 1 + code["L"] * code["E"], dtype=torch.float32).reshape(
+            code["L"], code["E"], 1
+        )
         self.made: list[Any] = [None] * self.ranks
         self.layouts: list[set[str]] = [set() for _ in range(self.ranks)]
         self.wrong: list[str] = []

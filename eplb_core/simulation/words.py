@@ -61,6 +61,8 @@ def _weighed(sim: Simulation) -> str:
     load = sim.rank_load[sim.scored_from :].sum(axis=1).mean() / max(sim.balancedness.shape[1], 1)
     scored = windows_words(sim.scored_from, len(sim.balancedness))
     every = f"plans are made every {sim.interval} windows from the last {sim.history}"
+    if sim.policy == "auto":
+        every = "`auto` decides after every window, from those before it"
     model, assumed = (None, "") if sim.cost is None else (sim.cost.model, sim.cost.assumed)
     return f"Scored are {scored}; {every}. {cost_words(model, sim.window_passes, float(load), assumed)}"
 
@@ -71,7 +73,8 @@ def _moves(sim: Simulation) -> str:
     count, moved = int(moving.sum()), sim.total_transfers
     experts = f"{moved:,} expert{'s' * (moved != 1)}"
     if count > 1:
-        text = f"{f'{count} of its' if count < len(moving) else 'Its'} {len(moving)} rebalances move {experts} in all"
+        looks = "decisions" if sim.policy == "auto" else "rebalances"
+        text = f"{f'{count} of its' if count < len(moving) else 'Its'} {len(moving)} {looks} move {experts} in all"
     elif len(moving) == 1:
         text = f"Its rebalance moves {experts}"
     else:
