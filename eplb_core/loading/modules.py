@@ -29,18 +29,30 @@ class NamedTensor(NamedTuple):
 class Place(NamedTuple):
     """Where a tensor is kept."""
 
-    holder: Any
-    """A module, or a list or dict that is an attribute of one."""
-    key: Any
+    holder: torch.nn.Module
+    key: str
     kind: str
+    path: tuple[Any, ...] = ()
+    """Where the attribute is a list, tuple or dict: the way to the tensor in it."""
 
 
 def module_tensors(module: torch.nn.Module) -> list[NamedTensor]:
     """List every tensor that the module computes with, also those in no state dict, such as scales kept as attributes.
 
-    Lists and dicts of tensors that are attributes are looked into, one level deep: `scales.0`.
+    Lists, tuples and dicts that are attributes are looked into, and those in them: `scales.0`, `scales.0.w13`. What
+    other objects hold is not found.
+
+    Raises:
+        ValueError: Two tensors would have one name, as those of the keys 1 and "1" of a dict.
     """
-    return [NamedTensor(name, place.kind, tensor.detach()) for name, place, tensor in walk(module)]
+    found = [NamedTensor(name, place.kind, tensor.detach()) for name, place, tensor in walk(module)]
+    names = Counter(each.name for each in found)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"the module has {names[twice[0]]} tensors of the name {twice[0]!r}; give each key a text of its own"
+        )
+    return found
 
 
 def walk(module: torch.nn.Module) -> Iterator[tuple[str, Place, torch.Tensor]]:
@@ -59,11 +71,23 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, Place, torch.Tensor]]:
                 continue
             if isinstance(value, torch.Tensor):
                 yield before + key, Place(part, key, "attribute"), value
-            elif isinstance(value, (list, dict)):
-                items = enumerate(value) if isinstance(value, list) else list(value.items())
-                for inner, tensor in items:
-                    if isinstance(tensor, torch.Tensor):
-                        yield f"{before}{key}.{inner}", Place(value, inner, "attribute"), tensor
+            else:
+                for name, way, tensor in _contained(value, ()):
+                    yield f"{before}{key}{name}", Place(part, key, "attribute", way), tensor
+
+
+def _contained(value: Any, outer: tuple[int, ...]) -> Iterator[tuple[str, tuple[Any, ...], torch.Tensor]]:
+    """Name, way and tensor of all in a list, tuple or dict; `outer` are those around it, which it may lie in itself."""
+    if not isinstance(value, list | tuple | dict) or id(value) in outer:
+        return
+    names = getattr(value, "_fields", range(len(value)))
+    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    for name, (key, part) in zip(value if isinstance(value, dict) else names, items, strict=True):
+        if isinstance(part, torch.Tensor):
+            yield f".{name}", (key,), part
+        else:
+            for inner, way, tensor in _contained(part, (*outer, id(value))):
+                yield f".{name}{inner}", (key, *way), tensor
 
 
 def place_of(module: torch.nn.Module, name: str, kind: str) -> Place | None:
@@ -86,9 +110,9 @@ def put(place: Place, old: torch.Tensor | None, new: torch.Tensor, made: dict[in
         new: The tensor to use.
         made: Parameters made so far, by the identity of what they replace.
     """
-    holder, key, kind = place
-    if not isinstance(holder, torch.nn.Module):
-        holder[key] = new
+    holder, key, kind, path = place
+    if path:
+        setattr(holder, key, _with(getattr(holder, key), path, new))
         return
     for table in (holder._parameters, holder._buffers, vars(holder)):
         table.pop(key, None)
@@ -105,6 +129,16 @@ def put(place: Place, old: torch.Tensor | None, new: torch.Tensor, made: dict[in
         holder.register_buffer(key, new, persistent=kind == "buffer")
     else:
         setattr(holder, key, new)
+
+
+def _with(value: Any, path: tuple[Any, ...], new: torch.Tensor) -> Any:
+    """The container with a tensor replaced: a list or dict in place, a tuple anew."""
+    inner = _with(value[path[0]], path[1:], new) if path[1:] else new
+    if not isinstance(value, tuple):
+        value[path[0]] = inner
+        return value
+    items = [*value[: path[0]], inner, *value[path[0] + 1 :]]
+    return value._make(items) if hasattr(value, "_make") else tuple(items)
 
 
 # ---- whatever a module holds, however it does ------------------------------------------------------------------------

@@ -184,6 +184,20 @@ def check_senders(senders: ArrayLike | None, layout: ExpertLayout) -> IntArray:
     return read_only(array.astype(np.int64))
 
 
+def check_slots_exist(layout: ExpertLayout, rank: int, num_slots: int, name: str = "layout") -> None:
+    """Raise ValueError if the layout has an expert in a slot beyond the `num_slots` of this rank."""
+    first = rank * layout.slots_per_rank
+    beyond = layout.physical_to_logical_map[:, first + num_slots : first + layout.slots_per_rank]
+    bad = np.argwhere(beyond >= 0)
+    if len(bad):
+        layer, slot = bad[0].tolist()
+        more = f"; {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise ValueError(
+            f"`{name}` (={beyond[layer, slot]}) must be -1 at layer {layer}, slot {first + num_slots + slot}{more}, "
+            f"since rank {rank} has {num_slots} slots of {layout.slots_per_rank}; plan with `slots_per_rank`"
+        )
+
+
 @kernel
 def _plan_layers(
     old: IntArray,

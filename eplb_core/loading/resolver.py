@@ -7,9 +7,8 @@ purpose, while loading fills a second replica on the same rank like the first.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import numpy as np
@@ -21,7 +20,7 @@ from eplb_core.layout import ExpertLayout
 Rows = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)  # with slots, an attribute that is no field raises an odd TypeError
 class SlotResolver:
     """Find, for one rank, the rows that hold an expert: `local_slots` of its own tensors, `global_slots` of whole ones.
 
@@ -110,9 +109,13 @@ class SlotResolver:
         }.items():
             object.__setattr__(self, name, value)
 
-    def __reduce__(self) -> tuple[Callable[..., SlotResolver], tuple[ExpertLayout, int]]:
-        options = {name: getattr(self, name) for name in ("layer_ids", "draft_layers", "num_shared", "shared")}
-        return partial(SlotResolver, **options), (self.layout, self.rank)
+    def __getstate__(self) -> dict[str, object]:
+        computed = {each.name for each in fields(self) if not each.init}
+        return {name: value for name, value in vars(self).items() if name not in computed}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
 
     def __repr__(self) -> str:
         return f"SlotResolver({self.layout!r}, rank={self.rank}, num_shared={self.num_shared}, shared={self.shared!r})"
@@ -179,7 +182,9 @@ class SlotResolver:
 
     def with_layout(self, layout: ExpertLayout) -> SlotResolver:
         """Make a resolver of another layout for the same rank and layers, as a reload after moves needs it."""
-        return replace(self, layout=layout)
+        other = object.__new__(type(self))  # whatever arguments a subclass's constructor takes
+        other.__setstate__({**self.__getstate__(), "layout": layout})
+        return other
 
     # ---- tables --------------------------------------------------------------------------------------------------
 

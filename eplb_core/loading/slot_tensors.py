@@ -96,8 +96,9 @@ class Wanted:
         """Rows that a whole tensor may have: shared experts come once, once per rank or not at all."""
         if self.num_slots is None:
             return ()
-        ranks = self.num_slots // self.slots
-        return self.num_slots, self.num_slots + self.shared, ranks * (self.slots + self.shared)
+        ranks, rest = divmod(self.num_slots, self.slots)
+        once = self.num_slots, self.num_slots + self.shared
+        return once if rest else (*once, ranks * (self.slots + self.shared))  # a rank with fewer slots than others
 
     def rows_of(self, candidate: Candidate) -> int:
         """Rows that count, without those of shared experts."""

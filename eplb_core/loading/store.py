@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eplb_core._arrays import IntArray, check_int, check_kind, read_only
+from eplb_core._arrays import IntArray, check_id, check_int, check_kind, read_only
 from eplb_core._text import quoted
 from eplb_core.layout import ExpertLayout
+from eplb_core.loading.pull_plan import check_slots_exist
 from eplb_core.loading.slot_tensors import Memory, Wanted, find_slot_tensors, sort_tensors
 
 
@@ -25,7 +26,8 @@ class ExpertStore:
     Args:
         tensors: By name, a tensor `[S, ...]` or a list of S tensors of one shape; any dtype. Each row must be one span
             of bytes without holes: inner dimensions may be permuted, rows may be apart from each other. Names and their
-            order must be the same on every layer and rank.
+            order must be the same on every layer and rank. A rank with fewer slots than others
+            (`place(slots_per_rank=)`) has rows for its own alone.
         whole: By name, tensors `[P, ...]` that every rank keeps whole, one row for each slot of all ranks. Installs
             permute them on every rank.
 
@@ -83,10 +85,10 @@ class ExpertStore:
         _check_lengths("slots", self._rows)
         _check_lengths("rows", self._whole_rows)
         for name, rows in self._whole_rows.items():
-            if len(rows) % self.num_slots:
+            if len(rows) < self.num_slots:
                 raise ValueError(
-                    f"`whole` tensor {name!r} has {len(rows)} rows, which the {self.num_slots} slots of a rank do not "
-                    "divide; it must have one row for each slot of all ranks"
+                    f"`whole` tensor {name!r} has {len(rows)} rows and this rank alone {self.num_slots} slots; it must "
+                    "have one row for each slot of all ranks"
                 )
         self.device = self._typed[self.names[0]][0].device
         for name, views in self._typed.items():
@@ -203,14 +205,23 @@ class ExpertStore:
         self.row(name, slot)
         return self._typed[name][slot]
 
-    def check_fits(self, layout: ExpertLayout) -> None:
-        """Raise ValueError unless the layout has this store's slots: counts come from the map alone."""
+    def check_fits(self, layout: ExpertLayout, *, rank: int | None = None) -> None:
+        """Raise ValueError unless the layout has this store's slots: counts come from the map alone.
+
+        Args:
+            layout: What the slots hold.
+            rank: Whose store it is. It may then have fewer rows than S: the slots beyond them must be -1.
+        """
         check_kind(layout, "layout", ExpertLayout)
-        if layout.slots_per_rank != self.num_slots:
+        size = layout.slots_per_rank
+        if self.num_slots > size or (rank is None and self.num_slots < size):
             raise ValueError(
-                f"tensor {self.names[0]!r} has {self.num_slots} slots and the layout {layout.slots_per_rank} per rank; "
+                f"tensor {self.names[0]!r} has {self.num_slots} slots and the layout {size} per rank; "
                 "allocate by `layout.slots_per_rank`"
             )
+        if rank is not None:
+            check_id(rank, "rank", layout.topology.num_ranks)
+            check_slots_exist(layout, rank, self.num_slots)
         if self.whole_names and len(self.whole_addresses) != layout.num_slots:
             raise ValueError(
                 f"whole tensor {self.whole_names[0]!r} has {len(self.whole_addresses)} rows and the layout "

@@ -153,10 +153,11 @@ class Fleet(World):
         transports: dict[int, Transport] | None = None,
         records: dict[int, Any] | None = None,
         agree: Callable[[LocalAgreement], Any] = lambda member: member,
+        slots: Sequence[int | None] | None = None,
         max_replicas: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(layout, make, ranks, agree)
+        super().__init__(layout, make, ranks, agree, slots)
         self.transports |= transports or {}
         self.tables = {rank: DispatchTables(layout, rank=rank, mode=mode) for rank in self.ranks}
         for tables in self.tables.values():

@@ -226,10 +226,39 @@ def test_a_resolver_does_not_change_and_travels() -> None:
     resolver = SlotResolver(PAIR, 1, layer_ids=[4], draft_layers=[8], num_shared=1)
     with pytest.raises(AttributeError, match="cannot assign to field 'rank'"):
         resolver.rank = 0  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="cannot assign to field 'ranks'"):
+        resolver.ranks = 0  # type: ignore[attr-defined]
     copy = pickle.loads(pickle.dumps(resolver))
     assert (copy.layers, copy.rank, copy.num_shared, copy.layout) == ((4, 8), 1, 1, PAIR)
     assert copy.local_slots(4, 3) == (0, 1)
     assert "rank=1, num_shared=1, shared='per_rank'" in repr(copy)
+
+
+class OfEngine(SlotResolver):
+    """With a constructor of its own."""
+
+    engine: str
+
+    def __init__(self, engine: str, layout: ExpertLayout) -> None:
+        super().__init__(layout, 1, num_shared=1)
+        object.__setattr__(self, "engine", engine)
+
+
+def test_a_subclass_with_another_constructor_takes_another_layout_and_travels() -> None:
+    own = OfEngine("toy", PAIR)
+    assert own.local_slots(0, 3) == SlotResolver(PAIR, 1).local_slots(0, 3)
+    other = own.with_layout(PAIR.replace(one_pair_turned(), [0]))
+    for made in (other, pickle.loads(pickle.dumps(other))):
+        assert isinstance(made, OfEngine)
+        assert (type(made), made.engine, made.num_shared) == (OfEngine, "toy", 1)
+        assert made.local_slots(0, 3) == SlotResolver(other.layout, 1).local_slots(0, 3)
+    with pytest.raises(TypeError, match="`layout`"):
+        own.with_layout(3)  # type: ignore[arg-type]
+
+
+def one_pair_turned() -> ExpertLayout:
+    turned = PAIR.physical_to_logical_map[:, ::-1]
+    return ExpertLayout(turned, PAIR.num_experts, topology=PAIR.topology)
 
 
 def test_threads_that_share_a_resolver_get_the_same_answers() -> None:

@@ -96,7 +96,7 @@ SIX = torch.zeros(6, 4)
         ({"w": [torch.zeros(2), torch.zeros(3)]}, None, ValueError, r"float32 \[3\] at slot 1 and .* \[2\] at slot 0"),
         ({"w": GOOD, "scale": torch.zeros(4)}, None, ValueError, "'scale' has 4 slots and 'w' has 3"),
         ({"w": GOOD}, {"a": torch.zeros(6), "b": torch.zeros(9)}, ValueError, "'b' has 9 rows and 'a' has 6"),
-        ({"w": GOOD}, {"a": torch.zeros(7)}, ValueError, "'a' has 7 rows, which the 3 slots"),
+        ({"w": GOOD}, {"a": torch.zeros(2)}, ValueError, "'a' has 2 rows and this rank alone 3 slots"),
         ({"w": GOOD}, {"w": torch.zeros(6)}, ValueError, "`whole` names 'w', which `tensors` has too"),
         ({"w": torch.tensor(1.0)}, None, ValueError, r"'w' \(shape \[\]\) must have a row"),
         ({"w": torch.zeros(3, 0)}, None, ValueError, "'w' holds no bytes"),

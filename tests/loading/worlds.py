@@ -65,11 +65,11 @@ def whole_label(layer: int, expert: int) -> torch.Tensor:
     return torch.tensor([layer * 16 + expert + 1.0, 0.5])
 
 
-def stores_of(layout: ExpertLayout, rank: int, whole: bool = True) -> list[ExpertStore]:
-    """One rank's stores, filled; empty slots hold 255s."""
+def stores_of(layout: ExpertLayout, rank: int, whole: bool = True, slots: int | None = None) -> list[ExpertStore]:
+    """One rank's stores, filled, with rows for its first `slots`; empty slots hold 255s."""
     stores = []
     for layer, row in enumerate(layout.physical_to_logical_map.tolist()):
-        own = row[rank * layout.slots_per_rank :][: layout.slots_per_rank]
+        own = row[rank * layout.slots_per_rank :][: slots or layout.slots_per_rank]
         tensors = {name: torch.full((len(own), size), 255, dtype=torch.uint8) for name, size in SIZES.items()}
         for slot, expert in enumerate(own):
             for name, tensor in tensors.items():
@@ -126,10 +126,12 @@ class World:
         make: Callable[[], Transport] = LocalCopy,
         ranks: Sequence[int] | None = None,
         agree: Callable[[LocalAgreement], Any] = lambda member: member,
+        slots: Sequence[int | None] | None = None,
     ) -> None:
         self.layout = layout
         self.ranks = list(range(layout.topology.num_ranks)) if ranks is None else list(ranks)
-        self.stores = {rank: stores_of(layout, rank) for rank in self.ranks}
+        rows = slots or [None] * layout.topology.num_ranks
+        self.stores = {rank: stores_of(layout, rank, slots=rows[rank]) for rank in self.ranks}
         self.transports: dict[int, Any] = {rank: make() for rank in self.ranks}
         self.agree = agree
         self.meet()

@@ -28,7 +28,16 @@ MUTATIONS = [
         "rule 1",
     ),
     # the second of two new replicas gets what its slot held before
-    (INSTALL, "= source[source_slot[slot] % slots]", "= source_slot[slot] % slots  #", INSTALLED, "rule 2"),
+    (INSTALL, "= source[local[slot]]", "= local[slot]  #", INSTALLED, "rule 2"),
+    # a target of a function uses slots that a rank does not have
+    (
+        RUN,
+        "self.puller.check_target(target.layout)",
+        "self.puller",
+        f"{MOVES}test_unequal_ranks.py::"
+        "test_a_target_that_uses_a_missing_slot_is_refused_on_every_rank_and_costs_nothing",
+        "rule 1",
+    ),
     # weights change and tables do not
     (
         MIGRATOR,

@@ -396,7 +396,7 @@ def open_moves(
         check_equal(gather(dict(facts)))
         reader = hooking.on_all_or_none(gather, open_transport, close=lambda reader: reader.close())
         try:
-            return hooking.on_all_or_none(gather, make)
+            return hooking.on_all_or_none(gather, make, close=lambda moves: moves.migrator.stop(5.0, alone=True))
         except EplbError:
             reader.close()
             raise

@@ -80,7 +80,7 @@ class LoadPlan:
                     f"`shared_stores` keep {', '.join(store.names)} of {store.num_slots} experts and must keep "
                     f"{', '.join(first.names)} of the {resolver.num_shared} shared ones"
                 )
-        first.check_fits(resolver.layout)
+        first.check_fits(resolver.layout, rank=resolver.rank)
         self.stores, self.resolver, self.naming, self.shared_stores = stores, resolver, naming, shared_stores
         self.place_of_layer = {layer: place for place, layer in enumerate(resolver.layers[: len(stores)])}
         # A slot needs each of its tensors once for every block that the template cuts it into.
@@ -98,6 +98,11 @@ class LoadPlan:
         self.needed, self.needed_whole = needed[True], needed[False]
         experts = [resolver.local_experts(layer) for layer in self.place_of_layer]
         self.expert = np.array(experts, dtype=np.int64).reshape(len(stores), -1)
+        if (self.expert[:, first.num_slots :] >= 0).any():
+            raise ValueError(
+                f"rank {resolver.rank} has {first.num_slots} slots of {resolver.layout.slots_per_rank}, and a draft "
+                "layer needs more; give draft layers a resolver of a layout of their own"
+            )
         self.missing = np.where(self.expert >= 0, len(self.needed), 0)
         self.seen: dict[tuple[int, int, str, int], str] = {}
         self.copies: dict[str, list[Copy]] = {}

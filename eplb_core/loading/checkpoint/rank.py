@@ -14,6 +14,7 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.loading.checkpoint.load import load_checkpoint, read_headers
 from eplb_core.loading.checkpoint.plan import DTYPES, Header
 from eplb_core.loading.checkpoint.templates import CheckpointTemplate, Names, check_naming
+from eplb_core.loading.pull_plan import check_slots_exist
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.loading.store import ExpertStore
 
@@ -31,6 +32,7 @@ def load_rank(
     rename: Mapping[str, str] | None = None,
     ignore: Iterable[str] = (),
     device: torch.device | str = "cpu",
+    num_slots: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Make the tensors of one rank's slots and fill each slot with the expert that the layout names.
 
@@ -47,15 +49,16 @@ def load_rank(
         rename: From the template's names to others.
         ignore: Names, or patterns, of expert tensors to leave out.
         device: Where to put them.
+        num_slots: Rows to make, where this rank has fewer slots than S (`place(slots_per_rank=)`). Default: S.
 
     Returns:
-        By name, tensors `[S, ...]`; the names are `layers.{layer of the model}.{w13, w2, w13_scale, ...}`. Empty slots
-        are zero.
+        By name, tensors `[S, ...]` or `[num_slots, ...]`; the names are
+        `layers.{layer of the model}.{w13, w2, w13_scale, ...}`. Empty slots are zero.
 
     Raises:
         CheckpointError: An expert is missing, a shape or a dtype differs, or the layers are not those of the layout.
         FileFormatError: A shard is truncated, missing or no safetensors file.
-        ValueError: The template is unknown.
+        ValueError: The template is unknown, or the layout uses slots beyond `num_slots`.
 
     Cost:
         One read of the headers for the shapes and one `load_checkpoint`.
@@ -65,6 +68,8 @@ def load_rank(
     """
     check_kind(layout, "layout", ExpertLayout)
     check_id(rank, "rank", layout.topology.num_ranks)
+    slots = layout.slots_per_rank if num_slots is None else check_int(num_slots, "num_slots", 1)
+    check_slots_exist(layout, rank, slots)
     naming = check_naming(template, rename, ignore)
     layer_ids = to_list(layer_ids, "layer_ids")
     for layer in layer_ids:
@@ -80,7 +85,7 @@ def load_rank(
     stores = []
     for layer in layers:
         own = {
-            name: torch.zeros(layout.slots_per_rank, *shape, dtype=dtype, device=device)
+            name: torch.zeros(slots, *shape, dtype=dtype, device=device)
             for (where, name), (shape, dtype) in rows.items()
             if where == layer
         }

@@ -26,7 +26,7 @@ class Copies(NamedTuple):
     """What one install does on this rank; int64 `[m, 2]` each, (from, to)."""
 
     slots: IntArray
-    """Places 0..S-1 are local slots, from S on staging rows; -1 is the spare place."""
+    """The first places are the store's rows, then come staging rows; -1 is the spare place."""
     whole: IntArray
     """Rows of whole tensors; -1 is the spare place."""
     prepared: Prepared | None = None
@@ -53,6 +53,7 @@ class Installer:
     def __init__(self, stores: Sequence[ExpertStore], staging: Staging, *, kernels: bool = False) -> None:
         self.stores, self.staging = stores, staging
         slots, rows = stores[0].num_slots, len(stores[0].whole_addresses)
+        self._slots = slots
         self._places = slots + staging.capacity
         self._addresses = [read_only(np.concatenate([store.addresses, staging.addresses])) for store in stores]
         self._scratch = np.empty((2, max(self._places, rows)), dtype=np.int64)
@@ -74,7 +75,8 @@ class Installer:
             row_of_slot: Staging row of each local slot that is read or restored, int64 `[S]`.
         """
         source = np.empty(self._places, dtype=np.int64)
-        _fill_sources(step.kind, step.source_slot, row_of_slot, source)
+        local = step.source_slot[: self._slots] % len(step.kind)
+        _fill_sources(step.kind[: self._slots], local, row_of_slot, source)  # slots beyond are empty
         slots = self._order(source)
         whole = np.empty((0, 2), dtype=np.int64)
         if self.stores[0].whole_names:
@@ -111,7 +113,7 @@ class Installer:
 
 
 @kernel
-def _fill_sources(kind: Int8Array, source_slot: IntArray, row_of_slot: IntArray, source: IntArray) -> None:
+def _fill_sources(kind: Int8Array, local: IntArray, row_of_slot: IntArray, source: IntArray) -> None:
     """Where each place's new content is, as `order_copies` takes it; staging rows stay as they are."""
     slots = len(kind)
     source[:] = -1
@@ -119,10 +121,10 @@ def _fill_sources(kind: Int8Array, source_slot: IntArray, row_of_slot: IntArray,
         if kind[slot] == PullKind.READ or kind[slot] == PullKind.RESTORE:
             source[slot] = slots + row_of_slot[slot]
         elif kind[slot] == PullKind.COPY_OLD:
-            source[slot] = source_slot[slot] % slots
+            source[slot] = local[slot]
     for slot in range(slots):
         if kind[slot] == PullKind.COPY_NEW:  # from where the slot of this plan gets it
-            source[slot] = source[source_slot[slot] % slots]
+            source[slot] = source[local[slot]]
 
 
 def whole_sources(old: IntArray, new: IntArray, num_experts: int) -> IntArray:

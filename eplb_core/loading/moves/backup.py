@@ -222,6 +222,7 @@ class _Hand:
         first = self._rank == min(mates)
         if first:
             (self._folder / MANIFEST).unlink(missing_ok=True)  # before any of its files
+            reading.remove_unfinished(self._folder / MANIFEST)
             for file in self._folder.glob("experts-*"):
                 if f"-{self._life}-" not in file.name:
                     file.unlink(missing_ok=True)

@@ -28,15 +28,16 @@ class Hello(NamedTuple):
     """What must be equal on all ranks."""
     capacity: int
     region_offsets: IntArray
-    """(region, offset) of every row that peers may read, int64 `[L, S, tensors, 2]`."""
+    """(region, offset) of every row that peers may read, int64 `[L, S, tensors, 2]`; -1 where the rank has no slot."""
     blob: bytes
     """What the transport exported."""
 
 
-def regions_of(stores: Sequence[ExpertStore], staging: Staging) -> tuple[list[Region], IntArray]:
+def regions_of(stores: Sequence[ExpertStore], staging: Staging, slots_per_rank: int) -> tuple[list[Region], IntArray]:
     """List what to export, staging first; and (region, offset) of each row, int64 `[L, S, tensors, 2]`.
 
-    Adjacent rows of one storage are one region; adjacent allocations are not, since each is exported by itself.
+    Slots that this rank lacks have -1. Adjacent rows of one storage are one region; adjacent allocations are not, since
+    each is exported by itself.
 
     Raises:
         ValueError: Rows share memory: what is written to one would change the other.
@@ -45,7 +46,7 @@ def regions_of(stores: Sequence[ExpertStore], staging: Staging) -> tuple[list[Re
     memory = staging.memory
     regions = [Region(memory.data_ptr(), memory.numel(), str(memory.device))]
     first = stores[0]
-    offsets = np.empty((len(stores), first.num_slots, len(first.names), 2), dtype=np.int64)
+    offsets = np.full((len(stores), slots_per_rank, len(first.names), 2), -1, dtype=np.int64)
     for layer, store in enumerate(stores):
         for tensor, (name, size) in enumerate(zip(store.names, store.row_bytes.tolist(), strict=True)):
             starts = store.addresses[:, tensor]
@@ -172,9 +173,9 @@ def check_frame(stores: Sequence[ExpertStore], layout: ExpertLayout, rank: int) 
             f"`stores` (length {len(stores)}) must have one store per layer of the layout (={layout.num_layers})"
         )
     check_stores(stores)
-    for store in stores:
-        store.check_fits(layout)
     check_int(rank, "rank", 0)
     if rank >= layout.topology.num_ranks:
         raise ValueError(f"`rank` (={rank}) must be in [0, {layout.topology.num_ranks})")
+    for store in stores:
+        store.check_fits(layout, rank=rank)
     return stores

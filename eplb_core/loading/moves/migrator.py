@@ -187,7 +187,8 @@ class Migrator:
 
         Raises:
             MigrationError: Another migration runs, or the Migrator is paused, stopped or has lost its agreement.
-            ValueError: The target has another shape, or shares that are none.
+            ValueError: The target has another shape, or shares that are none, or uses slots that a rank does not have
+                (of `place(slots_per_rank=)`); of a function, it ends the migration on every rank.
             TypeError: It is nothing of these.
         """
         if not self.idle:
@@ -200,6 +201,7 @@ class Migrator:
             )
         if not callable(target) or isinstance(target, type):  # a class would make its own target of the live layout
             target = to_target(target, self._layout)
+            self._stager.puller.check_target(target.layout)
         if self._off:
             return False
         self._number += 1
@@ -477,18 +479,19 @@ class Migrator:
         finish_writes(self._device)
         self._paused = False
 
-    def stop(self, deadline: float) -> bool:
+    def stop(self, deadline: float, *, alone: bool = False) -> bool:
         """Pause if need be and end the threads; every rank calls it. The transport stays open.
 
         Args:
             deadline: Seconds for the threads to end. The pause has the agreement's own.
+            alone: Ask no other rank: for a Migrator whose peers were not made.
 
         Returns:
             False if a thread still runs (a target function that does not end) or an abandoned read may still
             write to staging, which then stays allocated: leave the process without freeing it.
         """
         seconds = check_real(deadline, "deadline", at_least=0.0, at_most=1e9)
-        if not (self._stopped or self._paused or self._lost):
+        if not (check_flag(alone, "alone") or self._stopped or self._paused or self._lost):
             try:
                 self.pause()
             except EplbError as error:

@@ -73,7 +73,7 @@ def move_experts(
         MigrationError: On every rank: a read failed or took too long, a peer was lost, a record refused, or ranks do
             not fit each other; or tables raised: install those of `layout` again. `layout` is the one reached, `rank`
             the rank that gave up, `reason` the cause in one word.
-        ValueError: Stores, layouts, tables or rank do not fit each other.
+        ValueError: Stores, layouts, tables or rank do not fit each other; `new` uses slots that a rank does not have.
 
     Cost:
         Two blocking gathers a step and the reads one after the other. Waits for the device.
@@ -96,6 +96,7 @@ def move_experts(
         raise ValueError(f"{why}; make tables for more")
     facts = {"target": new.digest, "layers to move": rows, "record": record is not None}
     puller = Puller(stores, old, rank, transport, agreement, space, facts)
+    puller.check_target(new)
     stager = Stager(puller, installer, Recorder(record), tables, backup, prints, seconds)
     steps = plan_steps(
         old, new, rank=rank, capacity=puller.capacity, layers=layers, avoid_ranks=puller.avoid_ranks, senders=told

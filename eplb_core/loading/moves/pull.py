@@ -21,7 +21,7 @@ from eplb_core.loading.moves.joining import Hello, check_hellos, decode, encode,
 from eplb_core.loading.moves.progress import Cause, Trouble
 from eplb_core.loading.moves.steps import Step
 from eplb_core.loading.moves.workers import breathe
-from eplb_core.loading.pull_plan import Int8Array, PullKind
+from eplb_core.loading.pull_plan import Int8Array, PullKind, check_slots_exist
 from eplb_core.loading.store import ExpertStore
 from eplb_core.loading.transport import ReadBatch, ReadState, Transport
 
@@ -93,7 +93,7 @@ class Puller:
             if other.transport is transport:  # others may be in use on other threads
                 other.num_quarantined()
         self._taken = np.zeros(staging.capacity, dtype=np.bool_)
-        self._regions, offsets = regions_of(stores, staging)
+        self._regions, offsets = regions_of(stores, staging, layout.slots_per_rank)
         facts = {**(facts or {}), **facts_of(stores, layout)}
         failure, blob = "", b""
         finish_writes(stores[0].device)
@@ -114,6 +114,7 @@ class Puller:
         """(region, offset) of every row of all ranks, int64 `[R, L, S, tensors, 2]`."""
         for hello in hellos:
             self.region_offsets[hello.rank] = hello.region_offsets
+        self._num_slots = (self.region_offsets[:, 0, :, 0, 0] >= 0).sum(axis=1).tolist()
         self._blobs = {hello.rank: hello.blob for hello in hellos}
         self._lost_peers: set[int] = set()
         failure = ""
@@ -123,6 +124,11 @@ class Puller:
         except RAISED as error:
             failure = f"rank {rank}: {_words_of(error)}"
         raise_if_any([other.decode() for other in agreement.gather(failure.encode())])
+
+    def check_target(self, layout: ExpertLayout) -> None:
+        """Raise ValueError, the same on every rank, if the layout uses a slot that its rank does not have."""
+        for rank, num_slots in enumerate(self._num_slots):
+            check_slots_exist(layout, rank, num_slots, "target")
 
     def check_registered(self) -> None:
         """Raise Trouble unless the transport still exports what this rank told its peers.

@@ -129,6 +129,7 @@ class RunWorker:
         """Compute the target and the steps; return False if that failed."""
         try:
             target = to_target(goal(run.live) if callable(goal) else goal, run.live)
+            self.puller.check_target(target.layout)
             self._check_tables(target)
             run.shares = None if target.shares is None else check_shares(target.shares, target.layout)
             for step in plan_steps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import errno
+import fcntl
 import mmap
 import os
 import queue
@@ -216,14 +217,17 @@ def _shared_mappings() -> list[_Mapping]:
 
 def _descriptors() -> dict[tuple[int, int], int]:
     """This process's open plain files."""
-    found = {}
+    found: dict[tuple[int, int], int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             about = os.fstat(int(name))
+            mode = fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE
         except OSError:  # closed meanwhile, as the listing's own is
             continue
-        if stat.S_ISREG(about.st_mode):
-            found[about.st_dev, about.st_ino] = int(name)
+        key = about.st_dev, about.st_ino
+        # Another rank of this process opens the file for reading, and only for as long as it takes to map it.
+        if stat.S_ISREG(about.st_mode) and (key not in found or mode == os.O_RDWR):
+            found[key] = int(name)
     return found
 
 

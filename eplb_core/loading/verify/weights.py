@@ -10,7 +10,7 @@ import numpy as np
 
 from eplb_core._arrays import ArrayLike, BoolArray, IntArray, check_kind, read_only, to_numpy
 from eplb_core.layout import ExpertLayout, layer_rows
-from eplb_core.loading.pull_plan import check_loaded
+from eplb_core.loading.pull_plan import check_loaded, check_slots_exist
 
 UNKNOWN = np.iinfo(np.int64).min
 """In a reference: nothing is recorded for this expert."""
@@ -98,7 +98,8 @@ def verify_weights(
 
     Args:
         prints_of_all_ranks: `fingerprints` of ranks 0..R-1 in order, `[R, n, S, T]` as a list, an array or a tensor, or
-            `[n, P, T]`; or those of the whole tensors, `[R, n, P, T]`.
+            `[n, P, T]`; or those of the whole tensors, `[R, n, P, T]`. In a list, a rank with fewer slots than S gives
+            prints of its own; the layout must leave the others empty.
         layout: The layout at the moment of the prints.
         layers: Rows that were printed, as given to `fingerprints`; default all.
         reference: `by_expert` of an earlier report on the same weights and sample, `[L, E, T]`.
@@ -235,7 +236,9 @@ def _by_place(
     """Prints `[n, Q, T]`, experts `[n, Q]`, ranks `[Q]` and slots `[Q]` of all places, ranks in order."""
     value = prints_of_all_ranks
     name = "prints_of_all_ranks"
-    array = to_numpy([to_numpy(each, name) for each in value] if isinstance(value, list | tuple) else value, name)
+    if isinstance(value, list | tuple):
+        value = _padded([to_numpy(each, name) for each in value], layout)
+    array = to_numpy(value, name)
     ranks, per_rank, slots = layout.topology.num_ranks, layout.slots_per_rank, layout.num_slots
     if array.ndim and not array.shape[-1]:
         raise ValueError(f"`prints_of_all_ranks` (shape {list(array.shape)}) must have a tensor or more")
@@ -254,6 +257,18 @@ def _by_place(
         f"`prints_of_all_ranks` (shape {list(array.shape)}) must be [{ranks}, {len(rows)}, {per_rank}, tensors] or "
         f"[{len(rows)}, {slots}, tensors]; gather the prints of every rank, for the same `layers`"
     )
+
+
+def _padded(arrays: list[Any], layout: ExpertLayout) -> list[Any]:
+    """Prints of ranks, with zeros for slots that a rank does not have and that the layout leaves empty."""
+    if len(arrays) != layout.topology.num_ranks or any(each.ndim != 3 for each in arrays):
+        return arrays
+    size = layout.slots_per_rank
+    if max(each.shape[1] for each in arrays) > size:  # of whole tensors
+        return arrays
+    for rank, each in enumerate(arrays):
+        check_slots_exist(layout, rank, each.shape[1])
+    return [np.pad(each, ((0, 0), (0, size - each.shape[1]), (0, 0))) for each in arrays]
 
 
 def check_reference(value: object, shape: tuple[int, ...]) -> IntArray:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from eplb_core import ExpertLayout, Topology
+from eplb_core import ExpertLayout, ExpertStore, SlotResolver, Topology
 from eplb_core.errors import CheckpointError
+from eplb_core.loading.checkpoint.load import load_checkpoint
 from eplb_core.loading.checkpoint.rank import load_rank
 from eplb_core.loading.checkpoint.templates import TEMPLATES
 from tests.loading.checkpoint.test_load import PAIR, deepseek, expert_of, same, save_file
@@ -48,6 +49,22 @@ def test_fused_tensors_empty_slots_and_names_of_ones_own(tmp_path: Path) -> None
     )
     assert list(loaded) == ["layers.0.up"]
     assert loaded["layers.0.up"].tolist() == [torch.zeros(3, 4).tolist(), tensors[next(iter(tensors))][1].tolist()]
+
+
+def test_a_rank_with_fewer_slots_makes_and_fills_its_own(tmp_path: Path) -> None:
+    checkpoint = deepseek()
+    save_file(checkpoint, tmp_path / "model.safetensors")
+    layout = ExpertLayout([[3, -1, -1, 0, 1, 2]] * 2, 4, topology=Topology(num_ranks=2))
+    tensors = load_rank(tmp_path, layout, 0, template="deepseek_v3", num_slots=1)
+    assert {len(tensor) for tensor in tensors.values()} == {1}
+    for name, expected in expert_of(checkpoint, 4, "experts.3").items():
+        assert same(tensors[f"layers.4.{name}"][0], expected)
+    with pytest.raises(ValueError, match=r"`layout` \(=2\) must be -1 at layer 0, slot 5; .* rank 1 has 2 slots of 3"):
+        load_rank(tmp_path, layout, 1, template="deepseek_v3", num_slots=2)
+    stores = [ExpertStore({"w13": torch.zeros(2, 8, 6)})] * 2
+    resolver = SlotResolver(layout, 0, layer_ids=(3, 4), draft_layers=(61,))
+    with pytest.raises(ValueError, match="rank 0 has 2 slots of 3, and a draft layer needs more"):
+        load_checkpoint(tmp_path, [*stores, stores[0]], resolver, template="deepseek_v3", derived=["w13"])
 
 
 def test_a_scale_of_one_number_is_a_row_of_its_blocks(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_slots_that_are_allocations_side_by_side_are_exported_one_by_one() -> No
     """The driver puts them so; a handle is of one alone."""
     apart = [torch.zeros(32 << 20, dtype=torch.uint8, device="cuda") for _ in range(8)]
     stores = [ExpertStore({"w13": apart})]
-    regions, _ = regions_of(stores, Staging(None, stores))
+    regions, _ = regions_of(stores, Staging(None, stores), stores[0].num_slots)
     transport = CudaIpc()
     assert transport.export(regions)
     transport.close()

@@ -166,6 +166,18 @@ def test_a_bad_deadline_stops_nothing() -> None:
         assert ranks.first.idle
 
 
+def test_a_rank_whose_peers_were_not_made_stops_alone_and_asks_nobody() -> None:
+    asked: list[str] = []
+    with fleet(OLD, agree=lambda member: Watched(member, before=asked.append), clean=False) as ranks:
+        asked.clear()
+        assert ranks.first.stop(LONG, alone=True)
+        assert asked == []
+        assert ranks.first.status.phase == "stopped"
+        assert ranks.migrators[1].stop(LONG, alone=True)
+        with pytest.raises(TypeError, match="`alone`"):
+            ranks.first.stop(LONG, alone=1)  # type: ignore[arg-type]
+
+
 def test_stop_says_that_a_function_still_runs() -> None:
     gate = threading.Event()
 

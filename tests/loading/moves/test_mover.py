@@ -310,7 +310,7 @@ def test_allocations_that_follow_each_other_in_memory_are_exported_one_by_one() 
     memory = bytearray(4 * 64)
     apart = [torch.frombuffer(memory, dtype=torch.uint8, count=64, offset=64 * slot) for slot in range(4)]
     store = ExpertStore({"w": apart, "scale": torch.zeros(4, 16)})
-    regions, places = regions_of([store], Staging(None, [store]))
+    regions, places = regions_of([store], Staging(None, [store]), store.num_slots)
     assert [region.nbytes for region in regions[1:]] == [64, 64, 64, 64, 256]
     assert places[0, :, 0].tolist() == [[1, 0], [2, 0], [3, 0], [4, 0]]
     assert places[0, :, 1].tolist() == [[5, 0], [5, 64], [5, 128], [5, 192]]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -294,6 +294,13 @@ def test_an_engine_outlives_its_host_and_a_new_host_says_who_keeps_the_memory(
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
+class Scaled(NamedTuple):
+    """What a quantization keeps."""
+
+    scale: torch.Tensor
+    zero: int
+
+
 class Block(torch.nn.Module):
     """What engines do to modules: views, tied and plain tensors, buffers outside of the state dict."""
 
@@ -308,6 +315,7 @@ class Block(torch.nn.Module):
             self.register_buffer("scratch", torch.ones(2), persistent=False)
             self.scales = [torch.randn(2), torch.randn(2)]
             self.by_name = {"a": torch.randn(1)}
+            self.pair = torch.randn(2), {"deep": [torch.randn(1), Scaled(torch.randn(3), 4)]}
             self.first_rows = self.w.data[:2]
             self.setting = 3
         if processed:
@@ -333,7 +341,15 @@ def test_a_module_on_the_meta_device_is_filled_with_all_that_the_host_computes_w
     engine = Block("meta", processed=False)
     stack.callback(attach(client, engine).close)
     found = {each.name: (each.kind, each.tensor) for each in module_tensors(engine)}
-    assert found.keys() == expected.keys() >= {"w_scale", "alphas", "inner.packed", "scales.1", "by_name.a", "scratch"}
+    assert (
+        found.keys()
+        == expected.keys()
+        >= {"w_scale", "alphas", "inner.packed", "scales.1", "by_name.a", "scratch", "pair.0"}
+    )
+    assert found.keys() >= {"pair.1.deep.0", "pair.1.deep.1.scale"}
+    scaled = engine.pair[1]["deep"][1]
+    assert isinstance(scaled, Scaled)
+    assert scaled.zero == 4
     for name, (kind, tensor) in expected.items():
         assert (found[name][0], found[name][1].dtype) == (kind, tensor.dtype)
         assert found[name][1].equal(tensor), name
@@ -637,6 +653,16 @@ def test_parts_of_a_module_that_are_no_tensors_are_passed_over() -> None:
     module.register_buffer("scale", None)
     module.kept = [torch.ones(1), "text"]  # type: ignore[assignment]
     assert [each.name for each in module_tensors(module)] == ["weight", "kept.0"]
+
+
+def test_a_list_that_lies_in_itself_is_looked_into_once_and_two_tensors_of_one_name_are_refused() -> None:
+    module = torch.nn.Module()
+    module.kept = around = [torch.ones(1)]  # type: ignore[assignment]
+    around.append([around, torch.ones(2)])  # type: ignore[arg-type]
+    assert [each.name for each in module_tensors(module)] == ["kept.0", "kept.1.1"]
+    module.by_key = {1: torch.ones(1), "1": torch.zeros(1)}  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"the module has 2 tensors of the name 'by_key.1'"):
+        module_tensors(module)
 
 
 def test_no_engine_can_cut_the_memory_of_the_others() -> None:
