@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import mmap
 import os
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -638,6 +642,43 @@ def test_memory_that_the_system_does_not_give_costs_no_descriptor() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOMEM, errno.EPERM])
+@pytest.mark.parametrize(
+    ("module", "call"), [(os, "memfd_create"), (os, "ftruncate"), (fcntl, "fcntl"), (mmap, "mmap"), (os, "fstat")]
+)
+def test_a_call_that_fails_while_memory_is_made_or_mapped_costs_no_descriptor_and_no_tensor(
+    stack: ExitStack, path: str, monkeypatch: pytest.MonkeyPatch, module: Any, call: str, error: int
+) -> None:
+    def fails(*arguments: Any, **options: Any) -> Any:
+        raise OSError(error, os.strerror(error))
+
+    def make() -> None:
+        memory = SharedMemory([NamedTensor("w", "tensor", torch.ones(8))])
+        try:
+            map_tensors(memory.description, memory.fds)
+        finally:
+            memory.close()
+
+    before = set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(module, call, fails)
+        with pytest.raises(OSError, match=re.escape(os.strerror(error))):
+            make()
+    assert set(os.listdir("/proc/self/fd")) <= before
+    host(stack, path)
+    client, target = stack.enter_context(LayoutClient(path, "a")), {"0.w": torch.zeros(3, HIDDEN, HIDDEN)}
+    if call in ("mmap", "fstat"):
+        before = set(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patched:
+            patched.setattr(mmap, "mmap", fails)
+            with pytest.raises(HostAbsent, match=re.escape(os.strerror(error))):
+                attach(client, target)
+        assert set(os.listdir("/proc/self/fd")) <= before
+        assert not target["0.w"].any()
+    stack.callback(attach(client, target).close)
+    assert target["0.w"].equal(load(LAYOUT, 0)["0.w"])
 
 
 def test_a_host_that_cannot_write_its_record_gives_its_memory_back(stack: ExitStack, path: str, tmp_path: Path) -> None:
