@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def rows_of(against: str, alike: bool, dispatch: str, found: Sequence[Found]) -> list[dict[str, Any]]:
     """A row for each effort: in how many problems the gap is nothing, its mean and its worst, and where that is."""
     rows = []
-    for effort in EFFORTS:
+    for effort in EFFORTS if found else ():
         gaps = np.array([max(each.best - each.reached[effort], 0.0) for each in found])
         worst = found[int(np.argmax(gaps))]
         rows.append(

@@ -56,6 +56,7 @@ def _warm_place() -> None:
     uneven = ExpertLayout([[0, -1, -1, 1, 2, 3]] * 2, num_experts=4, topology=_TOPOLOGY)  # rank 1 has 2 of the 5 slots
     place(_LOAD, _TOPOLOGY, num_slots=5, current=uneven, max_node_transfers=[[-1, 1], [1, -1]])
     place(_LOAD, Topology(rank_to_node=[0, 1], rank_speed=[1.0, 2.0]), num_slots=6)
+    place([[2, 2, 1]], _TOPOLOGY, num_slots=3)  # cannot be even, so all layouts are tried
     for load in (_LOAD, np.stack([_LOAD, _LOAD[::-1]])):  # one window and several
         place(load, _TOPOLOGY, num_slots=6)
         place(load, _TOPOLOGY, num_slots=6, current=live)

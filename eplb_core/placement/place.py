@@ -8,7 +8,6 @@ import numpy as np
 
 from eplb_core._arrays import (
     ArrayLike,
-    BoolArray,
     FloatArray,
     IntArray,
     check_int,
@@ -22,36 +21,24 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known
 from eplb_core.placement.affinity.near import TRAFFIC_PRICE, Near, Rows, bring_near
 from eplb_core.placement.affinity.pairs import check_pairs
-from eplb_core.placement.from_current import choose_rows, find_homes, start_from
-from eplb_core.placement.pack.block import Scratch, new_scratch
-from eplb_core.placement.pack.layers import ranks_alike, solve_layers
-from eplb_core.placement.pack.search import TOLERANCE
-from eplb_core.placement.polish import polish
+from eplb_core.placement.from_current import choose_rows, start_from
+from eplb_core.placement.from_nothing import solve
 from eplb_core.placement.problem import (
     Locality,
     PlacementDispatch,
-    Problem,
     Terms,
     check_current,
     check_links,
     check_slots,
     check_weights,
-    fewer_slots,
-    slots_by_speed,
     state_problem,
 )
-from eplb_core.placement.score import bound_layers, score_rows
-from eplb_core.placement.search.improve import improve_layers
-from eplb_core.placement.search.links import NO_LIMIT, new_links
+from eplb_core.placement.score import score_rows
+from eplb_core.placement.search.links import NO_LIMIT
 from eplb_core.placement.spend import spend_budget
 from eplb_core.placement.windows import Load
 from eplb_core.topology import Topology
 
-_SOME_GAIN = 1e-9
-# With no more slots than these it takes little time to try which should stay empty.
-_FEW_SLOTS = 64
-# Steps of a layer that is placed from nothing for several windows, at effort 1.
-_FREE_STEPS = 128
 # Gain in balancedness that a transfer must bring; with a budget, which says what may be spent, less.
 _PRICE, _PRICE_IN_BUDGET = 0.001, 0.0001
 # What each layer may offer for a budget of all: the answers at these prices, and within these budgets of its own.
@@ -234,7 +221,7 @@ def place(
         if current is not None:
             check_current(current, problem, layers)
         load = whole.take(rows)
-        solution, bound[rows] = _solve(problem, load, effort, free=current is None)
+        solution, bound[rows] = solve(problem, load, effort, free=current is None)
         if current is None:
             p2l[0, rows], reached[0, rows] = solution, score_rows(problem, load, solution)
             continue
@@ -286,140 +273,3 @@ def _share_out(reached: FloatArray, transfers: IntArray, total: int | None) -> I
     gain = np.nan_to_num(reached[1:] - reached[0], nan=0.0)
     extra = np.maximum(transfers[1:] - transfers[0], 0)
     return spend_budget(gain, extra, max(total - int(transfers[0].sum()), 0)) + 1
-
-
-def _solve(problem: Problem, load: Load, effort: float, *, free: bool) -> tuple[IntArray, FloatArray]:
-    """Place every layer with load from nothing, the others as if all experts were equally loaded.
-
-    Args:
-        problem: What the layers must satisfy.
-        load: Their load.
-        effort: As for `place`.
-        free: Nothing is in place: balance each window, where there is more to do than for the sum of them.
-
-    Returns:
-        The rows `[L, P]`, and the upper limit of their balancedness `[L]`.
-    """
-    p2l, bound = _solve_slots(problem, load, effort, free=free)
-    further = len(load.windows) > 1 or problem.weighted
-    if not (free and further) or problem.pin or p2l.shape[1] > _FEW_SLOTS or ranks_alike(problem):
-        return p2l, bound
-    # Few slots of ranks that differ: what is good with fewer of them may be better than all.
-    reached = score_rows(problem, load, p2l)
-    for capacity in fewer_slots(problem.capacity, load.total.shape[1]):
-        if (reached >= 1.0 - _SOME_GAIN)[load.known].all():
-            break
-        rows, _ = _solve_slots(problem._replace(capacity=capacity), load, effort, free=True)
-        _take_better(problem, load, rows, load.known, p2l, reached)
-    return p2l, bound
-
-
-def _take_better(
-    problem: Problem, load: Load, rows: IntArray, asked: BoolArray, p2l: IntArray, reached: FloatArray
-) -> None:
-    """Take those of `rows` that are asked for and better than what `p2l` reached; both are changed in place."""
-    found = score_rows(problem, load, rows)
-    better = asked & (found > reached)
-    p2l[better], reached[better] = rows[better], found[better]
-
-
-def _solve_slots(problem: Problem, load: Load, effort: float, *, free: bool) -> tuple[IntArray, FloatArray]:
-    """As `_solve`, with all of the slots."""
-    layers, experts = load.total.shape
-    topology = problem.topology
-    scratch = new_scratch(experts, topology.num_ranks, problem.stride)
-    p2l = np.full((layers, topology.num_ranks * problem.stride), -1, dtype=np.int64)
-    limit, bound = np.zeros(layers), np.zeros(layers)
-    total, skip = load.total, ~load.known
-    if skip.any() and problem.pin:  # the trivial spread knows no groups
-        total, skip = np.where(skip[:, None], 1.0, total), np.zeros(layers, dtype=np.bool_)
-    elif skip.any():
-        open_slots = (np.arange(problem.stride) < problem.capacity[:, None]).reshape(-1)
-        p2l[np.ix_(skip, open_slots)] = np.arange(open_slots.sum()) % experts
-    # What is searched further starts from one place, so that more effort goes on where less has ended.
-    further = len(load.windows) > 1 or problem.weighted
-    solve_layers(problem, total, skip, 1.0 if further else effort, scratch, p2l, limit)
-    # What the search proved holds for one window and even shares alone.
-    bound_layers(load.windows, load.weights, problem.capacity, topology.rank_speed, limit, not further, scratch, bound)
-    bound *= problem.reach
-    if not further and not problem.pin and p2l.shape[1] <= _FEW_SLOTS and ranks_alike(problem):
-        _try_spare(problem, load, effort, scratch, p2l, bound)
-    usual = p2l.copy()
-    if free and further:
-        _balance_windows(problem, load, p2l, effort)
-    if free and problem.weighted:
-        if effort != 1.0:
-            _balance_windows(problem, load, usual, 1.0)
-        _try_unsplit(problem, load, scratch, p2l.copy() if effort == 1.0 else usual, p2l, bound)
-    return p2l, bound
-
-
-def _try_spare(problem: Problem, load: Load, effort: float, scratch: Scratch, p2l: IntArray, bound: FloatArray) -> None:
-    """Let slots stay empty where layers of ranks that are alike end far from their bound, and take what is better.
-
-    Whether a layer is asked depends on what effort 1 reaches: so more effort is never worse.
-    """
-    usual, ignored = p2l, np.zeros_like(bound)
-    if effort != 1.0:
-        usual = p2l.copy()
-        solve_layers(problem, load.total, ~load.known, 1.0, scratch, usual, ignored)
-    far = load.known & (score_rows(problem, load, usual) < bound * (1.0 - TOLERANCE))
-    if far.any():
-        other = p2l.copy()
-        solve_layers(problem, load.total, ~far, effort, scratch, other, ignored, spare=True)
-        _take_better(problem, load, other, far, p2l, score_rows(problem, load, p2l))
-
-
-def _try_unsplit(
-    problem: Problem, load: Load, scratch: Scratch, usual: IntArray, p2l: IntArray, bound: FloatArray
-) -> None:
-    """For solved shares that end far from their bound: begin with each expert once, and take what is better.
-
-    The slots that are free then are for the search, which splits an expert where that evens two ranks out. Goes by
-    `usual`, what effort 1 reaches, and for few slots goes on from there too: so more effort is never worse.
-    """
-    reached = score_rows(problem, load, p2l)
-    far = load.known & (score_rows(problem, load, usual) < bound * (1.0 - TOLERANCE))
-    if far.any():
-        once = problem._replace(capacity=slots_by_speed(problem))
-        rows = np.full_like(p2l, -1)
-        solve_layers(once, load.total, ~far, 1.0, scratch, rows, np.zeros_like(bound))
-        rows[~far] = p2l[~far]
-        _balance_windows(problem, load, rows, 1.0, ~far)
-        for each in (rows, usual):
-            if p2l.shape[1] <= _FEW_SLOTS:
-                polish(problem, load, far, bound, each)
-            _take_better(problem, load, each, far, p2l, reached)
-
-
-def _balance_windows(problem: Problem, load: Load, p2l: IntArray, effort: float, skip: BoolArray | None = None) -> None:
-    """Go on from a placement of the sum until each window is balanced; nothing is in place, so all is free.
-
-    With `skip`, from one that leaves slots free for solved shares.
-    """
-    ranks, none = problem.topology.num_ranks, np.zeros((0, 0), dtype=np.int64)
-    links = new_links(np.zeros((ranks, ranks)), problem.topology.rank_to_node, none, none)
-    _, home = find_homes(p2l, problem)
-    steps = max(1, int(_FREE_STEPS * effort))
-    # Steps for even shares see more ways than those for solved ones, which go on from where they have ended. Effort is
-    # for the last of them, so that more of it goes on where less has ended.
-    phases = ((False, _FREE_STEPS), (True, steps)) if problem.weighted else ((False, steps),)
-    for weighted, most in phases if skip is None else phases[1:]:
-        improve_layers(
-            load.windows,
-            load.weights,
-            p2l.copy(),
-            ~load.known if skip is None else skip,
-            problem.capacity,
-            1.0 / problem.topology.rank_speed,
-            links,
-            home,
-            problem.pin == 2,
-            0.0,
-            np.full(len(p2l), NO_LIMIT),
-            most,
-            1,
-            weighted,
-            p2l,
-            np.full(p2l.shape, -1),
-        )

@@ -14,7 +14,7 @@ MUTATIONS = [
         "rule 1",
     ),
     (
-        f"{P}place.py",
+        f"{P}from_nothing.py",
         "    solve_layers(problem, total",
         "    np.random.random()\n    solve_layers(problem, total",
         f"{T}test_same_bytes.py::test_the_global_random_state_is_neither_read_nor_advanced",

@@ -28,7 +28,7 @@ def test_the_oracle_agrees_with_optima_found_by_hand() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("alike", [True, False])
 def test_tiny_shapes_are_optimal_and_no_bound_is_below_the_optimum(alike: bool) -> None:
-    """Measured on 2,000 (benchmarks/results/optimal.json): 98 of 100 at the default effort."""
+    """All of 2 x 150 at both efforts (`python -m benchmarks.optimal`)."""
     equal = {1.0: 0, 10.0: 0}
     for problem in tiny_problems(SHAPES, seed=0, alike=alike):
         best = problem.balancedness(least_time(problem, weighted=False))
@@ -36,10 +36,9 @@ def test_tiny_shapes_are_optimal_and_no_bound_is_below_the_optimum(alike: bool) 
             topology = Topology(len(problem.slots), rank_speed=problem.speed)
             placed = place([problem.load], topology, slots_per_rank=problem.slots, effort=effort)
             assert placed.balancedness[0] <= best * (1 + 1e-12) <= placed.bound[0] * (1 + 2e-12), problem
-            assert placed.balancedness[0] >= best - 0.15, problem
             equal[effort] += placed.balancedness[0] >= best * (1 - 1e-12)
-    assert equal[1.0] >= 0.95 * SHAPES, equal
-    assert equal[10.0] >= 0.97 * SHAPES, equal
+    assert equal[1.0] >= 0.97 * SHAPES, equal
+    assert equal[10.0] >= 0.995 * SHAPES, equal
 
 
 def test_a_slow_rank_keeps_a_slot_empty_where_that_is_best() -> None:
@@ -62,14 +61,14 @@ def test_more_slots_on_ranks_of_two_speeds_are_never_worse(slow: int, speed: flo
 @pytest.mark.slow
 @pytest.mark.parametrize("alike", [True, False])
 def test_tiny_shapes_with_solved_shares_are_optimal(alike: bool) -> None:
-    """Measured on 2,000 (benchmarks/results/optimal.json)."""
+    """To what sweeps leave of the best shares."""
     gaps = []
     for problem in tiny_problems(SHAPES, seed=1, alike=alike):
         best = min(problem.balancedness(least_time(problem, weighted=True)), 1.0)
         gaps.append(best - problem.reached("weighted", 1.0))
         assert gaps[-1] >= -1e-9, problem
-    assert np.mean(gaps) <= 0.01
-    assert max(gaps) <= 0.25
+    assert np.mean(gaps) <= 1e-4
+    assert max(gaps) <= 1e-3
 
 
 def test_solved_shares_are_found_where_the_fast_rank_holds_all() -> None:
@@ -77,3 +76,30 @@ def test_solved_shares_are_found_where_the_fast_rank_holds_all() -> None:
     load, topology = [[0.277, 11.286, 0.899]], Topology(2, rank_speed=[2.0, 0.5])
     placed = place(load, topology, num_slots=5, dispatch="weighted")
     assert placed.balancedness[0] >= 1.0 - 1e-6
+
+
+@pytest.mark.parametrize("effort", [1.0, 10.0])
+@pytest.mark.parametrize(
+    ("problem", "dispatch"),
+    [
+        (Problem([7.0, 99.0, 16.0], [0.25, 0.5, 0.25, 0.25], [3, 3, 3, 2]), "even"),  # was 0.921, not 0.986
+        (Problem([64.0, 0.0, 0.0], [1.0, 2.0, 0.5, 2.0], [1, 3, 1, 1]), "weighted"),  # was 0.727, not 1.000
+        (
+            Problem([84.0, 26.0, 41.0, 80.0, 78.0], [1.0, 0.25, 2.0, 0.25], [2, 2, 1, 1]),
+            "weighted",
+        ),  # was 0.538, not 0.559
+        (
+            Problem([57.0, 13.0, 14.0, 6.0, 90.0, 48.0], [1.0, 1.0, 1.0, 1.0], [3, 3, 3, 2]),
+            "even",
+        ),  # was 0.983, not 1.000
+        (
+            Problem([22.0, 48.0, 6.0, 34.0, 16.0, 0.0], [1.0, 1.0, 1.0, 1.0], [3, 3, 3, 2]),
+            "even",
+        ),  # was 0.969, not 0.984
+        (Problem([34.0, 6.0, 32.0, 20.0], [1.0, 1.0, 1.0], [2, 2, 1]), "weighted"),  # was 0.929, not 0.958
+    ],
+)
+def test_what_needs_several_changes_at_once_is_found(problem: Problem, dispatch: str, effort: float) -> None:
+    """An exchange and a split together: no single change of these made the largest time less."""
+    best = problem.balancedness(least_time(problem, weighted=dispatch == "weighted"))
+    assert problem.reached(dispatch, effort) == pytest.approx(min(best, 1.0), abs=1e-5)

@@ -120,6 +120,31 @@ def test_more_slots_are_never_worse_where_ranks_differ(case: Case) -> None:
 
 
 @settings(max_examples=EXAMPLES)
+@given(cases(), st.integers(0, 10**6), st.sampled_from([None, 0, 1, 3]))
+def test_a_layout_in_place_is_never_made_worse(case: Case, seed: int, budget: int | None) -> None:
+    case.options["dispatch"] = "even"
+    current = place(case.other_load(seed), case.topology, slots_per_rank=case.slots, **case.options).layout
+    options = {**case.options, "max_transfers": budget}
+    placed = place(case.load, case.topology, slots_per_rank=case.slots, current=current, **options)
+    for layer in range(2):
+        stay, now = (mean_balancedness(case, layout, layer) for layout in (current, placed.layout))
+        assert np.isnan(stay) or now >= stay - 1e-12
+        assert np.isnan(now) or now == pytest.approx(placed.balancedness[layer])
+
+
+def mean_balancedness(case: Case, layout: ExpertLayout, layer: int) -> float:
+    """By definition, for even shares: mean over the windows with load of mean time / largest time."""
+    rows, speed, found = by_rank(layout, layer), case.topology.rank_speed, []
+    active = [rank for rank, slots in enumerate(case.capacity) if slots > 0]
+    for load in case.load[:, layer]:
+        share = load / layout.replica_count[layer]
+        times = [sum(share[e] for e in rows[rank] if e >= 0) / speed[rank] for rank in active]
+        if load.any():
+            found.append(load.sum() / speed[active].sum() / max(times))
+    return float(np.mean(found)) if found else np.nan
+
+
+@settings(max_examples=EXAMPLES)
 @given(cases(), st.integers(0, 20))
 def test_equal_slots_are_the_same_problem_as_their_number(case: Case, more: int) -> None:
     ranks, experts = len(case.slots), case.load.shape[2]
