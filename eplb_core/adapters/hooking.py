@@ -13,16 +13,22 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
+from eplb_core.adapters import source
 from eplb_core.errors import EplbError
 from eplb_core.loading.agreement import Agreement, GroupAgreement
 
 T = TypeVar("T")
 PLACE_OPTIONS: dict[str, Callable[[str], Any]] = {"min_gain": float, "transfer_price": float, "max_transfers": int}
 """Options that every engine's placement passes on to `place`."""
+NO_SUCH = "no such function"
 SAME = "give all ranks the same eplb_core, environment variables and engine version"
 
+_PATIENCE_S = 300.0
+_gathers: dict[int, tuple[Any, Callable[[Said], list[Said]]]] = {}
+"""By the group's identity: the group, kept so that no other gets its identity, and what gathers over its ranks."""
 _logged: set[str] = set()
 _failures: dict[str, str] = {}
 _log = [logging.getLogger("eplb_core")]
@@ -81,29 +87,36 @@ def one_of(*words: str) -> Callable[[str], str]:
     return read
 
 
-def mismatch(target: object, name: str, parameters: Sequence[str]) -> str:
+def mismatch(target: object, name: str, parameters: Sequence[str] | None) -> str:
     """Say how a function of the engine differs from what a hook expects; empty where it does not.
 
     Args:
-        target: The engine's function or class method; None where it has none of that name.
+        target: The engine's function or class method, or what `source.find` says of it; None where it has none of that
+            name.
         name: The engine's name for it.
-        parameters: Names of its first parameters, `self` and `cls` included; any others must have defaults.
+        parameters: Names of its first parameters, `self` and `cls` included; any others must have defaults. None: any.
     """
-    if not callable(target):
-        return f"expected {name}({', '.join(parameters)}), found no such function"
+    expected = f"expected {name}" if parameters is None else f"expected {name}({', '.join(parameters)})"
+    if isinstance(target, source.Unknown):
+        return "" if parameters is None else f"{expected}, found {target.reason}"
+    if not callable(target) and not isinstance(target, inspect.Signature):
+        return f"{expected}, found {NO_SUCH}"
+    if parameters is None:
+        return ""
     try:
-        found = list(inspect.signature(target).parameters.values())
+        signature = target if isinstance(target, inspect.Signature) else inspect.signature(target)
     except (TypeError, ValueError):
-        return f"expected {name}({', '.join(parameters)}), found a function that does not tell its parameters"
+        return f"{expected}, found a function that does not tell its parameters"
+    found = list(signature.parameters.values())
     extra = found[len(parameters) :]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     same = [parameter.name for parameter in found[: len(parameters)]] == list(parameters)
     if same and all(p.default is not inspect.Parameter.empty or p.kind in variadic for p in extra):
         return ""
-    return f"expected {name}({', '.join(parameters)}), found {name}{inspect.signature(target)}"
+    return f"{expected}, found {name}{signature}"
 
 
-def fits(part: str, engine: str, targets: Iterable[tuple[object, str, Sequence[str]]]) -> bool:
+def fits(part: str, engine: str, targets: Iterable[tuple[object, str, Sequence[str] | None]]) -> bool:
     """Return whether all functions that a part changes are as it expects them; log a line if not.
 
     Args:
@@ -174,8 +187,27 @@ def gather_by(agreement: Agreement) -> Callable[[Said], list[Said]]:
 
 
 def gather_over(cpu_group: Any) -> Callable[[Said], list[Said]]:
-    """As `gather_by`, over a torch group on the CPU; all its users must call in the same order on every rank."""
-    return gather_by(GroupAgreement(cpu_group, deadline=300.0))
+    """As `gather_by`, over a group of its own of the ranks of a torch group on the CPU.
+
+    The group is made the first time that this is called for `cpu_group`, which is collective, and kept: collectives of
+    two users on one group mix.
+    """
+    found = _gathers.get(id(cpu_group))
+    if found is None or found[0] is not cpu_group:
+        found = _gathers[id(cpu_group)] = cpu_group, gather_by(GroupAgreement(_same_ranks(cpu_group), _PATIENCE_S))
+    return found[1]
+
+
+def _same_ranks(cpu_group: Any) -> Any:
+    """A new group of these ranks; the group itself where torch does not know it: nothing can be made of it then."""
+    import torch.distributed as dist
+
+    try:
+        ranks = dist.get_process_group_ranks(cpu_group)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+        return cpu_group
+    patience = timedelta(seconds=_PATIENCE_S)
+    return dist.new_group(ranks, timeout=patience, backend="gloo", use_local_synchronization=True)
 
 
 def gather_objects(cpu_group: Any) -> Callable[[Any], list[Any]]:

@@ -32,7 +32,7 @@ def test_installed_and_not_asked_for_nothing_happens_and_nothing_is_imported() -
 def test_each_entry_point_asks_its_own_plug_in(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine is not there: vLLM's plug-in says so in a line, SGLang's raises, which SGLang logs."""
+    """The engine is not there: both say so in a line."""
     for name in ("vllm", "vllm.distributed", "sglang"):
         monkeypatch.setitem(sys.modules, name, None)
     plugins.register_vllm()
@@ -44,8 +44,8 @@ def test_each_entry_point_asks_its_own_plug_in(
     assert "not active: ModuleNotFoundError" in caplog.text
     monkeypatch.setenv("EPLB_CORE", "sglang")
     plugins.register_vllm()
-    with pytest.raises(ImportError):
-        plugins.register_sglang()
+    plugins.register_sglang()
+    assert "not active: this SGLang has no loader of plug-ins" in caplog.text
 
 
 def test_the_package_names_its_plug_ins() -> None:

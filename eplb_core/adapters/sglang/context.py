@@ -43,9 +43,9 @@ def live_metadata() -> Any:  # pragma: no cover  as above
 
 def cpu_group() -> Any:  # pragma: no cover  needs SGLang: tests/engines
     """The engine's own group of all its ranks on the CPU; the default group where that is gloo; or None."""
-    from sglang.srt.runtime_context import get_parallel
-
     try:
+        from sglang.srt.runtime_context import get_parallel
+
         return get_parallel().world_group.cpu_group
     except Exception:
         import torch

@@ -219,7 +219,7 @@ def dispatch_dynamic(topk_ids: torch.Tensor, info: Any) -> torch.Tensor:
     """
     ids = topk_ids.flatten()
     valid = info.partial_logical_to_all_physical_map_num_valid[ids]
-    if info.rank_invariant:
+    if getattr(info, "rank_invariant", False):  # before 0.5.20 every pick was by chance
         width = topk_ids.shape[-1] if topk_ids.dim() > 1 else 1
         row = torch.arange(ids.shape[0], dtype=torch.int64, device=ids.device) // width
         index = ((((row + ids * _GOLDEN) * _KNUTH) & _WORD) >> 16) % valid

@@ -8,22 +8,24 @@ once, and the engine's own code answers.
 
     EPLB_CORE=sglang python -m sglang.launch_server ...
 
-Written against SGLang 0.5.23; a function of another signature leaves its part to the engine, and a line says so. See
-docs/engines.md.
+Written against SGLang 0.5.23; a function of another signature leaves its part to the engine, and a line says so.
+`python -m eplb_core.adapters.check` prints what works with the SGLang that is installed. See docs/engines.md.
 """
 
 from __future__ import annotations
 
 import logging
 import pkgutil
-from collections.abc import Callable, Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from eplb_core.adapters import hooking
+from eplb_core.adapters import hooking, source
 from eplb_core.adapters.sglang import context, record
 from eplb_core.adapters.sglang import maps as sglang_maps
 from eplb_core.adapters.sglang.daemon import spawn
@@ -40,6 +42,11 @@ _OPTIONS = {
     "transport": hooking.one_of(*TRANSPORTS),
 }
 
+ENGINE = "SGLang, written for 0.5.23"
+NO_LOADER = "this SGLang has no loader of plug-ins (sglang.srt.plugins), so that it never asks for this one; take 0.5.15 or newer"
+_REGISTRY = "sglang.srt.plugins.hook_registry"
+_WRITES_EXPERTS = re.compile(r"(update|load)_weights_from_\w+|(begin|end)_weight_update")
+"""Functions of SGLang's updater of weights that write into experts, or stand around that; in 0.5.23 six of them."""
 _PLACEMENT = "tokens_per_expert num_physical_experts num_local_physical_experts num_groups num_nodes algorithm"
 """Parameters of SGLang's `rebalance_experts`."""
 
@@ -53,50 +60,81 @@ _NOTED = "_eplb_core_layout"
 class _Hook(NamedTuple):
     part: str
     target: str
-    parameters: tuple[str, ...]
-    hook: Callable[..., Any]
+    parameters: tuple[str, ...] | None
+    """None: any, since the hook passes on what it is given."""
+    hook: Callable[..., Any] | None
+    """None: what hooks of the part call, and leave as it is."""
     replace: bool = False
+    needed: bool = True
+    """Without it the whole part is left to the engine; else only this hook."""
 
 
 def register() -> None:
-    """Register the hooks; SGLang calls this in each of its processes. Does nothing unless `EPLB_CORE=sglang`."""
+    """Register the hooks; SGLang calls this in each of its processes. Does nothing unless `EPLB_CORE=sglang`.
+
+    Imports none of what it changes: a hook is registered when its module is imported, or now if it is.
+    """
     if not hooking.asked_for("sglang") or context.registered:
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    try:  # pragma: no cover  needs SGLang: tests/engines
+    if source.find(f"{_REGISTRY}.HookRegistry") is None:
+        hooking.log_once(f"not active: {NO_LOADER}", logging.ERROR)
+        return
+    try:
         parts = hooking.parts_on(PARTS)
         context.options.update(hooking.options_from(_OPTIONS))
-    except ValueError as error:  # pragma: no cover
+    except ValueError as error:
         hooking.log_once(f"not active: {error}", logging.ERROR)
         return
-    parts = tuple(part for part in parts if _fits(part))  # pragma: no cover
-    for hook in _hooks():  # pragma: no cover
-        if hook.part in parts or hook.part == "report":
-            HookRegistry.register(hook.target, hook.hook, HookType.REPLACE if hook.replace else HookType.AROUND)
-            context.registered.append(hook.target)
+    by_module: dict[str, list[_Hook]] = {}
+    for hook in (hook for part in (*parts, "report") for hook in _fitting(part)):
+        by_module.setdefault(source.module_in(hook.target), []).append(hook)
+        context.registered.append(hook.target)
+    for module, hooks in by_module.items():
+        source.when_imported(module, partial(_register, hooks))
 
 
-def _fits(part: str) -> bool:
-    targets = (
-        (_found(hook.target), hook.target.removeprefix("sglang.srt."), hook.parameters)
-        for hook in _hooks()
-        if hook.part == part
-    )
-    return hooking.fits(part, "SGLang, written for 0.5.23", targets)
+def _register(hooks: Sequence[_Hook], late: bool) -> None:
+    """Hand the hooks to SGLang; `late`: it has applied those of its start already."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-
-def _found(name: str) -> object:
     try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        return None
+        for hook in hooks:
+            HookRegistry.register(hook.target, hook.hook, HookType.REPLACE if hook.replace else HookType.AROUND)
+        if late:
+            HookRegistry.apply_hooks()
+    except Exception as error:  # within an import of the engine's
+        hooking.log_once(f"not in effect in SGLang: {hooks[0].target}: {hooking.words(error)}", logging.ERROR)
+
+
+def troubles(part: str) -> Iterator[tuple[_Hook, str]]:
+    """Yield each hook of a part, and how its function differs from what it expects: empty where it does not."""
+    for hook in _hooks():
+        if hook.part == part:
+            name = hook.target.removeprefix("sglang.srt.")
+            yield hook, hooking.mismatch(source.find(hook.target), name, hook.parameters)
+
+
+def _fitting(part: str) -> list[_Hook]:
+    """The hooks of a part that fit the engine; none where one that it needs does not."""
+    found = list(troubles(part))
+    missing = next((trouble for hook, trouble in found if hook.needed and trouble), "")
+    if missing:
+        hooking.log_once(f"{part} is left to {ENGINE}: {missing}")
+        return []
+    for _, trouble in found:
+        if trouble:
+            hooking.log_once(f"{part} does without one function of {ENGINE}: {trouble}", logging.INFO)
+    return [hook for hook, trouble in found if hook.hook is not None and not trouble]
 
 
 def inactive_hooks() -> list[str]:  # pragma: no cover  needs SGLang: tests/engines
-    """Targets that the plug-in should have changed and did not: SGLang only logs it. Empty = all are in effect."""
+    """Targets that the plug-in should have changed and did not: SGLang only logs it. Empty = all are in effect.
+
+    Those whose module this process has not imported do not count.
+    """
     by_target = {hook.target: hook for hook in _hooks()}
-    return [target for target in context.registered if not _is_hooked(by_target[target])]
+    imported = [each for each in context.registered if source.module_in(each) in sys.modules]
+    return [target for target in imported if not _is_hooked(by_target[target])]
 
 
 def active_parts() -> tuple[str, ...]:
@@ -108,15 +146,18 @@ def _hooks() -> Iterator[_Hook]:
     location, updater = "eplb.expert_location", "model_executor.model_runner_components.weight_updater.WeightUpdater"
     metadata, manager = f"{location}.ExpertLocationMetadata", "eplb.eplb_manager.EPLBManager"
     dispatch, loader = "eplb.expert_location_dispatch._topk_ids_logical_to_physical", "weight_cache.ipc_loader"
+    layer, settings = "layers.moe.fused_moe_triton.layer.FusedMoE", "runtime_context.get_exec"
+    writing = {f"{updater}.update_weights_from_disk"}  # where this is not, weights are written by who knows what
+    writing |= {f"{updater}.{name}" for name in source.members_of(f"sglang.srt.{updater}") if _writes_experts(name)}
     for part, target, hook, parameters in (
         ("loading", f"{metadata}.logical_to_all_physical", resolve, "self layer_id logical_expert_id"),
         (
-            "loading",
-            "layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader",
+            "loading?",
+            f"{layer}.weight_loader",
             load_own_range,
             "self param loaded_weight weight_name shard_id expert_id",
         ),
-        ("loading", "layers.quantization.moe_wna16._local_expert_ids", load_own_range, "layer expert_id"),
+        ("loading?", "layers.quantization.moe_wna16._local_expert_ids", load_own_range, "layer expert_id"),
         ("placement", "eplb.eplb_algorithms.rebalance_experts", place_from_live, _PLACEMENT),
         (
             "placement",
@@ -136,17 +177,14 @@ def _hooks() -> Iterator[_Hook]:
             build_static_table,
             "logical_to_all_physical_map ep_size num_physical_experts ep_rank",
         ),
+        *((part, f"{location}._prefer_same_node_experts", None, "") for part in ("maps", "tables", "moves")),
+        *((part, settings, None, "") for part in ("maps", "tables", "moves")),
         ("update", f"{metadata}.update", update_layers, "self other update_layer_ids"),
         ("dispatch", f"{dispatch}_static", sglang_maps.dispatch_static, "topk_ids info"),
         ("dispatch", f"{dispatch}_dynamic", sglang_maps.dispatch_dynamic, "topk_ids info"),
         ("moves", f"{manager}.rebalance", rebalance, "self"),
         ("moves", "model_executor.model_runner.ModelRunner.load_model", register_after_load, "self"),
-        ("moves", f"{updater}.update_weights_from_disk", around_weights, "self model_path load_format"),
-        ("moves", f"{updater}.load_weights_from_distributed", around_weights, "self named_tensors"),
-        ("moves", f"{updater}.update_weights_from_tensor", around_weights, "self named_tensors"),
-        ("moves", f"{updater}.update_weights_from_ipc", around_weights, "self recv_req"),
-        ("moves", f"{updater}.begin_weight_update", around_weights, "self"),
-        ("moves", f"{updater}.end_weight_update", around_weights, "self run_post_load"),
+        *(("moves", target, around_weights, None) for target in sorted(writing)),
         ("record", f"{loader}.IpcModelLoader._fetch_from_cache", record.fetch, "self model_config device_config"),
         ("record", f"{loader}.send_msg", record.claim_layout, "sock obj"),
         (
@@ -161,9 +199,20 @@ def _hooks() -> Iterator[_Hook]:
             record.record_update,
             "self routed_experts_weights_of_layer new_expert_location_metadata update_layer_ids nnodes rank",
         ),
-        ("report", f"{location}.compute_initial_expert_location_metadata", report, ""),
+        ("report", f"{location}.compute_initial_expert_location_metadata", report, None),
     ):
-        yield _Hook(part, f"sglang.srt.{target}", tuple(parameters.split()), hook, replace=part == "dispatch")
+        yield _Hook(
+            part.rstrip("?"),
+            f"sglang.srt.{target}",
+            None if parameters is None else tuple(parameters.split()),
+            hook,
+            replace=part == "dispatch",
+            needed=not part.endswith("?"),
+        )
+
+
+def _writes_experts(name: str) -> bool:
+    return _WRITES_EXPERTS.fullmatch(name) is not None
 
 
 def _is_hooked(hook: _Hook) -> bool:  # pragma: no cover  as above
@@ -297,8 +346,11 @@ def resolve(
     layer = _loading.get()
     if layer is None:
         return slots
-    start = layer._expert_storage_rank * layer._num_local_routed
-    return [slot for slot in slots if start <= slot < start + layer._num_local_routed]
+    rank = getattr(layer, "_expert_storage_rank", getattr(layer, "moe_ep_rank", None))  # before 0.5.20 the second
+    number = getattr(layer, "_num_local_routed", None)
+    if rank is None or number is None:  # before 0.5.15: the loader drops other ranks' slots, and nobody scales up
+        return slots
+    return [slot for slot in slots if rank * number <= slot < (rank + 1) * number]
 
 
 def load_own_range(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from eplb_core._version import __version__
-from eplb_core._warm_up import warm_up
 from eplb_core.adapters import hooking
 from eplb_core.adapters.sglang import context
 from eplb_core.adapters.sglang import moves as sglang_moves
 from eplb_core.adapters.sglang import record as sglang_record
 from eplb_core.adapters.sglang.maps import Picks, fold_passes
+from eplb_core.adapters.warm import warm_up_once
 
 _KEPT = "_eplb_core_moves"
 # Of this process: it has one model that moves experts. Drafts have no manager.
@@ -41,11 +41,7 @@ def _register(runner: Any, manager: Any) -> None:
     if reason:
         hooking.log_once(f"moves are left to SGLang: {reason}", logging.INFO)
         return
-    trouble = None
-    try:
-        warm_up()  # compiled here, or the first migration would wait for it
-    except Exception as error:  # all ranks are told, which would wait for this one
-        trouble = error
+    warm_up_once()  # or the first migration would wait for it
     engine, options = context.context(), context.options
     transport = options.get("transport", "torch_distributed")
     moves = sglang_moves.open_moves(
@@ -66,7 +62,6 @@ def _register(runner: Any, manager: Any) -> None:
         record=sglang_record.client(),
         window=_recorder_window,
         in_use=lambda: runner.model.parameters(),
-        trouble=trouble,
     )
     vars(manager)[_KEPT] = moves
     _moves[:] = [moves]
@@ -115,7 +110,7 @@ def _recorder_window() -> torch.Tensor | None:  # pragma: no cover  as above
 def rebalance(original: Callable[..., Any], manager: Any) -> Generator[None, None, None]:
     """Around `EPLBManager.rebalance`: the record of the load, then a migration instead of the whole move at once."""
     moves: sglang_moves.Moves | None = vars(manager).get(_KEPT)
-    if moves is None or moves.over or manager._rebalance_disabled_reason is not None:
+    if moves is None or moves.over or getattr(manager, "_rebalance_disabled_reason", None) is not None:
         yield from original(manager)
         return
     if moves.off:

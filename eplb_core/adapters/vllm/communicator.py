@@ -103,8 +103,19 @@ class TransportCommunicator:
         """Nothing: the receiver reads."""
 
     def add_recv(self, tensors: Sequence[torch.Tensor], src_rank: int, expert_id: int) -> None:
-        """Note down a read of an expert into rows of the buffer; `execute` does it."""
-        row = self._row_of[src_rank][int(expert_id)]
+        """Note down a read of an expert into rows of the buffer; `execute` does it.
+
+        Raises:
+            TransportError: `set_transfer_context` was not called, or by its map `src_rank` does not hold the expert.
+        """
+        held = self._row_of[src_rank] if 0 <= src_rank < len(self._row_of) else {}
+        row = held.get(int(expert_id))
+        if row is None:
+            raise TransportError(
+                f"`expert_id` (={int(expert_id)}) must be on rank {src_rank} by the map of `set_transfer_context` (of "
+                f"{len(self._row_of)} ranks); call it before `add_recv`, for each layer",
+                rank=src_rank,
+            )
         for number, tensor in enumerate(tensors):
             source = self._layer * self._each + number
             nbytes = self._stride[source]

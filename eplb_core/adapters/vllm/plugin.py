@@ -23,14 +23,17 @@ from contextvars import ContextVar
 from functools import partial, reduce, wraps
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from eplb_core._arrays import IntArray
 from eplb_core._version import __version__
 from eplb_core.adapters import hooking
 from eplb_core.adapters.vllm import communicator as vllm_communicator
 from eplb_core.adapters.vllm import maps as vllm_maps
 from eplb_core.adapters.vllm import policy as vllm_policy
 from eplb_core.adapters.vllm.policy import PolicyOptions
+from eplb_core.adapters.warm import warm_up_once
 from eplb_core.errors import EplbError
 from eplb_core.topology import Topology
 
@@ -59,7 +62,7 @@ _COMMUNICATOR = ("create_eplb_communicator", ("group_coordinator", "backend", "e
 _NEEDS = {
     "policy": (_REBALANCE,),
     "maps": (_MAPS,),
-    "dispatch": (_MAPS, _COMMIT, _COMMIT_LAYER, _UPDATE, _ADD_MODEL),
+    "dispatch": (_MAPS, _COMMIT, _COMMIT_LAYER, _ADD_MODEL),
     "fold": (_COMMIT, _COMMIT_LAYER),
     "communicator": (_COMMUNICATOR,),
 }
@@ -89,6 +92,8 @@ class _Sender(NamedTuple):
 # The commit that is going on in this thread: what the inverse map is asked for then goes into the router's tables.
 _committing: ContextVar[tuple[_Sender, int, Any] | None] = ContextVar("_committing", default=None)
 _active: list[Active] = []
+# On a model's state: who writes its tables, and what its map holds.
+_SENDER, _KEPT = "_eplb_core_sender", "_eplb_core_rows"
 
 
 def register() -> None:
@@ -133,7 +138,8 @@ def activate(state_module: Any) -> Active:
     active = Active(parts, policy, options, mode)
     if dispatch:
         state = state_module.EplbState
-        state.update_mapping = _update_hook(state.update_mapping)
+        if not hooking.mismatch(_find(state_module, _UPDATE[0]), *_UPDATE):  # before 0.30 there is none
+            state.update_mapping = _update_hook(state.update_mapping)
     if not hooking.mismatch(_find(state_module, _ADD_MODEL[0]), *_ADD_MODEL):
         state_module.EplbState.add_model = _add_model_hook(state_module, active)
     return active
@@ -310,17 +316,21 @@ def _dispatch_maps(
     )
 
 
-def _commit_of(model_state: Any, layer: int | None, *, alone: bool = False) -> AbstractContextManager[None]:
+def _commit_of(
+    model_state: Any, layer: int | None, *, sender: _Sender | None = None, alone: bool = False
+) -> AbstractContextManager[None]:
     """While it runs, whoever asks for the inverse map gets the router's tables.
 
-    Models that our `add_model` has not seen are left alone. `alone`: not all ranks are here, so none are compared.
+    Models that our `add_model` has not seen are left alone. `sender`: instead of the model's. `alone`: not all ranks
+    are here, so none are compared.
     """
-    sender = vars(model_state).get("_eplb_core_sender")
+    sender = sender or vars(model_state).get(_SENDER)
     if sender is not None and alone:
         sender = sender._replace(group_of=lambda ranks: None)
     load = None
     if sender is not None and sender.mode == "weighted":
-        load = model_state.last_expert_load if layer is None else model_state.last_expert_load[layer]
+        load = getattr(model_state, "last_expert_load", None)
+        load = load if layer is None or load is None else load[layer]
     return hooking.setting(_committing, None if sender is None else (sender, layer or 0, load))
 
 
@@ -329,6 +339,9 @@ def _commit_hook(engine_own: Callable[..., Any], fold: bool) -> Callable[..., An
 
     @wraps(engine_own)
     def commit(model_state: Any, new_physical_to_logical_map: torch.Tensor, layer: int | None = None) -> Any:
+        rows = _Rows.of(model_state)
+        if rows is not None and rows.hold(new_physical_to_logical_map, layer) and not _is_weighted(model_state):
+            return None  # vLLM commits every layer of a rebalance, and most do not change
         layers = slice(None) if layer is None else slice(layer, layer + 1)
         before = model_state.physical_to_logical_map[layers].clone() if fold else None
         with _commit_of(model_state, layer):
@@ -336,9 +349,50 @@ def _commit_hook(engine_own: Callable[..., Any], fold: bool) -> Callable[..., An
             answer = engine_own(model_state, new_physical_to_logical_map, *given)
         if before is not None:
             hooking.guarded(_fold, hooking.do_nothing, "fold")(model_state, before, layer or 0)
+        _Rows.note(model_state, rows, new_physical_to_logical_map, layer)
         return answer
 
     return commit
+
+
+def _is_weighted(model_state: Any) -> bool:
+    """Whether its tables change with the load, also where experts stay."""
+    sender = vars(model_state).get(_SENDER)
+    return sender is not None and sender.mode == "weighted"
+
+
+class _Rows(NamedTuple):
+    """What a model's map holds, on the host: to read the map itself the forward thread would wait for the GPU."""
+
+    tensor: torch.Tensor
+    version: int
+    """Of the tensor: whoever else writes into it makes this one out of date."""
+    rows: IntArray
+
+    @staticmethod
+    def of(model_state: Any) -> _Rows | None:
+        """What is known of the model's map; None if nothing is."""
+        kept: _Rows | None = vars(model_state).get(_KEPT)
+        live = model_state.physical_to_logical_map
+        fresh = kept is not None and kept.tensor is live and not live.is_inference() and kept.version == live._version
+        return kept if fresh else None
+
+    def hold(self, new: torch.Tensor, layer: int | None) -> bool:
+        """Whether these rows are there already; False where only the GPU knows."""
+        own = self.rows if layer is None else self.rows[layer]
+        return new.device.type == "cpu" and np.array_equal(new.numpy(), own)
+
+    @staticmethod
+    def note(model_state: Any, before: _Rows | None, new: torch.Tensor, layer: int | None) -> None:
+        """Keep what was committed; where the rest is not known, nothing."""
+        live = model_state.physical_to_logical_map
+        vars(model_state).pop(_KEPT, None)
+        if live.is_inference() or new.device.type != "cpu" or (layer is not None and before is None):
+            return
+        rows = new.numpy().copy() if layer is None or before is None else before.rows
+        if layer is not None:
+            rows[layer] = new.numpy()
+        vars(model_state)[_KEPT] = _Rows(live, live._version, rows)
 
 
 def _fold(model_state: Any, before: torch.Tensor, first_layer: int) -> None:
@@ -365,6 +419,7 @@ def _add_model_hook(state_module: Any, active: Active) -> Callable[..., Any]:
 
     @wraps(engine_own)
     def add_model(self: Any, model: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+        warm_up_once()  # now, while the model loads: the first rebalance is a part of the profile run
         answer = engine_own(self, model, model_config, *args, **kwargs)
         hooking.guarded(_take_over, hooking.do_nothing, "dispatch")(state_module, active, self, model_config)
         return answer
@@ -390,11 +445,29 @@ def _take_over(state_module: Any, active: Active, state: Any, model_config: Any)
     lines += [part for part in ("maps", "fold") if part in active.parts]
     if "dispatch" in active.parts:
         sender = _agree_on_sender(state_module, active, state, model_state)
-        vars(model_state)["_eplb_core_sender"] = sender
-        _write_tables(state_module, model_state)
+        _write_first_tables(state_module, model_state, sender)
         whose = "equal on all ranks, which map the same tokens" if sender.rank is None else f"of rank {sender.rank}"
-        lines.append(f"dispatch ({active.dispatch}, {whose})")
+        lines.append(f"dispatch ({sender.mode}, {whose})")
+    if "dispatch" in active.parts or "fold" in active.parts:
+        _Rows.note(model_state, None, model_state.physical_to_logical_map.cpu(), None)
     hooking.log_once(f"in effect in vLLM {_version()}: {', '.join(lines) or 'nothing'}", logging.INFO)
+
+
+def _write_first_tables(state_module: Any, model_state: Any, sender: _Sender) -> None:
+    """Write the sender's tables, and keep it for all commits; where they must be equal, on all ranks or on none.
+
+    Raises:
+        EplbError: They could not be written, on some rank: the engine's own are in place again.
+    """
+    slots = model_state.physical_to_logical_map.shape[-1]
+    group = sender.group_of(slots // sender.slots_per_rank) if sender.rank is None else None
+    gather = hooking.gather_over(group) if group is not None else lambda said: [said]
+    try:
+        hooking.on_all_or_none(gather, lambda: _write_tables(state_module, model_state, sender))
+    except EplbError:
+        _write_tables(state_module, model_state, None)
+        raise
+    vars(model_state)[_SENDER] = sender
 
 
 def _agree_on_sender(state_module: Any, active: Active, state: Any, model_state: Any) -> _Sender:
@@ -408,12 +481,17 @@ def _agree_on_sender(state_module: Any, active: Active, state: Any, model_state:
     rank = vllm_maps.sender(state.parallel_config, group.rank())
     group_of = partial(_group_of, state_module, "get_ep_group")
 
+    mode = active.dispatch
+    if mode == "weighted" and getattr(model_state, "last_expert_load", None) is None:
+        hooking.log_once(f"dispatch=weighted needs a load that vLLM {_version()} does not keep: rotated instead")
+        mode = DISPATCH_MODES[0]
+
     def make() -> _Sender:
         return _Sender(
             rank,
             model_state.model.num_local_physical_experts,
             state_module.get_node_count(),
-            active.dispatch,
+            mode,
             min(model_state.logical_to_physical_map.shape[-1], 64),
             group_of,
         )
@@ -434,10 +512,10 @@ def _agree_on_sender(state_module: Any, active: Active, state: Any, model_state:
     return sender
 
 
-def _write_tables(state_module: Any, model_state: Any) -> None:
-    """The tables that `add_model` made hold all ranks' replicas in one order; write this rank's."""
+def _write_tables(state_module: Any, model_state: Any, sender: _Sender | None) -> None:
+    """Write this rank's tables: those that `add_model` made hold all ranks' replicas in one order. None: those."""
     table, count = model_state.logical_to_physical_map, model_state.logical_replica_count
-    with _commit_of(model_state, None):
+    with _commit_of(model_state, None, sender=sender):
         maps, counts = state_module.compute_logical_maps(model_state.physical_to_logical_map.cpu(), table.shape[1])
     table.fill_(-1)
     table[..., : maps.shape[-1]].copy_(maps)

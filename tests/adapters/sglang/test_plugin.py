@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 import eplb_core as eplb
-from eplb_core.adapters import hooking
+from eplb_core.adapters import hooking, source
 from eplb_core.adapters.sglang import context
 from eplb_core.adapters.sglang import maps as sglang_maps
 from eplb_core.adapters.sglang import plugin as sglang
@@ -29,12 +32,15 @@ def refuse(*arguments: Any, **named: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _in_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process of the engine that narrows its lists."""
     monkeypatch.setattr(context, "options", {})
     monkeypatch.setattr(context, "registered", [])
     monkeypatch.setattr(context, "live_metadata", lambda: None)
     monkeypatch.setattr(context, "context", lambda: context.Context(True, True, 1))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        del sys.modules[name]
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -52,6 +58,17 @@ def test_a_loader_is_told_its_own_rank_s_slots_alone() -> None:
     asked = sglang.load_own_range(lambda layer, expert: sglang.resolve(engine, grown, 0, expert), layer, 3)
     assert asked == [3, 4]
     assert sglang.resolve(engine, grown, 0, 3) == [3, 4, 8]
+
+
+def test_a_layer_of_an_older_engine_says_its_rank_otherwise_or_not_at_all() -> None:
+    """0.5.15 has `moe_ep_rank`; where neither is, the loader itself drops other ranks' slots."""
+    grown = metadata_of([[0, 1, 2, 3, 3, 0, 1, 2, 3, 0, 1, 2]], ranks=4)
+
+    def asked(**layer: int) -> Any:
+        return sglang.load_own_range(lambda _: sglang.resolve(engine, grown, 0, 3), SimpleNamespace(**layer))
+
+    assert asked(moe_ep_rank=1, _num_local_routed=3) == [3, 4]
+    assert asked(moe_ep_rank=1) == asked() == [3, 4, 8]
 
 
 def test_a_layout_that_moves_changed_is_read_anew() -> None:
@@ -98,36 +115,167 @@ def test_a_map_that_is_no_layout_is_left_to_the_engine_with_one_line(caplog: pyt
 
 
 @pytest.mark.parametrize("value", [None, "", "vllm"])
-def test_an_installed_plug_in_does_nothing_unless_asked_for(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sglang", None)  # importing it would raise
+def test_an_installed_plug_in_does_nothing_unless_asked_for(
+    value: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
     if value is not None:
         monkeypatch.setenv("EPLB_CORE", value)
     sglang.register()
+    assert not caplog.records
     monkeypatch.setenv("EPLB_CORE", "sglang")
-    with pytest.raises(ImportError):
-        sglang.register()
+    sglang.register()
+    assert "not active: this SGLang has no loader of plug-ins" in caplog.text
 
 
-def test_hooks_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+INITIAL = "sglang.srt.eplb.expert_location.compute_initial_expert_location_metadata"
+
+
+class Registry:
+    """SGLang's, as far as the plug-in uses it: hooks by target, applied once."""
+
+    def __init__(self) -> None:
+        self.registered: list[str] = []
+        self.applied = 0
+
+    def register(self, target: str, hook: Any, kind: int) -> None:
+        self.registered.append(target)
+
+    def apply_hooks(self) -> None:
+        self.applied += 1
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """In a process that asks for the plug-in, with what SGLang has at its start."""
+    registry = Registry()
+    kinds = SimpleNamespace(REPLACE=0, AROUND=1)
+    modules(monkeypatch, "sglang.srt.plugins.hook_registry", HookRegistry=registry, HookType=kinds)
+    monkeypatch.setenv("EPLB_CORE", "sglang")
+    monkeypatch.setattr(source, "_waiting", {})
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    return registry
+
+
+def test_hooks_are_registered_once(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice around a load they would hand the experts to two Migrators."""
-    registered: list[str] = []
-    modules(
+    modules(monkeypatch, INITIAL.rpartition(".")[0], compute_initial_expert_location_metadata=engine)
+    sglang.register()
+    sglang.register()
+    assert registry.registered == [INITIAL]
+    assert registry.applied == 0  # by SGLang itself, when all plug-ins have registered
+
+
+def test_a_wrong_option_leaves_all_to_the_engine_with_one_line(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("EPLB_CORE_OFF", "placing")
+    sglang.register()
+    assert registry.registered == []
+    assert "not active: EPLB_CORE_OFF (=placing)" in caplog.text
+
+
+UPDATES = """
+class WeightUpdater:
+    def update_weights_from_disk(self, model_path, load_format, *, flush=True): ...
+    def update_weights_from_distributed(self, names): ...
+    def receive_weights_from_distributed(self, names): ...
+    def _update_weights_from_bucket(self, names): ...
+"""
+
+
+def package(folder: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
+    """Files of an engine that is installed and that this process has not imported; names by "__" for a folder."""
+    for name, text in files.items():
+        path = folder / "sglang" / "srt" / (name.replace("__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "sglang" / "__init__.py").touch()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(folder)
+
+
+MOVES = {
+    "eplb__eplb_manager": "class EPLBManager:\n    def rebalance(self): ...",
+    "eplb__expert_location": "def _prefer_same_node_experts() -> bool: ...",
+    "runtime_context": "def get_exec(): ...",
+    "model_executor__model_runner": "raise SystemExit\nclass ModelRunner:\n    def load_model(self): ...",
+    "model_executor__model_runner_components__weight_updater": UPDATES,
+}
+
+
+def test_moves_stand_around_each_function_that_the_engine_s_updater_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions have other ones; nothing is imported to know, and a module that raises is read all the same."""
+    package(tmp_path, monkeypatch, **MOVES)
+    assert [hook.target.rpartition(".")[2] for hook in sglang._fitting("moves")] == [
+        "rebalance",
+        "load_model",
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+    ]
+    assert "sglang" not in sys.modules
+
+
+def test_an_engine_that_writes_weights_who_knows_where_keeps_its_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As SGLang 0.5.15: a write meanwhile would mix old and new experts."""
+    package(tmp_path, monkeypatch, **{name: text for name, text in MOVES.items() if "updater" not in name})
+    assert sglang._fitting("moves") == []
+    assert "moves is left to SGLang, written for 0.5.23: expected model_executor.model_runner_compon" in caplog.text
+
+
+LOOKUP = """
+class ExpertLocationMetadata:
+    def logical_to_all_physical(self, layer_id, logical_expert_id, require_global_experts=False): ...
+"""
+
+
+def test_one_missing_helper_of_one_quantization_turns_that_helper_off_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang 0.5.20 has no `_local_expert_ids`: all of loading was off, and with it the main fault back."""
+    package(
+        tmp_path,
         monkeypatch,
-        "sglang.srt.plugins.hook_registry",
-        HookRegistry=SimpleNamespace(register=lambda target, *_: registered.append(target)),
-        HookType=SimpleNamespace(REPLACE=0, AROUND=1),
+        eplb__expert_location=LOOKUP,
+        layers__moe__fused_moe_triton__layer="class FusedMoE:\n    def weight_loader(self, param, loaded_weight, "
+        "weight_name, shard_id, expert_id): ...",
+        layers__quantization__moe_wna16="",
     )
-    monkeypatch.setenv("EPLB_CORE", "sglang")
+    assert [hook.hook for hook in sglang._fitting("loading")] == [sglang.resolve, sglang.load_own_range]
+    assert "loading does without one function" in caplog.text
+    assert "moe_wna16._local_expert_ids" in caplog.text
+
+
+def test_hooks_wait_for_the_import_of_their_module_and_then_act_at_once(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry_module = sys.modules["sglang.srt.plugins.hook_registry"]
+    package(tmp_path, monkeypatch, eplb__expert_location=LOOKUP + "    def update(self, other, update_layer_ids): ...")
+    (tmp_path / "sglang/srt/plugins").mkdir()
+    monkeypatch.setenv("EPLB_CORE_OFF", "loading")
+    (tmp_path / "sglang/srt/plugins/hook_registry.py").write_text("class HookRegistry: ...")
     sglang.register()
-    sglang.register()
-    assert registered == ["sglang.srt.eplb.expert_location.compute_initial_expert_location_metadata"]
+    assert (registry.registered, context.registered) == (
+        [],
+        ["sglang.srt.eplb.expert_location.ExpertLocationMetadata.update"],
+    )
+    assert "sglang" not in sys.modules
+    importlib.import_module("sglang.srt.plugins")
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry_module)
+    importlib.import_module("sglang.srt.eplb.expert_location")
+    assert (registry.registered, registry.applied) == (context.registered, 1)
 
 
 def test_an_engine_without_these_functions_keeps_all_parts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
-    assert not any(sglang._fits(part) for part in sglang.PARTS)
+    assert not any(sglang._fitting(part) for part in sglang.PARTS)
     assert "update is left to SGLang, written for 0.5.23: expected eplb.expert_location" in caplog.text
     assert "found no such function" in caplog.text
     assert sglang.active_parts() == ()
@@ -138,8 +286,8 @@ def test_a_part_whose_functions_are_as_expected_fits(monkeypatch: pytest.MonkeyP
         def update(self, other: Any, update_layer_ids: list[int]) -> None: ...
 
     modules(monkeypatch, "sglang.srt.eplb.expert_location", ExpertLocationMetadata=ExpertLocationMetadata)
-    assert sglang._fits("update")
-    assert not sglang._fits("loading")
+    assert len(sglang._fitting("update")) == 1
+    assert not sglang._fitting("loading")
 
 
 # ---- placement, maps, tables, update ---------------------------------------------------------------------------------

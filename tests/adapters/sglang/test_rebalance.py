@@ -131,6 +131,13 @@ def test_a_problem_that_cannot_be_looked_up_ends_the_migration_and_not_this_rank
     assert [type(each) for each in moves.asked] == [MemoryError]
 
 
+def test_a_manager_that_nothing_disables_is_asked_for_no_reason(engine: list[Any]) -> None:
+    """Before SGLang 0.5.20 it has no `_rebalance_disabled_reason`."""
+    older = Manager(Moves())
+    del older._rebalance_disabled_reason
+    assert (passes(older), older.own) == (2, 0)
+
+
 def test_without_moves_or_when_they_are_over_or_switched_off_the_engine_rebalances(engine: list[Any]) -> None:
     disabled = Manager(Moves())
     disabled._rebalance_disabled_reason = "scale-up"
