@@ -168,22 +168,31 @@ def members_of(name: str) -> list[str]:
 
 
 def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> inspect.Signature:
-    """Return a function's signature as its source tells it; a default's value is no matter."""
+    """Return a function's signature as its source tells it; of a class method without the class, as it is called."""
     given, kinds = node.args, inspect.Parameter
     plain = [*given.posonlyargs, *given.args]
-    with_default = {id(each) for each in plain[len(plain) - len(given.defaults) :]} if given.defaults else set()
-    with_default |= {id(each) for each, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value}
+    defaults = {id(each): value for each, value in zip(plain[::-1], given.defaults[::-1], strict=False)}
+    defaults |= {id(each): value for each, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value}
 
     def parameter(each: ast.arg, kind: Any) -> inspect.Parameter:
         annotation = kinds.empty if each.annotation is None else ast.unparse(each.annotation)
-        return kinds(each.arg, kind, default=... if id(each) in with_default else kinds.empty, annotation=annotation)
+        default = _AsWritten(ast.unparse(defaults[id(each)])) if id(each) in defaults else kinds.empty
+        return kinds(each.arg, kind, default=default, annotation=annotation)
 
     parameters = [parameter(each, kinds.POSITIONAL_ONLY) for each in given.posonlyargs]
     parameters += [parameter(each, kinds.POSITIONAL_OR_KEYWORD) for each in given.args]
     parameters += [parameter(given.vararg, kinds.VAR_POSITIONAL)] if given.vararg else []
     parameters += [parameter(each, kinds.KEYWORD_ONLY) for each in given.kwonlyargs]
     parameters += [parameter(given.kwarg, kinds.VAR_KEYWORD)] if given.kwarg else []
-    return inspect.Signature(parameters)
+    bound = any(isinstance(each, ast.Name) and each.id == "classmethod" for each in node.decorator_list)
+    return inspect.Signature(parameters[1:] if bound else parameters)
+
+
+class _AsWritten(str):
+    """A default's text, shown without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 # ---- what waits for an import ----------------------------------------------------------------------------------------

@@ -17,14 +17,14 @@ _ready: list[float] = []
 """Seconds that it took in this process; empty before."""
 
 
-def warm_up_once() -> None:
-    """Compile or load all host kernels, once in this process; never raises.
+def warm_up_once() -> Exception | None:
+    """Compile or load all host kernels, once in this process; return what went wrong.
 
     Where several processes of a user come at once, one compiles, after an installation for minutes, and the others
     wait and load what it left on disk. Both are lines in the log.
     """
     if _ready:
-        return
+        return None
     start = time.monotonic()
     hooking.log_once(
         "kernels are loaded, or compiled in one process for all: minutes, once after an installation", logging.INFO
@@ -32,10 +32,12 @@ def warm_up_once() -> None:
     try:
         with _first_alone():
             warm_up()
-    except Exception as error:  # without them the first rebalance waits, or says by itself what is wrong
+    except Exception as error:  # the engine starts all the same
         hooking.log_once(f"kernels could not be compiled at the start: {hooking.words(error)}")
+        return error
     _ready.append(time.monotonic() - start)
     hooking.log_once(f"kernels are ready after {_ready[0]:.1f} s", logging.INFO)
+    return None
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ _OPTIONS = {
 }
 
 ENGINE = "SGLang, written for 0.5.23"
-NO_LOADER = "this SGLang has no loader of plug-ins (sglang.srt.plugins), so that it never asks for this one; take 0.5.15 or newer"
+NO_LOADER = "this SGLang has no loader of plug-ins (sglang.srt.plugins): none is ever asked for; take 0.5.15 or newer"
 _REGISTRY = "sglang.srt.plugins.hook_registry"
 _WRITES_EXPERTS = re.compile(r"(update|load)_weights_from_\w+|(begin|end)_weight_update")
 """Functions of SGLang's updater of weights that write into experts, or stand around that; in 0.5.23 six of them."""
@@ -177,8 +177,6 @@ def _hooks() -> Iterator[_Hook]:
             build_static_table,
             "logical_to_all_physical_map ep_size num_physical_experts ep_rank",
         ),
-        *((part, f"{location}._prefer_same_node_experts", None, "") for part in ("maps", "tables", "moves")),
-        *((part, settings, None, "") for part in ("maps", "tables", "moves")),
         ("update", f"{metadata}.update", update_layers, "self other update_layer_ids"),
         ("dispatch", f"{dispatch}_static", sglang_maps.dispatch_static, "topk_ids info"),
         ("dispatch", f"{dispatch}_dynamic", sglang_maps.dispatch_dynamic, "topk_ids info"),
@@ -199,6 +197,8 @@ def _hooks() -> Iterator[_Hook]:
             record.record_update,
             "self routed_experts_weights_of_layer new_expert_location_metadata update_layer_ids nnodes rank",
         ),
+        *((part, f"{location}._prefer_same_node_experts", None, "") for part in ("maps", "tables", "moves")),
+        *((part, settings, None, "") for part in ("maps", "tables", "moves")),
         ("report", f"{location}.compute_initial_expert_location_metadata", report, None),
     ):
         yield _Hook(

@@ -41,7 +41,7 @@ def _register(runner: Any, manager: Any) -> None:
     if reason:
         hooking.log_once(f"moves are left to SGLang: {reason}", logging.INFO)
         return
-    warm_up_once()  # or the first migration would wait for it
+    trouble = warm_up_once()  # or the first migration would wait for it; told to all ranks, which would wait for this
     engine, options = context.context(), context.options
     transport = options.get("transport", "torch_distributed")
     moves = sglang_moves.open_moves(
@@ -62,6 +62,7 @@ def _register(runner: Any, manager: Any) -> None:
         record=sglang_record.client(),
         window=_recorder_window,
         in_use=lambda: runner.model.parameters(),
+        trouble=trouble,
     )
     vars(manager)[_KEPT] = moves
     _moves[:] = [moves]

@@ -198,7 +198,7 @@ def package(folder: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None
 
 MOVES = {
     "eplb__eplb_manager": "class EPLBManager:\n    def rebalance(self): ...",
-    "eplb__expert_location": "def _prefer_same_node_experts() -> bool: ...",
+    "eplb__expert_location": "\ndef _prefer_same_node_experts() -> bool: ...",
     "runtime_context": "def get_exec(): ...",
     "model_executor__model_runner": "raise SystemExit\nclass ModelRunner:\n    def load_model(self): ...",
     "model_executor__model_runner_components__weight_updater": UPDATES,
@@ -249,6 +249,9 @@ def test_one_missing_helper_of_one_quantization_turns_that_helper_off_alone(
     assert [hook.hook for hook in sglang._fitting("loading")] == [sglang.resolve, sglang.load_own_range]
     assert "loading does without one function" in caplog.text
     assert "moe_wna16._local_expert_ids" in caplog.text
+
+
+UPDATE = "sglang.srt.eplb.expert_location.ExpertLocationMetadata.update"
 
 
 def test_hooks_wait_for_the_import_of_their_module_and_then_act_at_once(

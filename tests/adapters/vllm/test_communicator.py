@@ -197,3 +197,17 @@ def test_what_one_rank_cannot_do_is_said_on_every_rank(tmp_path: Path, monkeypat
             create("nixl", alone, rank.weights, rank.buffer)
         with pytest.raises(TransportError, match=r"rank 0: ValueError: tensor 0 \(shape \[4, 2\]\) must be contiguous"):
             create("shared_memory", alone, strided, rank.buffer)
+
+
+def test_a_read_of_what_no_map_names_is_refused_with_words() -> None:
+    """FD7: it was a bare IndexError, or a KeyError."""
+    _, _, made = connected(LocalCopy)
+    with pytest.raises(TransportError, match=r"`expert_id` \(=1\) must be on rank 0 by the map .* \(of 0 ranks\)"):
+        made[1].add_recv([], 0, 1)
+    made[1].set_transfer_context(OLD, 1)
+    for source, expert in ((0, 2), (3, 0), (-1, 4)):
+        with pytest.raises(
+            TransportError, match=r"must be on rank .* \(of 3 ranks\); call it before `add_recv`"
+        ) as error:
+            made[1].add_recv([], source, expert)
+        assert error.value.rank == source
