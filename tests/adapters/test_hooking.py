@@ -11,7 +11,7 @@ import torch.distributed
 from eplb_core.adapters import hooking
 from eplb_core.errors import EplbError, TransportError
 from eplb_core.loading.agreement import LocalAgreement
-from tests.adapters.fakes import on_ranks
+from tests.adapters.fakes import group_of_one, on_ranks
 from tests.loading.worlds import on_threads
 
 dist: Any = torch.distributed
@@ -162,6 +162,16 @@ def test_words_go_over_a_group_of_torch(tmp_path: Path) -> None:
         return hooking.gather_over(group)(hooking.Said(f"{rank}" * 3, f"failure of {rank}"))
 
     assert on_ranks(rank_does) == [[("000", "failure of 0"), ("111", "failure of 1")]] * 2
+
+
+def test_a_group_of_its_own_is_made_once_for_the_ranks_of_the_engine_s(tmp_path: Path) -> None:
+    """FD8: collectives of two users on one group mix."""
+    with group_of_one(tmp_path) as engines:
+        gather = hooking.gather_over(engines)
+        made = len(dist.distributed_c10d._world.pg_map)
+        assert hooking.gather_over(engines) is gather
+        assert made == len(dist.distributed_c10d._world.pg_map) == 2
+        assert gather(hooking.Said("a", "")) == [("a", "")]
 
 
 def test_what_a_part_failed_by_is_known_until_it_works_again() -> None:

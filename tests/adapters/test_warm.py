@@ -4,7 +4,6 @@ import fcntl
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from eplb_core.adapters import warm
 
 
 @pytest.fixture(autouse=True)
-def _cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process that has loaded nothing yet, with a folder for locks of its own."""
     monkeypatch.setattr(warm, "_ready", [])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield
 
 
 def test_kernels_are_made_ready_once_with_lines_in_the_log(

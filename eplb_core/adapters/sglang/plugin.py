@@ -149,7 +149,7 @@ def _hooks() -> Iterator[_Hook]:
     layer, settings = "layers.moe.fused_moe_triton.layer.FusedMoE", "runtime_context.get_exec"
     writing = {f"{updater}.update_weights_from_disk"}  # where this is not, weights are written by who knows what
     writing |= {f"{updater}.{name}" for name in source.members_of(f"sglang.srt.{updater}") if _writes_experts(name)}
-    for part, target, hook, parameters in (
+    table: Sequence[tuple[str, str, Callable[..., Any] | None, str | None]] = (
         ("loading", f"{metadata}.logical_to_all_physical", resolve, "self layer_id logical_expert_id"),
         (
             "loading?",
@@ -200,7 +200,8 @@ def _hooks() -> Iterator[_Hook]:
         *((part, f"{location}._prefer_same_node_experts", None, "") for part in ("maps", "tables", "moves")),
         *((part, settings, None, "") for part in ("maps", "tables", "moves")),
         ("report", f"{location}.compute_initial_expert_location_metadata", report, None),
-    ):
+    )
+    for part, target, hook, parameters in table:
         yield _Hook(
             part.rstrip("?"),
             f"sglang.srt.{target}",

@@ -196,7 +196,7 @@ def test_a_registered_model_says_what_is_in_effect(
     monkeypatch.setattr(context, "context", lambda: context.Context(True, False, 2))
     monkeypatch.setattr(context, "options", {"tables": "even", "transport": "shared_memory"})
     monkeypatch.setattr(sglang_rebalance, "_why_not", lambda runner, metadata: "")
-    monkeypatch.setattr(sglang_rebalance, "warm_up", fails(OSError("no room for compiled code")))
+    monkeypatch.setattr(sglang_rebalance, "warm_up_once", lambda: OSError("no room for compiled code"))
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setattr(sglang_moves, "open_moves", open_moves)
     model = SimpleNamespace(routed_experts_weights_of_layer={0: []})
