@@ -16,7 +16,9 @@ PYTHON = Path(os.environ.get("EPLB_ENGINES", ROOT / ".engines")) / "sglang" / "b
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs SGLang's environment: make engines"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason=f"SGLang is not installed for tests: {PYTHON} is missing; run make engines"
+    ),
 ]
 
 

@@ -16,7 +16,10 @@ PYTHON, SOURCE = HOME / "bin" / "python", HOME / "vllm-0.33.0"
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists() or not SOURCE.exists(), reason="needs vLLM's environment: make engines"),
+    pytest.mark.skipif(
+        not PYTHON.exists() or not SOURCE.exists(),
+        reason=f"vLLM is not installed for tests: {SOURCE if PYTHON.exists() else PYTHON} is missing; run make engines",
+    ),
 ]
 
 OWN_TESTS = ("test_eplb_algo", "test_eplb_migration_scheduler", "test_eplb_utils", "test_expert_placement")
