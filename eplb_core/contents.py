@@ -29,6 +29,8 @@ SURE, HINT = 10.0, 4.0
 EQUAL, UNLIKE = 0.005, 0.25
 """Largest difference of equal totals, and least deviation of numbers that differ, relative to their mean."""
 _MOST_ROWS, _MOST_LINES = 4096, 64
+_BY_HAND = 4096
+"""Numbers of which nobody writes as many."""
 
 _NAMES: tuple[tuple[Kind, str], ...] = (
     ("map", r"physical_to_logical(_map)?|phy2log|phy_to_log|p2l|expert_map"),
@@ -116,6 +118,11 @@ def _sample(whole: AnyArray) -> AnyArray:
 
 
 def _as_ids(ids: IntArray, is_load: bool) -> Contents | None:
+    if ids.shape[2] > 1:  # what a buffer of ids has beyond its tokens is 0
+        ids = ids[ids.any(axis=(1, 2))]
+        ids = ids[:, ids.any(axis=(0, 2))]
+    if not ids.size:
+        return None
     rows = ids.reshape(-1, ids.shape[2])
     for part in (rows[:16], rows):  # a few rows say it of most loads
         ordered = np.sort(part, axis=1)
@@ -182,8 +189,12 @@ def _as_load(whole: AnyArray, rows: AnyArray, totals: FloatArray, is_load: bool)
     found = None if is_load else _other_axis(whole)
     if found is not None:
         return found
-    if rows.dtype.kind == "f" and totals.size > 1 and (abs(totals - 1.0) < 1e-3).all():
-        return Contents("other", "every row adds up to 1: shares or probabilities, not tokens", False)
+    total = totals.mean()
+    if rows.dtype.kind == "f" and totals.size > 1 and (abs(totals - total) < 1e-3 * total).all():
+        # Softmax, top-k weights of a router that scales them, or shares of a mean expert.
+        if abs(total - 1.0) < 1e-3 or (total < 1.001 * experts and (rows != np.floor(rows)).any()):
+            what = f"every row adds up to {total:.4g}: shares or probabilities, not tokens"
+            return Contents("other", what, False)
     if totals.size >= 8 and any(_counts_up(rows[:, :, column].ravel()) for column in range(min(3, experts))):
         return Contents("other", "one of its first columns counts rows: a table, not an array of counts alone", False)
     least, mean = rows.min(), rows.mean()
@@ -281,8 +292,11 @@ def refused(found: Contents, array: AnyArray, path: str = "") -> tuple[str, str]
 
 
 def check_is_load(array: AnyArray, name: str) -> None:
-    """Raise ValueError for an array in memory that is no load, with the calls that read it."""
-    found = contents_of(array, name)
+    """Raise ValueError for an array in memory that is no load, with the calls that read it.
+
+    Signs that are not sure are passed over where the numbers are so few that they may be made by hand.
+    """
+    found = contents_of(array, name if array.size < _BY_HAND else "")
     if found.kind != "load":
         what, mend = refused(found, array)
         raise ValueError(f"`{name}` must be tokens per expert, but looks like {what}; {mend}")
@@ -292,7 +306,8 @@ def to_tokens(value: object, name: str) -> IntArray:
     """Copy top-k ids of any integer dtype to int64.
 
     Raises:
-        ValueError: Most rows repeat an id, as no token does, or -1 has become the top of an unsigned dtype.
+        ValueError: Most rows repeat an id, as no token does, some are all 0, or -1 has become the top of an unsigned
+            dtype.
         TypeError: Not integers.
     """
     array = to_numpy(value, name)
@@ -307,6 +322,12 @@ def to_tokens(value: object, name: str) -> IntArray:
         top = np.iinfo(array.dtype).max
         raise ValueError(f"`{name}` ({array.dtype}) has {top} twice in a row: padding that was -1; put -1 back, signed")
     share = repeats.any(axis=1).mean()
+    unused = (len(rows) >= 8) * (repeats & (ordered[:, 1:] == 0)).all(axis=1).mean() if ids.shape[-1] > 1 else 0.0
+    if unused > 0.02:
+        raise ValueError(
+            f"`{name}` (shape {list(ids.shape)}) must be distinct in a row, but {unused:.0%} of the rows are all 0, as "
+            "the rest of a buffer is: cut it off, or put -1 there"
+        )
     if len(rows) >= 8 and share > 0.5:
         raise ValueError(
             f"`{name}` (shape {list(ids.shape)}) must be distinct in a row, but {share:.0%} of the rows repeat an id: "

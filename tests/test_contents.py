@@ -33,6 +33,32 @@ def test_padded_ids_are_ids() -> None:
     assert contents_of(padded).kind == "tokens"
 
 
+def test_the_unused_rest_of_a_buffer_hides_no_ids() -> None:
+    """It was taken for a load once a token in a hundred was 0 throughout, and counted as tokens of expert 0."""
+    buffer = IDS.copy()
+    buffer[150:] = 0
+    assert contents_of(buffer).kind == "tokens"
+    assert contents_of(buffer[:, 0]).kind == "tokens"
+    with pytest.raises(ValueError, match=r"41% of the rows are all 0.*-1"):
+        TokenTrace(buffer, num_experts=32, window_tokens=64)
+    assert contents_of(np.concatenate([LOAD, np.zeros_like(LOAD)])).kind == "load"
+    assert contents_of(np.zeros((4, 3, 8), int)).kind == "load"
+
+
+def test_weights_and_scaled_shares_are_no_load() -> None:
+    """A router that scales its top-k weights to 2.5, shares of a mean expert; in memory, too, where none was told."""
+    weights = RNG.random((256, 16, 8))
+    weights *= 2.5 / weights.sum(axis=2, keepdims=True)
+    shares = LOAD / LOAD.mean(axis=2, keepdims=True)
+    for array in (weights, weights.astype("f4"), shares, shares / 32):
+        assert contents_of(array)[::2] == ("other", False)
+    for array in (weights, np.tile(shares, (4, 1, 1))):
+        with pytest.raises(ValueError, match="adds up to"):
+            Trace(array)
+        assert Trace(array, holds="load").load.tolist() == array.tolist()
+    assert contents_of(LOAD / 2.0)[::2] == ("load", True)
+
+
 def test_counts_are_known_by_equal_totals() -> None:
     for load in (LOAD, LOAD[0], LOAD[:, :1], LOAD[:3] * 0.5, LOAD.astype("u1")):
         assert contents_of(load)[::2] == ("load", True)
