@@ -14,8 +14,8 @@ import torch
 from eplb_core._arrays import IntArray, check_int, check_kind, check_names
 from eplb_core.loading.modules import Held, held_tensors
 
-_NOT_SLOTS = re.compile(r"score|correction|router|routing|gating|logical")
-"""In names of what belongs to logical experts, whatever its length."""
+_NOT_SLOTS = re.compile(r"score|correction|router|routing|gating|logical|(^|[._])gate([.]|$)")
+"""In names of what belongs to logical experts, or to tokens, whatever its length."""
 
 
 class SlotTensors(NamedTuple):
@@ -210,7 +210,7 @@ def _is_certain(candidate: Candidate) -> bool:
     held = candidate.held
     if isinstance(held.tensor, np.ndarray) or not candidate.kind:
         return False
-    return candidate.is_named or (held.tensor.ndim >= 3 and not held.foreign)
+    return candidate.is_named or (held.tensor.ndim >= 3 and not held.foreign and not _NOT_SLOTS.search(held.name))
 
 
 def _belongs(candidate: Candidate, stems: Iterable[str]) -> bool:

@@ -279,6 +279,22 @@ def test_a_router_s_bias_is_never_permuted(num_slots: int | None) -> None:
         assert (store.names, store.whole_names) == (("experts.w13_weight", "experts.w13_scale"), ())
 
 
+def test_what_belongs_to_a_router_is_in_doubt_with_three_dimensions_and_below_an_experts_name() -> None:
+    """`router_logits [S, a, b]` went with the slots, and so did `w_gate.weight` beside `w`."""
+    for name, held in (
+        ("router_logits", torch.zeros(S, 3, 3)),
+        ("w_gate", nn.Linear(6, S)),
+        ("w_gate", torch.zeros(S)),
+    ):
+        module = nn.Module()
+        module.w = torch.zeros(S, 4, 6)
+        setattr(module, name, held)
+        with pytest.raises(ValueError, match=f"'{name}"):
+            ExpertStore.of_module(module, S)
+        assert ExpertStore.of_module(module, S, ignore=[f"{name}*"]).names == ("w",)
+        assert len(ExpertStore.of_module(module, S, by_slot=[f"{name}*"]).names) > 1
+
+
 def test_a_name_that_begins_with_a_weight_s_does_not_make_a_router_s_bias_a_slot_s() -> None:
     module: Any = nn.Module()
     module.experts_weight = torch.zeros(S, 3, 2)
