@@ -76,5 +76,11 @@ MUTATIONS = [
         f"{T}sglang/test_maps.py::test_counts_that_are_none_are_refused_before_passes_are_added_up",
         "rule 6",
     ),
+    (
+        f"{A}vllm/commits.py",
+        "kept.tensor is live and not live.is_inference() and kept.version == live._version",
+        "kept.tensor is live",
+        f"{T}vllm/test_commits.py::test_a_map_that_others_wrote_is_not_taken_for_the_one_committed",
+    ),
     (f"{A}vllm_ascend_policy.py", "twice | missing | moved", "missing | moved", f"{T}test_vllm_ascend_policy.py"),
 ]
