@@ -94,7 +94,7 @@ def _by_values(array: AnyArray) -> Contents:
     least = rows.min()
     if not np.isfinite(rows).all() or least < -1 or -1 < least < 0:
         return Contents("other", "it has values that are no counts: negative, or not finite")
-    if rows.max() > 1e250:  # sums must not overflow
+    if float(rows.max()) > 1e250:  # sums must not overflow
         whole, rows = np.ldexp(whole, -700), np.ldexp(rows, -700)
     totals = rows.sum(axis=2, dtype=np.float64)
     is_load = bool(least >= 0) and _is_equal(totals)
@@ -190,11 +190,11 @@ def _as_load(whole: AnyArray, rows: AnyArray, totals: FloatArray, is_load: bool)
     if found is not None:
         return found
     total = totals.mean()
-    if rows.dtype.kind == "f" and totals.size > 1 and (abs(totals - total) < 1e-3 * total).all():
-        # Softmax, top-k weights of a router that scales them, or shares of a mean expert.
-        if abs(total - 1.0) < 1e-3 or (total < 1.001 * experts and (rows != np.floor(rows)).any()):
-            what = f"every row adds up to {total:.4g}: shares or probabilities, not tokens"
-            return Contents("other", what, False)
+    # Softmax, top-k weights of a router that scales them, or shares of a mean expert.
+    is_share = abs(total - 1.0) < 1e-3 or (total < 1.001 * experts and (rows != np.floor(rows)).any())
+    if is_share and rows.dtype.kind == "f" and totals.size > 1 and (abs(totals - total) < 1e-3 * total).all():
+        what = f"every row adds up to {total:.4g}: shares or probabilities, not tokens"
+        return Contents("other", what, False)
     if totals.size >= 8 and any(_counts_up(rows[:, :, column].ravel()) for column in range(min(3, experts))):
         return Contents("other", "one of its first columns counts rows: a table, not an array of counts alone", False)
     least, mean = rows.min(), rows.mean()
