@@ -3,6 +3,8 @@
     python -m benchmarks.regimes -n 16 --json regimes.json
     python -m benchmarks.regimes -n 16 --part 1/4 --json part1.json        # and so on; then
     python -m benchmarks.regimes --merge part*.json --json regimes.json
+    python -m benchmarks.regimes --policy balancer --json new.json         # then --merge part*.json new.json: later
+                                                                           # rows stand in place of earlier ones
 
 A fixed setting calls `place` from the live layout every so many windows, on so many of the last ones (`history`), which
 all weigh the same or lose half of their weight over half of them, with one price. All settings of the grid are
@@ -48,7 +50,8 @@ HALF_LIVES = (math.inf, 0.5)
 """As a part of the history; the second for 64 windows and more."""
 LONG, SELDOM = 256, 4
 """So long a history is seen every 4 windows or less often: it takes long, and is no better."""
-PRICES = (2e-5, 6e-5, 2e-4, 6e-4)
+PRICES = (6e-6, 2e-5, 6e-5, 2e-4, 6e-4)
+"""The first is for the lower move cost."""
 MIN_GAIN, FIRST_PRICE = 0.002, 1e-6
 QUICK = ("recorded", "switches, 20", "prefill, decode")
 KNOWN = 8
@@ -255,8 +258,8 @@ class Task(NamedTuple):
     settings: tuple[Setting, ...]
 
 
-def tasks(models: Sequence[str], *, quick: bool, seeds: int, only: str) -> list[Task]:
-    """Those that take longest first."""
+def tasks(models: Sequence[str], *, quick: bool, seeds: int, only: str, policy: str = "") -> list[Task]:
+    """Those that take longest first; of one policy, where it is given."""
     every, history, prices = (EVERY, HISTORY, PRICES) if not quick else ((16,), (16,), (1e-4,))
     found = []
     for model, regime, seed in itertools.product(models, ["recorded", *REGIMES], range(seeds)):
@@ -272,6 +275,7 @@ def tasks(models: Sequence[str], *, quick: bool, seeds: int, only: str) -> list[
                 continue
             fixed = tuple(Setting("fixed", often, seen, half_life, price) for price in prices)
             found.append(Task(model, regime, seed, fixed))
+    found = [task for task in found if policy in ("", task.settings[0].policy)]
     return sorted(found, key=lambda task: -task.settings[0].history / task.settings[0].every)
 
 
@@ -379,15 +383,29 @@ def _part(text: str) -> tuple[int, int]:
     return int(number), int(of)
 
 
-def _found(options: argparse.Namespace) -> Iterator[Row]:
-    for path in options.merge or ():
-        yield from json.loads(path.read_text("utf-8"))["rows"]
-    if options.merge:
-        return
+_SETTING = ("model", "regime", "seed", "policy", "every", "history", "half_life", "price")
+
+
+def merged(records: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Rows of records, later ones in place of earlier ones of the same setting; and how many are of which record."""
+    rows: dict[tuple[Any, ...], tuple[int, Row]] = {}
+    for i, record in enumerate(records):
+        for row in record["rows"]:
+            rows[tuple(row.get(name) for name in _SETTING)] = (i, row)
+    parts = []
+    for i, record in enumerate(records):
+        used = [row["policy"] for part, row in rows.values() if part == i]
+        counts = {policy: used.count(policy) for policy in sorted(set(used))}
+        parts.append({"environment": record["environment"], "rows": counts})
+    return [row for _, row in rows.values()], parts
+
+
+def _run(options: argparse.Namespace) -> Iterator[Row]:
     models = ["moe128", *(["olmoe"] if options.olmoe else [])]
     seeds = 1 if options.quick else options.seeds
     number, of = options.part
-    mine = tasks(models, quick=options.quick, seeds=seeds, only=options.only)[number - 1 :: of]
+    mine = tasks(models, quick=options.quick, seeds=seeds, only=options.only, policy=options.policy)
+    mine = mine[number - 1 :: of]
     if options.processes == 1:
         for task in mine:
             yield from run(task, options.olmoe, options.quick)
@@ -405,19 +423,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--merge", type=Path, nargs="+", help="records of parts, in place of running")
     parser.add_argument("--olmoe", type=Path, help="olmoe_domains.npz: `load [6, 3, 64]`")
     parser.add_argument("--only", default="", help="regimes with this in their name")
+    parser.add_argument("--policy", default="", choices=("balancer", "clairvoyant", "fixed"), help="this alone")
     options = parser.parse_args(argv)
     measure.one_thread()
-    rows = list(_found(options))
+    parts: list[Row] = []
+    if options.merge:
+        rows, parts = merged([json.loads(path.read_text("utf-8")) for path in options.merge])
+    else:
+        rows = list(_run(options))
     judged = judge(rows)
     if judged:
         print_table(judged)
-    kept = rows if options.part != (1, 1) else [row for row in rows if row["policy"] == "balancer"]
+    kept = rows
+    if judged and options.part == (1, 1):  # the marks say what the settings have reached
+        names = (*_SETTING[:4], "price", "balancedness", "transfers", "late_transfers")
+        kept = [{name: row[name] for name in names} for row in rows if row["policy"] == "balancer"]
     summary = []
     if judged:
         worst = max(judged, key=lambda row: row["regret"])
         text = f"mean regret {_mean_regret(judged):.4f}, worst {worst['regret']:.4f} ({worst['regime']})"
         summary = [f"regimes, Balancer against the best fixed setting: {text}"]
-    measure.write_json(options.json, {"summary": summary, "judged": judged, "rows": kept})
+    measure.write_json(options.json, {"summary": summary, "judged": judged, "parts": parts, "rows": kept})
     return 0
 
 

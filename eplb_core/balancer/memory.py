@@ -29,6 +29,9 @@ _BEFORE, _BEFORE_WEIGHT = 16, 0.02
 # one is the median distance of two windows from those before, of this many past ones or more.
 _CHANGES = ((2, 3.0), (4, 2.6))
 _NEWEST, _EARLIER, _FEWEST = 2, 16, 8
+# Traffic that comes back: the newest windows are no farther than so many times the usual distance from the mean of so
+# many that are kept. Such blocks begin every few windows.
+_BACK, _BLOCK, _STEP = 1.5, 8, 4
 PAST = 64
 """Past distances that are kept."""
 
@@ -46,6 +49,7 @@ class Memory:
         self.tokens: FloatArray = np.zeros((KEPT, layers))
         self.count = 0
         self.start = 0
+        self.starts: list[int] = [0]
         self.changes = 0
         self.distance = math.nan
         self.past: list[float] = []
@@ -67,21 +71,36 @@ class Memory:
         self.distance = far[_NEWEST] / usual if usual > 0.0 else math.nan
         for newest, times in _CHANGES:
             if far[newest] > times * usual:
-                self.start = self.count - newest
-                self.changes += 1
+                self._change(newest, usual)
                 return
         if far[_NEWEST] >= 0.0:
             self.past = [*self.past, far[_NEWEST]][-PAST:]
 
+    def _change(self, newest: int, usual: float) -> None:
+        """Begin a regime with the newest windows; where they are as some that are kept, go on with that regime."""
+        self.changes += 1
+        block = _nearest_block(self.shares, self.count, newest, _BACK * usual)
+        if block < 0:
+            self.start = self.count - newest
+            self.starts.append(self.start)
+        else:
+            self.starts = [start for start in self.starts if start <= block] or [block]
+            self.start = self.starts[-1]
+        self.starts = self.starts[-KEPT:]
+
     def _far(self, newest: int) -> float:
         """How far the newest windows are from those before them; NaN where the regime is too young to tell."""
         earlier = min(_EARLIER, self.age - newest)
-        return float(_distance(self.shares, self.count, newest, earlier)) if earlier >= newest else math.nan
+        return (
+            float(_distance(self.shares, self.count, newest, self.count - newest, earlier))
+            if earlier >= newest
+            else math.nan
+        )
 
     @property
     def digest(self) -> str:
         """Of all that was shown, and of what was made of it."""
-        known = repr((self.count, self.start, self.changes, self.past)).encode()
+        known = repr((self.count, self.start, self.starts, self.changes, self.past)).encode()
         return hashlib.sha256(self.chain + known).hexdigest()
 
     @property
@@ -150,8 +169,8 @@ def _mean_of_known(tokens: FloatArray) -> float:
 
 
 @kernel
-def _distance(shares: FloatArray, count: int, newest: int, earlier: int) -> float:
-    """L1 distance of the mean of the newest windows from that of those before them, mean over layers with load.
+def _distance(shares: FloatArray, count: int, newest: int, until: int, earlier: int) -> float:
+    """L1 distance of the mean of the newest windows from that of earlier ones until `until`, mean over layers.
 
     Divided by what the noise of single windows makes of it: sqrt(1 / newest + 1 / earlier).
     """
@@ -164,7 +183,7 @@ def _distance(shares: FloatArray, count: int, newest: int, earlier: int) -> floa
             new = old = 0.0
             for t in range(count - newest, count):
                 new += shares[t % kept, layer, e]
-            for t in range(count - newest - earlier, count - newest):
+            for t in range(until - earlier, until):
                 old += shares[t % kept, layer, e]
             far += abs(new / newest - old / earlier)
             weight += new
@@ -172,6 +191,17 @@ def _distance(shares: FloatArray, count: int, newest: int, earlier: int) -> floa
             total += far
             known += 1
     return total / max(known, 1) / math.sqrt(1.0 / newest + 1.0 / earlier)
+
+
+@kernel
+def _nearest_block(shares: FloatArray, count: int, newest: int, most: float) -> int:
+    """First window of the block that is nearest to the newest windows, no farther than `most`; -1 where none is."""
+    nearest = -1
+    for first in range(max(count - shares.shape[0], 0), count - newest - _BLOCK + 1, _STEP):
+        far = _distance(shares, count, newest, first + _BLOCK, _BLOCK)
+        if far <= most:
+            nearest, most = first, far
+    return nearest
 
 
 class View(NamedTuple):

@@ -12,7 +12,7 @@ from eplb_core.balancer.memory import KEPT, PAST, Memory
 from eplb_core.balancer.notes import Notes
 
 _VERSION = 1
-_MEMORY = ("count", "start", "changes", "distance", "past", "chain", "shares", "tokens")
+_MEMORY = ("count", "start", "starts", "changes", "distance", "past", "chain", "shares", "tokens")
 _NOTES = ("first_at", "transfers", "live", "before", "proposed", "offered", "promised", "moved_at")
 
 

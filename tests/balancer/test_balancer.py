@@ -374,6 +374,23 @@ def test_solved_shares_are_planned_and_judged_as_such() -> None:
     assert bal.report().brought > 0.0
 
 
+def test_traffic_that_comes_back_is_known_again() -> None:
+    """40 windows of one kind, 8 of another, and the first again: what was known before the burst counts again."""
+    kinds = np.stack([windows(1, seed=seed, move=1.0)[0] for seed in (3, 4, 5)])
+    rng = np.random.default_rng(0)
+    burst = rng.poisson(kinds[np.repeat([0, 1, 0, 1, 2], [40, 8, 12, 8, 8])])
+    since = []
+    bal = balancer()
+    for window in burst:
+        bal.observe(window)
+        since.append(bal.report().since)
+    assert since[39] == 0
+    assert 39 <= since[42] <= 41, "a burst is a new regime"
+    assert since[50] == 0, "and what it interrupted goes on"
+    assert since[63] == 0, "the second burst is known"
+    assert 67 <= since[71] <= 69, "other traffic is not"
+
+
 @pytest.mark.parametrize("period", [1, 7])
 def test_traffic_that_alternates_costs_few_transfers_and_is_no_worse_than_staying(period: int) -> None:
     """Two kinds of traffic in turns: each would undo the moves for the other."""
