@@ -442,6 +442,14 @@ def _asynchronous(decode: Record) -> dict[str, float]:
     raise KeyError("asynchronous")
 
 
+def _regimes(record: Record) -> Iterator[Claim]:
+    for cost in dict.fromkeys(row["move_cost"] for row in record["judged"]):
+        rows = [row for row in record["judged"] if row["move_cost"] == cost]
+        said = f"`Balancer`, {len(rows)} kinds of traffic, move cost {cost:g}: balance less cost of moves"
+        ours, best = (statistics.fmean(row[name] for row in rows) for name in ("utility", "best"))
+        yield Claim(said, ours, "", best, "each one's best fixed setting in hindsight", True)
+
+
 def _against(record: Record) -> Iterator[Claim]:
     rows = record["rows"]
     yield Claim(f"answers of {len(rows)} calls that are equal to those of 0.1.0", sum(row["equal"] for row in rows))
@@ -479,6 +487,7 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "simulation": _simulation,
     "startup": _startup,
     "against": _against,
+    "regimes": _regimes,
     "dispatch_gpu": _dispatch_gpu,
     "fingerprint_gpu": _fingerprint_gpu,
     "moving_gpu": _moving_gpu,
