@@ -131,7 +131,7 @@ class Balancer:
             ValueError: Not finite, negative, or of other layers or experts than the windows before.
 
         Cost:
-            O(T * L * E); 0.6 ms for 58 layers of 256 experts.
+            O(T * L * E); 5 to 8 ms a window for 58 layers of 256 experts, measured on a slow, busy core.
         """
         windows = check_load(load, "load", (2, 3))
         if windows.ndim == 2:
