@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from eplb_core._arrays import BoolArray, FloatArray, IntArray, add_up, to_ids, to_numpy
+from eplb_core.adapters.filled import keep_filled
 from eplb_core.adapters.hooking import guarded
 from eplb_core.layout import ExpertLayout
 from eplb_core.load import fold_slots
@@ -86,12 +87,12 @@ class EplbCorePolicy:
             weights = np.append(np.broadcast_to(options.pop("window_weights", 1.0), len(windows)), 0.0)
             weights[-1] = weights.sum()
             both = np.concatenate([windows, total[None]])
-            layout = place(both, window_weights=weights, **options).layout
+            layout = keep_filled(place(both, window_weights=weights, **options).layout, current)
             worse = np.flatnonzero(_evenness(layout, total) < before)
             if worse.size:
-                layout = layout.replace(place(total, **options).layout, worse)
+                layout = layout.replace(keep_filled(place(total, **options).layout, current), worse)
         else:
-            layout = place(total, **options).layout
+            layout = keep_filled(place(total, **options).layout, current)
         return np.array(layout.physical_to_logical_map), _evenness(layout, total) - before
 
 

@@ -78,9 +78,14 @@ def _try_all(
 def _take_better(
     problem: Problem, load: Load, rows: IntArray, asked: BoolArray, p2l: IntArray, reached: FloatArray
 ) -> None:
-    """Take those of `rows` that are asked for and better than what `p2l` reached; both are changed in place."""
+    """Take those of `rows` that are asked for and better than what `p2l` reached; both are changed in place.
+
+    Ranks that are alike leave no more slots empty than before: few engines can.
+    """
     found = score_rows(problem, load, rows)
     better = asked & (found > reached)
+    if ranks_alike(problem):
+        better &= (rows >= 0).sum(axis=1) >= (p2l >= 0).sum(axis=1)
     p2l[better], reached[better] = rows[better], found[better]
 
 
@@ -103,8 +108,6 @@ def _solve_slots(problem: Problem, load: Load, effort: float, *, free: bool) -> 
     # What the search proved holds for one window and even shares alone.
     bound_layers(load.windows, load.weights, problem.capacity, topology.rank_speed, limit, not further, scratch, bound)
     bound *= problem.reach
-    if not further and not problem.pin and p2l.shape[1] <= _FEW_SLOTS and ranks_alike(problem):
-        _try_spare(problem, load, effort, scratch, p2l, bound)
     usual = p2l.copy()
     if free and further:
         _balance_windows(problem, load, p2l, effort)
@@ -113,22 +116,6 @@ def _solve_slots(problem: Problem, load: Load, effort: float, *, free: bool) -> 
             _balance_windows(problem, load, usual, 1.0)
         _try_unsplit(problem, load, scratch, p2l.copy() if effort == 1.0 else usual, p2l, bound)
     return p2l, bound
-
-
-def _try_spare(problem: Problem, load: Load, effort: float, scratch: Scratch, p2l: IntArray, bound: FloatArray) -> None:
-    """Let slots stay empty where layers of ranks that are alike end far from their bound, and take what is better.
-
-    Whether a layer is asked depends on what effort 1 reaches: so more effort is never worse.
-    """
-    usual, ignored = p2l, np.zeros_like(bound)
-    if effort != 1.0:
-        usual = p2l.copy()
-        solve_layers(problem, load.total, ~load.known, 1.0, scratch, usual, ignored)
-    far = load.known & (score_rows(problem, load, usual) < bound * (1.0 - TOLERANCE))
-    if far.any():
-        other = p2l.copy()
-        solve_layers(problem, load.total, ~far, effort, scratch, other, ignored, spare=True)
-        _take_better(problem, load, other, far, p2l, score_rows(problem, load, p2l))
 
 
 def _try_unsplit(

@@ -64,7 +64,7 @@ def test_benchmark_runs_and_records(name: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_unknown_benchmark_is_named() -> None:
-    with pytest.raises(SystemExit, match=r"`--only` \(=nothing\) must be one of against, "):
+    with pytest.raises(SystemExit, match=r"`--only` \(=nothing\) must be one of affinity, "):
         list(every.found(["nothing"]))
 
 

@@ -181,6 +181,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "DispatchTables": {"mode": "weighted", "shares": SHARES, "load": None},
     "DispatchTables.install": {"layout": NEW},
     "DispatchTables.install of shares": {"layout": NEW, "shares": eplb.replica_shares(NEW, LOAD), "layers": [0, 1]},
+    "ExpertLayout.trivial": {"slots_per_rank": None},
     "ExpertLayout.resized": {"topology": eplb.Topology(3), "ranks": [0, 1, -1]},
     "ExpertStore": {"whole": {"v": torch.ones(6, 2)}},
     "ExpertStore.check_covers": {"module": torch.nn.Identity()},
@@ -216,7 +217,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "rename": {},
     },
     "load_layout": {"path": saved("layout.json")},
-    "load_rank": {"layout": ONE, "rank": 0, "layer_ids": [0], "rename": {}},
+    "load_rank": {"layout": ONE, "rank": 0, "num_slots": None, "layer_ids": [0], "rename": {}},
     "load_trace": {"path": saved("trace.npz")},
     "move_experts": {
         "old": ONE,
@@ -226,6 +227,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "record": None,
     },
     "place": {
+        "slots_per_rank": None,
         "expert_load": WINDOWS,
         "max_transfers": 2,
         "max_total_transfers": 4,
@@ -233,6 +235,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "min_gain": 0.0,
     },
     "place anew": {
+        "slots_per_rank": None,
         "expert_load": WINDOWS,
         "current": None,
         "window_weights": np.ones(8),
@@ -242,12 +245,15 @@ CALLS: dict[str, dict[str, Any]] = {
     "rank_load by shares": {"shares": SHARES},
     "rebalance_experts": {"num_replicas": 6, "num_groups": 1, "num_nodes": 1, "num_gpus": 2},
     **{
-        name: {"current": PAIR, "expert_load": [[3, 4]], "num_slots": None} for name in ("plan_removal", "retire_ranks")
+        name: {"current": PAIR, "expert_load": [[3, 4]], "num_slots": None, "slots_per_rank": None}
+        for name in ("plan_removal", "retire_ranks")
     },
     "drop_ranks": {"layout": PAIR},
     "save_layout": {"path": lambda folder, closing: folder / "layout.npz"},
     "save_trace": {"trace": TRACE, "path": lambda folder, closing: folder / "trace.npz"},
     "should_rebalance": {"expert_load": WINDOWS, "passes_since": 100.0, "window_passes": 1.0, "dispatch": "even"},
+    "simulate": {"slots_per_rank": None},
+    "backtest": {"slots_per_rank": None},
     "stream_trace": {"path": saved("trace.npz")},
     "sweep": {"topology": TOPOLOGY, "num_slots": 6, "policy": "none"},
     "topk_to_slots": {

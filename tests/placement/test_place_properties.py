@@ -153,7 +153,7 @@ def test_balancedness_is_what_the_metrics_say_and_never_above_the_bound(problem:
     placement = problem.solve()
     speed = problem.topology.rank_speed
     loads = eplb.rank_load(placement.layout, problem.load)
-    live = np.flatnonzero(problem.capacity)
+    live = np.flatnonzero(problem.active)
     for layer, load in enumerate(problem.load):
         if not load.any():
             assert np.isnan(placement.balancedness[layer])

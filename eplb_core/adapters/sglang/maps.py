@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from eplb_core._arrays import FloatArray, check_load, to_ids, to_numpy
+from eplb_core.adapters.filled import keep_filled
 from eplb_core.dispatch.even import even_dispatch_table
 from eplb_core.dispatch.static import static_dispatch_table
 from eplb_core.layout import ExpertLayout, count_replicas
@@ -55,15 +56,17 @@ def rebalance(
     topology = Topology(num_physical_experts // num_local_physical_experts, num_nodes)
     windows = _windows(counts)
     grouped = num_groups is not None and num_nodes > 1
+    current = _live_layout(live, windows.shape, num_physical_experts, topology)
     placed = place(
         windows,
         topology,
         num_slots=num_physical_experts,
-        current=_live_layout(live, windows.shape, num_physical_experts, topology),
+        current=current,
         locality="group" if grouped else "none",
         num_groups=num_groups if grouped else None,
         **options,
     ).layout
+    placed = keep_filled(placed, current)
     maps = (placed.physical_to_logical_map, placed.logical_to_physical_map, placed.replica_count)
     p2l, l2p, count = (torch.from_numpy(np.array(each)) for each in maps)
     return p2l, l2p, count

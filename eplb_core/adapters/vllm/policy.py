@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from eplb_core._arrays import ArrayLike, IntArray, to_ids, to_numpy
+from eplb_core.adapters.filled import keep_filled
 from eplb_core.balancer.balancer import DEFAULT_MOVE_COST, Balancer
 from eplb_core.errors import LayoutError
 from eplb_core.layout import ExpertLayout, count_replicas
@@ -113,7 +114,9 @@ def rebalance(
             kind = {"locality": "group", "num_groups": num_groups} if grouped else {}
             limit = {} if options.max_transfers is None else {"max_transfers": options.max_transfers}
             made = {"num_slots": num_replicas, "move_cost": options.move_cost, **kind, **limit}
-            return torch.from_numpy(fill_empty(balancers.rows_of(load, current, made), load, num_ranks))
+            rows = balancers.rows_of(load, current, made)
+            rows = np.where(rows < 0, current.physical_to_logical_map, rows)
+            return torch.from_numpy(fill_empty(rows, load, num_ranks))
         balancers.forget(load.shape)
     placed = place(
         load,
@@ -127,7 +130,9 @@ def rebalance(
         locality="group" if grouped else "none",
         num_groups=num_groups if grouped else None,
     )
-    return torch.from_numpy(fill_empty(placed.layout.physical_to_logical_map[:, :num_replicas], load, num_ranks))
+    layout = placed.layout if active is not None else keep_filled(placed.layout, current)
+    rows = layout.physical_to_logical_map[:, :num_replicas]
+    return torch.from_numpy(fill_empty(rows, load, num_ranks))
 
 
 def _live_layout(live: IntArray, load: npt.NDArray[Any], topology: Topology, stride: int) -> ExpertLayout | None:

@@ -44,8 +44,6 @@ def solve_layers(
     scratch: Scratch,
     p2l: IntArray,
     limit: FloatArray,
-    *,
-    spare: bool = False,
 ) -> None:
     """Place every layer that is not skipped.
 
@@ -57,15 +55,14 @@ def solve_layers(
         scratch: For E experts and R ranks.
         p2l: Written `[L, R * S]`.
         limit: Written `[L]`: no layout of this kind has a largest load / speed below this.
-        spare: Slots may stay empty although ranks are alike, which takes longer; where they differ, they always may.
     """
     capacity, pin, num_groups = problem.capacity, problem.pin, problem.num_groups
     rank_speed, rank_to_node = problem.topology.rank_speed, problem.topology.rank_to_node
     live = np.flatnonzero(capacity)
     speed = rank_speed[live]
-    if spare or pin or not ranks_alike(problem):
+    if pin or not ranks_alike(problem):
         _solve_pinned(
-            expert_load, skip, capacity, rank_speed, rank_to_node, num_groups, pin, spare, effort, scratch, p2l, limit
+            expert_load, skip, capacity, rank_speed, rank_to_node, num_groups, pin, effort, scratch, p2l, limit
         )
         return
     # The plain case has a kernel of its own: it compiles in half the time.
@@ -113,7 +110,6 @@ def _solve_pinned(
     rank_to_node: IntArray,
     num_groups: int,
     pin: int,
-    spare: bool,
     effort: float,
     scratch: Scratch,
     p2l: IntArray,
@@ -154,7 +150,7 @@ def _solve_pinned(
             n = _take_experts(only, pin == 1, load, group_home, group_size, ids, scratch)
             if n == 0 or size == 0:
                 continue
-            lower = _solve_block(n, cap[:size], level[:size], stride, pin == 1, spare, effort, scratch)
+            lower = _solve_block(n, cap[:size], level[:size], stride, pin == 1, effort, scratch)
             if pin != 2:
                 limit[layer] = max(limit[layer], lower)
             _write_block(layer, ids, members, stride, size, scratch, p2l)
@@ -219,7 +215,7 @@ def _take_experts(
 
 @kernel
 def _solve_block(
-    n: int, cap: IntArray, level: IntArray, stride: int, pinned: bool, spare: bool, effort: float, scratch: Scratch
+    n: int, cap: IntArray, level: IntArray, stride: int, pinned: bool, effort: float, scratch: Scratch
 ) -> float:
     """Place one block into EXPERT; returns the certified lower limit of its largest time."""
     speed, work = scratch.reals[SPEED], scratch.ints[WORK]
@@ -227,7 +223,7 @@ def _solve_block(
     for r in range(cap.size):
         least, most = min(least, cap[r]), max(most, cap[r])
         as_fast = as_fast and speed[r] == speed[0]
-    alike = as_fast and most - least <= 1 and not spare
+    alike = as_fast and most - least <= 1
     work[3], work[NONE] = pinned, -1 if alike else n
     filled, lower = _count_block(n, cap, as_fast, stride, scratch)
     if filled:

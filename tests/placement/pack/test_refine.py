@@ -32,7 +32,7 @@ def block(rows: list[list[int]], load: list[float], nodes: list[int] | None = No
 
 def allow(scratch: Scratch, work: int) -> None:
     pinned = bool((scratch.ints[k.HOME] >= 0).any())
-    scratch.ints[k.WORK, :4] = [0, work, 1, pinned]
+    scratch.ints[k.WORK, :5] = [0, work, 1, pinned, -1]
 
 
 def rows_of(scratch: Scratch, ranks: int, stride: int) -> list[list[int]]:
