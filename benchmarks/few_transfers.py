@@ -129,8 +129,7 @@ def batch(kind: str, seed: int) -> Iterator[dict[str, Any]]:
 
 def obeys(rows: Bools, rules: Rules) -> Bools:
     """Nothing on ranks that are out, groups where they belong `[N]`."""
-    out = ~rules.options.get("active_ranks", np.ones(rows.shape[1], np.bool_))
-    used: Bools = np.any(rows[:, out], axis=(1, 2))
+    used: Bools = np.any(rows[:, ~active_ranks(rules)], axis=(1, 2))
     fine: Bools = np.logical_not(used)
     locality = rules.options.get("locality", "none")
     if locality == "none":
@@ -141,6 +140,11 @@ def obeys(rows: Bools, rules: Rules) -> Bools:
     number = np.sum(in_node, axis=1)
     whole: Bools = np.all(number == 1 if locality == "group" else number > 0, axis=1)
     return fine & whole
+
+
+def active_ranks(rules: Rules) -> Bools:
+    given: Bools = rules.options.get("active_ranks", np.ones(rules.topology.num_ranks, np.bool_))
+    return given
 
 
 def worth(rows: Bools, current: Bools, load: Floats, rules: Rules) -> tuple[Floats, Floats]:
@@ -158,7 +162,7 @@ def worth(rows: Bools, current: Bools, load: Floats, rules: Rules) -> tuple[Floa
 
 def balances(rows: Bools, window: Floats, rules: Rules) -> Floats:
     """Of each row, replicas sharing evenly or as is best: then a set of experts is on too few ranks `[N]`."""
-    active = rules.options.get("active_ranks", np.ones(rows.shape[1], np.bool_))
+    active = active_ranks(rules)
     speed = np.asarray(rules.topology.rank_speed) * active
     with np.errstate(divide="ignore", invalid="ignore"):
         if rules.options.get("dispatch") == "weighted":
@@ -177,6 +181,8 @@ def balances(rows: Bools, window: Floats, rules: Rules) -> Floats:
 def best_within(rows: Bools, current: Bools, load: Floats, rules: Rules) -> float | None:
     """What the best row within the budget is worth; None if no row is within it."""
     rows = rows[(rows & ~current).sum(axis=(1, 2)) <= rules.budget]
+    if len({*np.asarray(rules.topology.rank_speed).tolist()}) == 1:  # ranks that are alike leave no more slots empty
+        rows = rows[rows.sum(axis=(1, 2)) >= current[active_ranks(rules)].sum()]
     value, balance = worth(rows, current, load, rules)
     stays = (rows == current).all(axis=(1, 2))
     if stays.any():

@@ -80,7 +80,7 @@ class Balancer:
         >>> live = ExpertLayout.trivial(1, 4, num_slots=6, topology=topology)
         >>> balancer = Balancer(topology, num_slots=6)
         >>> for _ in range(4):
-        ...     balancer.observe([[90, 10, 10, 10]])
+        ...     balancer.observe([[10, 10, 90, 10]])
         ...     live = balancer.propose(live).layout
         >>> print(live)
         layer 0: 0 1 2 | 0 3 1

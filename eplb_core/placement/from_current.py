@@ -10,6 +10,7 @@ import numpy as np
 
 from eplb_core._arrays import BoolArray, FloatArray, IntArray, read_only
 from eplb_core.layout import count_replicas
+from eplb_core.placement.pack.layers import ranks_alike
 from eplb_core.placement.problem import Problem, Terms
 from eplb_core.placement.score import cost_of_transfers, score_rows
 from eplb_core.placement.search.chains import search_chains
@@ -138,6 +139,7 @@ def _search_from(start: Start, problem: Problem, load: Load, terms: Terms) -> tu
             terms.price,
             np.maximum(terms.budget, needed),
             problem.weighted,
+            ranks_alike(problem),
             rows,
             senders,
         )

@@ -20,8 +20,8 @@ from eplb_core.placement.search.state import Work, add_speed, new_work, scale
 
 # Transfers of a chain, and changes of it, with slots that are emptied; chains that start where another ended.
 _MOST_TRANSFERS, _MOST_CHANGES, _MOST_STARTS = 3, 6, 4
-# Slots, or sets of experts, that are added up from one start.
-_MOST_WORK = 1 << 18
+# Slots, or sets of experts, that are added up in a layer: some 12 ms.
+_MOST_WORK = 1 << 16
 # A row is not exchanged for one that is better by rounding.
 _SOME_GAIN = 1e-9
 
@@ -37,6 +37,8 @@ class Chain(NamedTuple):
     """What they would hold, -1 = nothing `[D, C]`."""
     listed: IntArray
     """The list in which a slot was last with an expert `[P, E + 1]`."""
+    left: IntArray
+    """What may still be added up in this layer `[1]`."""
     tried: IntArray
     """1 + the depth at which a slot was tried with an expert `[P, E + 1]`; 0 = not yet."""
     before: IntArray
@@ -75,6 +77,7 @@ def search_chains(
     price: float,
     budget: IntArray,
     weighted: bool,
+    filled: bool,
     p2l: IntArray,
     senders: IntArray,
 ) -> None:
@@ -96,6 +99,7 @@ def search_chains(
         price: Gain in balancedness that a transfer of cost 1 must bring.
         budget: Most transfers of each layer, from `old` `[L]`.
         weighted: Shares are solved in each window; else replicas share evenly.
+        filled: As many slots stay filled as `old` and `first` fill on active ranks.
         p2l: What another search made of `first`, valid `[L, P]`; changed in place.
         senders: As `first_senders`, of `p2l`; changed with it.
     """
@@ -116,6 +120,8 @@ def search_chains(
         chain.row[:] = p2l[layer]
         balance = _balance(weighted, work, chain)
         net = balance - price * _cost(chain.row, work)[0]
+        least = min(_filled(first[layer], capacity), _filled(old[layer], capacity)) if filled else 0
+        chain.left[0] = _MOST_WORK
         for start in range(_MOST_STARTS):
             before = net
             origin = first[layer] if start == 0 else p2l[layer].copy()
@@ -129,6 +135,7 @@ def search_chains(
                     capacity,
                     price,
                     budget[layer],
+                    least,
                     weighted,
                     whole,
                     work,
@@ -155,6 +162,7 @@ def _new_chain(num_windows: int, experts: int, slots: int, pace: FloatArray, wei
         np.zeros((_MOST_CHANGES, most), np.int64),
         np.zeros((_MOST_CHANGES, most), np.int64),
         np.zeros((slots, experts + 1), np.int64),
+        np.zeros(1, np.int64),
         np.zeros((slots, experts + 1), np.int64),
         np.zeros(_MOST_CHANGES, np.int64),
         np.zeros(slots, np.bool_),
@@ -177,6 +185,7 @@ def _deepen(
     capacity: IntArray,
     price: float,
     budget: int,
+    least: int,
     weighted: bool,
     whole: bool,
     work: Work,
@@ -205,13 +214,13 @@ def _deepen(
     _balance(weighted, work, chain)
     moved = _cost(row, work)[1]
     allowed, without = min(budget, moved + most), moved == 0
+    spare = least < capacity.sum()  # else a slot that is emptied stays empty
     lists = 1
     _, lost, stray = _faults(whole, row, work, links, chain)
-    size[0] = _list_changes(0, lists, lost, stray, capacity, weighted, whole, work, links, chain)
-    left = _MOST_WORK
+    size[0] = _list_changes(0, lists, lost, stray, capacity, weighted, whole, spare, work, links, chain)
     depth = 0
     while depth >= 0:
-        if at[depth] == size[depth] or left <= 0:
+        if at[depth] == size[depth] or chain.left[0] <= 0:
             for i in range(size[depth]):
                 if tried[slot[depth, i], expert[depth, i] + 1] == depth + 1:
                     tried[slot[depth, i], expert[depth, i] + 1] = 0
@@ -227,7 +236,7 @@ def _deepen(
             continue
         before[depth] = row[p]
         row[p] = e
-        left -= chain.load.size + chain.full.size * row.size
+        chain.left[0] -= chain.load.size + chain.full.size * row.size
         balance = _balance(weighted, work, chain)
         cost, moved = _cost(row, work)
         missing, lost, stray = _faults(whole, row, work, links, chain)
@@ -235,6 +244,7 @@ def _deepen(
         if fits or without:  # else it fits once a transfer of the row has gone back
             tried[p, e + 1] = depth + 1
         better = fits and missing == 0 and stray < 0 and balance - price * cost > net + _SOME_GAIN
+        better = better and _filled(row, capacity) >= least
         if better and _book(origin, sender, row, best_sender, work, links):
             net = balance - price * cost
             best[:] = row
@@ -242,11 +252,20 @@ def _deepen(
             locked[p] = True
             depth += 1
             lists += 1
-            size[depth] = _list_changes(depth, lists, lost, stray, capacity, weighted, whole, work, links, chain)
+            size[depth] = _list_changes(depth, lists, lost, stray, capacity, weighted, whole, spare, work, links, chain)
             at[depth] = 0
         else:
             row[p] = before[depth]
     return net
+
+
+@kernel
+def _filled(row: IntArray, capacity: IntArray) -> int:
+    """Slots of active ranks that hold an expert."""
+    n = 0
+    for p in range(row.size):
+        n += row[p] >= 0 and capacity[p * capacity.size // row.size] > 0
+    return n
 
 
 @kernel
@@ -258,6 +277,7 @@ def _list_changes(
     capacity: IntArray,
     weighted: bool,
     whole: bool,
+    spare: bool,
     work: Work,
     links: Links,
     chain: Chain,
@@ -271,7 +291,7 @@ def _list_changes(
     if lost >= 0:
         return _list_slots(0, depth, lists, lost, -1, capacity, whole, work, links, chain)
     if stray >= 0:
-        return _list_contents(0, depth, lists, stray, whole, work, links, chain)
+        return _list_contents(0, depth, lists, stray, whole, spare, work, links, chain)
     n = 0
     for t in range(chain.full.size):
         if work.weight[t] <= 0.0:
@@ -286,16 +306,19 @@ def _list_changes(
             if row[a] >= 0:
                 n = _list_slots(n, depth, lists, row[a], -1, capacity, whole, work, links, chain)
             if row[a] >= 0 and not chain.locked[a]:
-                n = _list_contents(n, depth, lists, a, whole, work, links, chain)
+                n = _list_contents(n, depth, lists, a, whole, spare, work, links, chain)
     return n
 
 
 @kernel
-def _list_contents(n: int, depth: int, lists: int, a: int, whole: bool, work: Work, links: Links, chain: Chain) -> int:
-    """List nothing and every expert that its rank may hold and does not, for a slot."""
+def _list_contents(
+    n: int, depth: int, lists: int, a: int, whole: bool, spare: bool, work: Work, links: Links, chain: Chain
+) -> int:
+    """List every expert that its rank may hold and does not, for a slot; with `spare` nothing, too."""
     stride = chain.row.size // work.pace.size
     r = a // stride
-    n = _list(n, depth, lists, a, -1, chain)
+    if spare:
+        n = _list(n, depth, lists, a, -1, chain)
     for e in range(chain.replicas.size):
         if not (whole and work.home[e] != links.node[r]) and not holds(chain.row, r, stride, e):
             n = _list(n, depth, lists, a, e, chain)

@@ -104,6 +104,7 @@ def packed(load: list[float], cap: list[int], how: str) -> tuple[list[list[int]]
     scratch.reals[k.SPEED : k.PACE + 1, :ranks] = 1.0
     scratch.ints[k.HOME, : len(load)] = -1
     scratch.ints[k.NODE, :ranks] = 0
+    scratch.ints[k.WORK, k.NONE] = -1
     replicated = k.count_replicas(len(load), sum(cap), ranks, scratch)
     k.sort_by_share(len(load), replicated, scratch)
     (k.pack if how == "pack" else k.pack_anywhere)(len(load), np.array(cap), stride, scratch)
