@@ -3,8 +3,9 @@
     python -m benchmarks.optimal -n 16 --json optimal.json
 
 Tiny problems are compared with every layout there is; mid-sized ones with a MILP (HiGHS, by scipy), which may stop at
-its time limit: then with the best layout that it has found. Gaps are differences of balancedness; where ours is the
-better one, 0. "even": replicas share equally. "weighted": by the shares that balance best.
+its time limit: then with the best layout that it has found. Ranks that are alike fill every slot; others may leave some
+empty. Gaps are differences of balancedness; where ours is the better one, 0. "even": replicas share equally. "weighted":
+by the shares that balance best.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ class Problem(NamedTuple):
     speed: list[float]
     slots: list[int]
     """Of each rank."""
+
+    @property
+    def alike(self) -> bool:
+        """Ranks that are alike fill every slot: few engines can hold an empty one."""
+        return len({*self.speed}) == 1 and max(self.slots) - min(self.slots) <= 1
 
     def balancedness(self, time: float) -> float:
         """Of a largest load / speed."""
@@ -168,19 +174,20 @@ def gaps_to_all(work: tuple[Problem, str, float]) -> Found:
     return Found(problem, best, True, {effort: problem.reached(dispatch, effort) for effort in EFFORTS})
 
 
-def masks(experts: int, most: int) -> Masks:
-    """Sets of at most `most` experts, as bits."""
-    chosen = [combinations(range(experts), size) for size in range(min(most, experts) + 1)]
+def masks(experts: int, most: int, *, full: bool = False) -> Masks:
+    """Sets of at most `most` experts, as bits; `full`: of as many as can be."""
+    largest = min(most, experts)
+    chosen = [combinations(range(experts), size) for size in range(largest if full else 0, largest + 1)]
     return np.array([sum(1 << e for e in each) for sizes in chosen for each in sizes], dtype=np.int64)
 
 
 def least_time(problem: Problem, *, weighted: bool) -> float:
-    """Smallest largest load / speed over all layouts, by definition: which experts each rank holds, empty slots too."""
+    """Smallest largest load / speed over all layouts, by definition: which experts each rank holds."""
     load, speed = np.array(problem.load), np.array(problem.speed)
     experts = len(load)
     held: Masks = np.zeros((1, 0), dtype=np.int64)
     for most in problem.slots:
-        sets = masks(experts, most)
+        sets = masks(experts, most, full=problem.alike)
         held = np.hstack([np.repeat(held, len(sets), axis=0), np.tile(sets, len(held))[:, None]])
     held = held[np.bitwise_or.reduce(held, axis=1) == (1 << experts) - 1]
     if not weighted:
@@ -226,7 +233,8 @@ def milp_time(problem: Problem, weighted: bool, seconds: float) -> tuple[float, 
         high.append(most)
 
     for r in range(ranks):
-        add([(int(at), 1.0) for at in held[:, r].reshape(-1)], 0, problem.slots[r])
+        filled = min(problem.slots[r], experts) if problem.alike else 0
+        add([(int(at), 1.0) for at in held[:, r].reshape(-1)], filled, problem.slots[r])
         if weighted:
             mine = [(int(other[e, r]), 1.0) for e in range(experts)]
         else:

@@ -200,6 +200,11 @@ def _as_load(whole: AnyArray, rows: AnyArray, totals: FloatArray, is_load: bool)
     least, mean = rows.min(), rows.mean()
     if experts >= 16 and rows.size >= 64 and 1 <= least < rows.max() and mean <= 4 and (rows == np.floor(rows)).all():
         return Contents("other", f"no number is 0, and they are {mean:.1f} in the mean: as replicas are counted", False)
+    if not is_load and experts >= 8 and rows.size >= 64 and rows.max() == 1 and ((rows == 0) | (rows == 1)).all():
+        return Contents("other", "all its numbers are 0 or 1, as in a mask", False)
+    if len(rows) >= 4 and rows[0].size >= 64 and _adds_up(rows):
+        what = "no number falls from a window to the next: they are added up, and numpy.diff(array, axis=0) undoes it"
+        return Contents("other", what, False)
     doubt = _doubt(whole, totals)
     if is_load:
         return Contents("load", "the layers of a window have equal totals", doubt=doubt)
@@ -212,12 +217,22 @@ def _counts_up(column: AnyArray) -> bool:
     return bool(column.max() >= least + 3 and ((steps == 0) | (steps == 1) | (column[1:] == least)).all())
 
 
+def _adds_up(rows: AnyArray) -> bool:
+    """Does no number fall, while half of them rise?"""
+    later, before = rows[1:], rows[:-1]
+    return bool((later >= before).all() and (later > before).mean() > 0.5)
+
+
 def _doubt(whole: AnyArray, totals: FloatArray) -> str:
     """What a recorded load would hardly show."""
     if totals.size == 1:
         return "one layer of one window shows nothing of its kind"
     if whole.min() == whole.max():
         return "all its numbers are equal"
+    if whole.shape[2] >= 16 and (
+        (whole[:, :, 1:] <= whole[:, :, :-1]).all() or (whole[:, :, 1:] >= whole[:, :, :-1]).all()
+    ):
+        return "every row is sorted, as if the order of the experts were lost"
     differs = float(_spread(totals).max())
     if differs > 2 * EQUAL:
         return f"layers' totals differ by up to {differs:.1%} in a window, though each token passes all layers"

@@ -71,6 +71,29 @@ def test_one_token_a_window_is_a_load_of_ones() -> None:
     assert contents_of(load[0]).kind == "load"
 
 
+def test_counts_that_were_never_reset_are_no_load_of_windows() -> None:
+    summed = LOAD.cumsum(axis=0)
+    for array in (summed, summed[3:9], summed.astype("f8")):
+        assert contents_of(array)[::2] == ("other", False)
+    assert contents_of(summed, "expert_load").kind == "load"
+    assert contents_of(summed[:3]).kind == "load"  # three windows may rise by chance
+    assert (np.diff(summed, axis=0) == LOAD[1:]).all()
+    with pytest.raises(ValueError, match=r"numpy\.diff"):
+        Trace(np.tile(summed, (1, 4, 4)))
+
+
+def test_a_mask_is_no_load() -> None:
+    mask = RNG.integers(0, 2, (16, 4, 32))
+    for array in (mask, mask[0], mask.astype("f4")):
+        assert contents_of(array)[::2] == ("other", False)
+
+
+def test_sorted_rows_are_doubted() -> None:
+    assert "sorted" in contents_of(np.sort(LOAD, axis=2)).doubt
+    assert "sorted" in contents_of(np.sort(LOAD, axis=2)[..., ::-1]).doubt
+    assert contents_of(LOAD).doubt == ""
+
+
 def test_counts_that_repeat_nothing_by_chance_are_a_load() -> None:
     """Few large numbers, or columns that are far apart: nothing would repeat in a row anyway."""
     for load in (np.arange(12).reshape(3, 4), np.tile([5, 3, 2, 1], (50, 1, 1)), RNG.integers(0, 9000, (4, 32, 8))):

@@ -83,7 +83,7 @@ class Balancer:
         ...     balancer.observe([[10, 10, 90, 10]])
         ...     live = balancer.propose(live).layout
         >>> print(live)
-        layer 0: 0 1 2 | 0 3 1
+        layer 0: 0 1 2 | 3 2 1
 
     Source:
         docs/balancer.md: the rule, and what it reaches.

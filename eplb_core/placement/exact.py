@@ -10,6 +10,7 @@ import numpy as np
 
 from eplb_core._arrays import BoolArray, FloatArray, IntArray
 from eplb_core._numba import kernel
+from eplb_core.placement.pack.layers import ranks_alike
 from eplb_core.placement.problem import Problem
 from eplb_core.placement.windows import Load
 
@@ -56,13 +57,14 @@ def best_rows(
     # The sets of ranks whose time is looked at: for solved shares all of them, by max-flow min-cut.
     sets = np.arange(1, 1 << live.size) if problem.weighted else 1 << np.arange(live.size)
     set_speed = (sets[:, None] >> np.arange(live.size) & 1) @ speed[live]
-    rows, done, work = p2l.copy(), np.zeros_like(asked), int(_WORK * effort)
+    rows, done, work, full = p2l.copy(), np.zeros_like(asked), int(_WORK * effort), ranks_alike(problem)
+    room = np.minimum(capacity[live], problem.num_experts)
     for layer in np.flatnonzero(asked).tolist():
         order = np.argsort(-load.total[layer], kind="stable")
         windows = np.ascontiguousarray(load.windows[:, layer, order])
         holders, best = np.zeros_like(order), reached[layer] / problem.reach
         done[layer] = _search(
-            windows, load.weights, capacity[live], sets, set_speed, twin, problem.weighted, work, best, holders
+            windows, load.weights, room, sets, set_speed, twin, problem.weighted, full, work, best, holders
         )
         if holders.any():
             row = rows[layer].reshape(-1, problem.stride)
@@ -82,6 +84,7 @@ def _search(
     set_speed: FloatArray,
     twin: int,
     weighted: bool,
+    full: bool,
     work: int,
     best: float,
     holders: IntArray,
@@ -91,11 +94,12 @@ def _search(
     Args:
         load: `[T, E]`, the hottest expert first.
         weights: `[T]`.
-        capacity: Slots of each rank `[R]`.
+        capacity: Slots of each rank `[R]`, no more than experts.
         sets: Sets of ranks, as bits.
         set_speed: Of all ranks of each.
         twin: Ranks that are like the next one, as bits.
         weighted: Shares are solved; else equal.
+        full: No slot stays empty.
         work: Most choices, times windows.
         best: Balancedness to exceed.
         holders: Written `[E]` where there is something better: the ranks of each expert, as bits.
@@ -120,7 +124,7 @@ def _search(
             e -= 1
             continue
         # Of ranks that are alike so far the last ones come first.
-        if mask[e] & ~(mask[e] >> 1) & twins[e] or not _take_room(mask[e], experts - e - 1, room[e], room[e + 1]):
+        if mask[e] & ~(mask[e] >> 1) & twins[e] or not _take_room(mask[e], experts - e - 1, full, room[e], room[e + 1]):
             continue
         work -= windows
         limit = _add_expert(mask[e], e, load, rest, weights, room[e + 1], sets, set_speed, weighted, held)
@@ -139,13 +143,16 @@ def _search(
 
 
 @kernel
-def _take_room(mask: int, experts: int, before: IntArray, after: IntArray) -> bool:
-    """Give a slot of each rank of `mask` away; False where one has none, or too few are left for further `experts`."""
+def _take_room(mask: int, experts: int, full: bool, before: IntArray, after: IntArray) -> bool:
+    """Give a slot of each rank of `mask` away; False where one has none, or too few are left for further `experts`.
+
+    With `full` also where these are too few to fill a rank.
+    """
     left = 0
     for r in range(before.size):
         after[r] = before[r] - (mask >> r & 1)
         left += after[r]
-        if after[r] < 0:
+        if after[r] < 0 or (full and after[r] > experts):
             return False
     return left >= experts
 

@@ -164,7 +164,7 @@ def test_wider_links_reach_more_on_the_whole() -> None:
 
 
 def test_a_lost_expert_goes_where_a_link_with_room_leads() -> None:
-    """Rank 3 leaves and alone holds expert 3. Least is lost on rank 0; its link to rank 1 has room, or none has."""
+    """Rank 3 leaves and alone holds expert 3. Least is lost on rank 0, but only its link to rank 1 has room."""
     live = ExpertLayout([[0, 1, 0, 2, 1, 2, 3, 0]], num_experts=4, topology=Topology(4))
     call: dict[str, Any] = {
         "num_slots": 8,
@@ -174,7 +174,7 @@ def test_a_lost_expert_goes_where_a_link_with_room_leads() -> None:
     }
     load = [[1, 6, 6, 4]]
     free = eplb.place(load, live.topology, **call)
-    assert free.layout.slots(0, 3)[0] // 2 == 1
+    assert free.layout.slots(0, 3)[0] // 2 == 0
     limit = np.zeros((4, 4), int)
     limit[3, 1] = 1
     answer = eplb.place(load, live.topology, **call, max_rank_transfers=limit)
@@ -182,7 +182,7 @@ def test_a_lost_expert_goes_where_a_link_with_room_leads() -> None:
     (slot,) = answer.layout.slots(0, 3)
     assert (slot // 2, answer.senders[0, slot], answer.transfers[0]) == (1, 3, 1)
     nowhere = eplb.place(load, live.topology, **call, max_rank_transfers=np.zeros((4, 4), int))
-    assert nowhere.layout.slots(0, 3)[0] // 2 == 0
+    assert nowhere.layout.digest == free.layout.digest
     assert nowhere.senders is not None
     assert (nowhere.senders == -1).all()
 
