@@ -5,19 +5,23 @@ slot on a rank that it stays on. Placing from the live table obeys these rules b
 be (a live table that breaks them) keeps its table here, so that what is returned is what will be applied.
 
 The engine's users look at the fullest rank over the mean of one sum of loads, which its own policies bring down at any
-price. So more moves by default than `place` would make alone, and windows are balanced together with their sum.
+price. So more moves by default than `place` would make alone, and windows are balanced together with their sum. Mode
+"auto" is for those who look at many cycles: a `Balancer` remembers them and moves only what pays.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from eplb_core._arrays import BoolArray, FloatArray, IntArray, add_up, to_ids, to_numpy
+from eplb_core.adapters.balancers import Balancers, auto_line
 from eplb_core.adapters.filled import keep_filled
-from eplb_core.adapters.hooking import guarded
+from eplb_core.adapters.hooking import guarded, log_once
+from eplb_core.balancer.balancer import DEFAULT_MOVE_COST, Balancer
 from eplb_core.layout import ExpertLayout
 from eplb_core.load import fold_slots
 from eplb_core.metrics import balancedness, rank_load
@@ -32,12 +36,27 @@ class EplbCorePolicy:
     """What `PolicyFactory.generate_policy` returns: an object with `rebalance_experts`.
 
     Args:
+        mode: "place": from the live table on, for this call's load. "auto": a `Balancer` that remembers the load of
+            each call, its windows summed, as one window. Ranks compute alone: start and restart them together.
+        move_cost: Of "auto": what a transfer costs, in windows of its layer's time.
         options: Passed on to `place`: `min_gain`, `transfer_price`, `max_transfers`, ...; equal on all ranks.
-            `max_transfers` is by default a fifth of a layer's slots, unless a `transfer_price` is given.
+            `max_transfers` is by default a fifth of a layer's slots, unless a `transfer_price` is given or the mode is
+            "auto". That decides `min_gain`, `transfer_price` and `window_weights` by itself and does not take them.
+
+    Raises:
+        ValueError: No such mode, or a bad `move_cost`.
+        TypeError: An option that "auto" does not take.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    def __init__(
+        self, *, mode: Literal["place", "auto"] = "place", move_cost: float = DEFAULT_MOVE_COST, **options: Any
+    ) -> None:
+        if mode not in ("place", "auto"):
+            raise ValueError(f"`mode` (={mode!r}) must be 'place' or 'auto'")
+        self._options, self._move_cost = options, move_cost
+        self._balancers = Balancers() if mode == "auto" else None
+        if mode == "auto":
+            Balancer(Topology(1), num_slots=1, move_cost=move_cost, **options)  # raises now, not at the first load
 
     def rebalance_experts(
         self, current_expert_table: torch.Tensor, expert_workload: torch.Tensor
@@ -49,8 +68,8 @@ class EplbCorePolicy:
             expert_workload: Tokens that each slot received, `[L, R, S]`, or windows of it, `[T, L, R, S]`.
 
         Returns:
-            Whether any layer changed (1 or 0), the layers in the order of their gain, and the new table `[L, R, S]`. No
-            layer is less even than before on what the windows sum to.
+            Whether any layer changed (1 or 0), the layers in the order of their gain, and the new table `[L, R, S]`.
+            Of mode "place" no layer is less even than before on what the windows sum to.
 
         Raises:
             ValueError: The shapes do not fit, or a count is negative.
@@ -76,12 +95,17 @@ class EplbCorePolicy:
 
     def _place(self, windows: IntArray, current: ExpertLayout) -> tuple[IntArray, FloatArray]:
         """Rows `[L, P]`, and what their balancedness on the windows' sum gains `[L]`."""
+        total = add_up(windows)
+        before = _evenness(current, total)
+        if self._balancers is not None:
+            line = auto_line(self._move_cost, "expert_heat_collection_interval")
+            log_once(f"in effect in vllm-ascend: policy ({line})", logging.INFO)
+            layout = self._balancers.layout_of(total, current, move_cost=self._move_cost, **self._options)
+            return np.array(layout.physical_to_logical_map), _evenness(layout, total) - before
         frame: dict[str, Any] = {"topology": current.topology, "num_slots": current.num_slots, "current": current}
         options = {**frame, **self._options}
         if "transfer_price" not in options:
             options.setdefault("max_transfers", max(1, int(_MOST_MOVED * current.num_slots)))
-        total = add_up(windows)
-        before = _evenness(current, total)
         if len(windows) > 1:
             # The sum counts as much as all windows: they differ, and a layer may suit each of them and not their sum.
             weights = np.append(np.broadcast_to(options.pop("window_weights", 1.0), len(windows)), 0.0)
@@ -120,8 +144,9 @@ def use_in_factory(factory: Any, **options: Any) -> None:
 
     Args:
         factory: The class `vllm_ascend.eplb.core.policy.policy_factory.PolicyFactory`.
-        options: As for `EplbCorePolicy`.
+        options: As for `EplbCorePolicy`, whose errors are raised here.
     """
+    EplbCorePolicy(**options)
     engine_own = factory.generate_policy
 
     class _Policy:

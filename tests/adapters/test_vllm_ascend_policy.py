@@ -124,6 +124,50 @@ def test_no_layer_is_worse_than_before_on_what_the_windows_sum_to(seed: int, win
     table = torch.from_numpy(np.array(rows).reshape(6, 4, 3))
     load = torch.from_numpy(rng.integers(0, 100, (windows, 6, 4, 3)))
     total = fold_slots(load.sum(dim=0).reshape(6, -1).numpy(), table.reshape(6, -1).numpy(), 8)
-    options = {} if most is None else {"max_transfers": most}
+    options: dict[str, Any] = {} if most is None else {"max_transfers": most}
     _, _, new = EplbCorePolicy(min_gain=0.0, **options).rebalance_experts(table, load)
     assert (peak_to_mean(new, total) <= peak_to_mean(table, total) * (1.0 + 1e-12)).all()
+
+
+def test_auto_answers_as_a_balancer_that_sees_each_call_s_sum(caplog: pytest.LogCaptureFixture) -> None:
+    rng = np.random.default_rng(0)
+    topology, policy = eplb.Topology(4), EplbCorePolicy(mode="auto", move_cost=0.02, max_transfers=2)
+    balancer = eplb.Balancer(topology, num_slots=12, move_cost=0.02, max_transfers=2)
+    table = start = (torch.arange(12) % 8).reshape(1, 4, 3).repeat(2, 1, 1)
+    for shape in ((2, 4, 3), (5, 2, 4, 3), (3, 2, 4, 3), (2, 4, 3)):
+        load = torch.from_numpy(rng.poisson(np.linspace(1, 90, 12).reshape(4, 3), shape))
+        total = load.reshape(-1, 2, 12).sum(dim=0).numpy()
+        balancer.observe(fold_slots(total, table.reshape(2, 12).numpy(), 8))
+        live = eplb.ExpertLayout(table.reshape(2, 12), 8, topology=topology)
+        expected = balancer.propose(live).layout.physical_to_logical_map
+        change, _, new = policy.rebalance_experts(table, load)
+        assert new.reshape(2, 12).tolist() == np.where(expected < 0, live.physical_to_logical_map, expected).tolist()
+        assert change == int(not torch.equal(new, table))
+        table = new
+    assert not torch.equal(table, start)
+    assert "auto, move_cost=0.02" in caplog.text
+    assert "expert_heat_collection_interval may be short, 100 to 300 steps" in caplog.text
+
+
+def test_auto_moves_less_than_place_on_noise() -> None:
+    still = EplbCorePolicy(mode="auto")
+    place, tables = EplbCorePolicy(), [(torch.arange(12) % 8).reshape(1, 4, 3)] * 2
+    moved = [0, 0]
+    for call in range(12):
+        for which, policy in enumerate((still, place)):
+            by_expert = np.random.default_rng(100 + call).poisson(np.linspace(30, 60, 8))
+            count = torch.bincount(tables[which].flatten(), minlength=8)
+            load = torch.from_numpy(by_expert)[tables[which]] * 12 // count[tables[which]]
+            new = policy.rebalance_experts(tables[which], load)[2]
+            moved[which] += int((new != tables[which]).sum()) if call > 1 else 0
+            tables[which] = new
+    assert moved[0] < moved[1]
+
+
+def test_what_auto_does_not_take_raises_at_once() -> None:
+    with pytest.raises(ValueError, match="`mode`"):
+        EplbCorePolicy(mode="swift")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="move_cost"):
+        EplbCorePolicy(mode="auto", move_cost=-1.0)
+    with pytest.raises(TypeError, match="min_gain"):
+        use_in_factory(None, mode="auto", min_gain=0.1)

@@ -5,12 +5,18 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from eplb_core.adapters.balancers import Balancers
+
 options: dict[str, Any] = {}
 """Of `EPLB_CORE_OPTIONS`, by name."""
 registered: list[str] = []
 """Functions of SGLang that the plug-in has asked to change."""
 bypassed: ContextVar[bool] = ContextVar("bypassed", default=False)
 """While it is set, placement is SGLang's own: ranks have not agreed on ours."""
+
+
+balancers = Balancers()
+"""What mode "auto" remembers of the load."""
 
 
 class Context(NamedTuple):

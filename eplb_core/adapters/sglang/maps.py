@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from eplb_core._arrays import FloatArray, check_load, to_ids, to_numpy
+from eplb_core.adapters.balancers import Balancers
 from eplb_core.adapters.filled import keep_filled
+from eplb_core.balancer.balancer import DEFAULT_MOVE_COST
 from eplb_core.dispatch.even import even_dispatch_table
 from eplb_core.dispatch.static import static_dispatch_table
 from eplb_core.layout import ExpertLayout, count_replicas
@@ -32,6 +34,8 @@ def rebalance(
     num_nodes: int,
     num_groups: int | None = None,
     live: torch.Tensor | None = None,
+    balancers: Balancers | None = None,
+    move_cost: float = DEFAULT_MOVE_COST,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Place experts as SGLang's `rebalance_experts` is asked to, from the live map on.
@@ -43,6 +47,9 @@ def rebalance(
         num_nodes: Nodes; a divisor of the ranks.
         num_groups: Groups that must stay on one node each; None = experts go anywhere.
         live: The map in use, `[L, P]`; where it is no layout of these ranks, the placement is from nothing.
+        balancers: What "auto" remembers between calls: all passes of a call together are one window. None, and where
+            `live` is no layout of these ranks: the passes alone are placed.
+        move_cost: Of "auto": what a transfer costs, in windows of its layer's time.
         options: Passed on to `place`.
 
     Returns:
@@ -57,16 +64,15 @@ def rebalance(
     windows = _windows(counts)
     grouped = num_groups is not None and num_nodes > 1
     current = _live_layout(live, windows.shape, num_physical_experts, topology)
-    placed = place(
-        windows,
-        topology,
-        num_slots=num_physical_experts,
-        current=current,
-        locality="group" if grouped else "none",
-        num_groups=num_groups if grouped else None,
-        **options,
-    ).layout
-    placed = keep_filled(placed, current)
+    if grouped:
+        options |= {"locality": "group", "num_groups": num_groups}
+    if balancers is not None and current is not None:
+        placed = balancers.layout_of(windows.sum(axis=0), current, move_cost=move_cost, **options)
+    else:
+        if balancers is not None:
+            balancers.forget(windows.shape[1:])
+        found = place(windows, topology, num_slots=num_physical_experts, current=current, **options).layout
+        placed = keep_filled(found, current)
     maps = (placed.physical_to_logical_map, placed.logical_to_physical_map, placed.replica_count)
     p2l, l2p, count = (torch.from_numpy(np.array(each)) for each in maps)
     return p2l, l2p, count

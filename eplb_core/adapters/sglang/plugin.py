@@ -26,11 +26,13 @@ from typing import Any, NamedTuple
 import torch
 
 from eplb_core.adapters import hooking, source
+from eplb_core.adapters.balancers import auto_line
 from eplb_core.adapters.sglang import context, record
 from eplb_core.adapters.sglang import maps as sglang_maps
 from eplb_core.adapters.sglang.daemon import spawn
 from eplb_core.adapters.sglang.moves import TRANSPORTS
 from eplb_core.adapters.sglang.rebalance import agree_on_metadata, around_weights, rebalance, register_after_load
+from eplb_core.balancer.balancer import DEFAULT_MOVE_COST
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.topology import Topology
@@ -38,6 +40,8 @@ from eplb_core.topology import Topology
 PARTS = ("loading", "placement", "maps", "tables", "update", "dispatch", "moves", "record")
 _OPTIONS = {
     **hooking.PLACE_OPTIONS,
+    "mode": hooking.one_of("place", "auto"),
+    "move_cost": float,
     "tables": hooking.one_of("sglang", "even"),
     "transport": hooking.one_of(*TRANSPORTS),
 }
@@ -230,8 +234,23 @@ def report(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # p
     missing = inactive_hooks()
     if missing:
         hooking.log_once(f"not in effect in SGLang: {', '.join(missing)}")
-    hooking.log_once(f"in effect in SGLang: {', '.join(active_parts())}", logging.INFO)
+    hooking.log_once(f"in effect in SGLang: {_in_effect()}", logging.INFO)
     return original(*args, **kwargs)
+
+
+def _in_effect() -> str:
+    """The parts, and what mode "auto" is worth setting for."""
+    auto = f"placement ({auto_line(_move_cost(), 'eplb_rebalance_num_iterations', 'passes')})"
+    return ", ".join(auto if part == "placement" and _is_auto() else part for part in active_parts())
+
+
+def _is_auto() -> bool:
+    return context.options.get("mode") == "auto"
+
+
+def _move_cost() -> float:
+    cost: float = context.options.get("move_cost", DEFAULT_MOVE_COST)
+    return cost
 
 
 # ---- placement, maps, tables, update ---------------------------------------------------------------------------------
@@ -245,6 +264,8 @@ def place_from_live(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     def place() -> Any:
         algorithm = asked["algorithm"].name
         if algorithm.startswith("elasticity") or context.bypassed.get():
+            # Ranks come or go, or have not agreed: all of them are here, and start anew.
+            context.balancers.forget()
             return engine_own()
         live = context.live_metadata()
         options = {name: value for name, value in context.options.items() if name in hooking.PLACE_OPTIONS}
@@ -255,6 +276,8 @@ def place_from_live(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             num_nodes=asked["num_nodes"],
             num_groups=asked["num_groups"] if algorithm.endswith("hierarchical") else None,
             live=None if live is None else live.physical_to_logical_map_cpu,
+            balancers=context.balancers if _is_auto() else None,
+            move_cost=_move_cost(),
             **options,
         )
 

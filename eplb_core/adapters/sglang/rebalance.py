@@ -22,6 +22,8 @@ from eplb_core.adapters.sglang.maps import Picks, fold_passes
 from eplb_core.adapters.warm import warm_up_once
 
 _KEPT = "_eplb_core_moves"
+_ANEW = "_eplb_core_anew"
+"""Whether the last migration ended early: some ranks may not have seen its load, so that all forget what they know."""
 # Of this process: it has one model that moves experts. Drafts have no manager.
 _moves: list[sglang_moves.Moves] = []
 
@@ -120,8 +122,9 @@ def rebalance(original: Callable[..., Any], manager: Any) -> Generator[None, Non
     said = _recorded(manager)
     if not manager._check_rebalance_needed(said["average_utilization_rate_over_window"]):
         return
-    before = moves.migrator.layout
-    ended = yield from moves.rebalance(_problem(manager, said["logical_count"], own=moves.disagreed))
+    before, anew = moves.migrator.layout, vars(manager).get(_ANEW, False)
+    ended = yield from moves.rebalance(_problem(manager, said["logical_count"], own=moves.disagreed, anew=anew))
+    vars(manager)[_ANEW] = bool(ended)
     changed = int((before.physical_to_logical_map != moves.migrator.layout.physical_to_logical_map).sum())
     logging.getLogger("eplb_core").info("eplb_core: rebalance end: %d slots changed%s", changed, ended and f"; {ended}")
 
@@ -154,9 +157,10 @@ def _counts(logical_count: torch.Tensor, *, fold: bool) -> Callable[[], torch.Te
     return wait  # pragma: no cover
 
 
-def _problem(manager: Any, logical_count: torch.Tensor, *, own: bool) -> Callable[[], torch.Tensor]:
-    """What a worker calls for the map to reach, `[L, P]`; `own`: by the engine's algorithm.
+def _problem(manager: Any, logical_count: torch.Tensor, *, own: bool, anew: bool = False) -> Callable[[], torch.Tensor]:
+    """What a worker calls for the map to reach, `[L, P]`.
 
+    `own`: by the engine's algorithm. `anew`: whatever was seen before is forgotten.
     Load and settings are looked up here, on the forward thread. An error there is raised on the worker, which
     ends the migration on every rank; raised here it would leave the other ranks alone.
     """
@@ -171,6 +175,8 @@ def _problem(manager: Any, logical_count: torch.Tensor, *, own: bool) -> Callabl
         if trouble is not None:
             raise trouble
         counts = counts_of()
+        if anew:
+            context.balancers.forget()
         with hooking.setting(context.bypassed, own):
             return _solve(counts if counts.dim() == 3 else counts[None], asked)
 
@@ -211,7 +217,10 @@ def agree_on_metadata(
 ) -> Any:
     """Around `_compute_expert_location_metadata`, for SGLang's own updater: each rank computes the map by itself."""
     if broadcast_over_world or not _gather_works():
-        return original(manager, logical_count, broadcast_over_world=broadcast_over_world)
+        answer = original(manager, logical_count, broadcast_over_world=broadcast_over_world)
+        if broadcast_over_world:
+            context.balancers.forget()  # one rank alone has computed it
+        return answer
 
     def ours() -> Any:
         return original(manager, logical_count, broadcast_over_world=False)

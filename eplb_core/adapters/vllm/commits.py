@@ -18,6 +18,7 @@ import torch
 from eplb_core._arrays import IntArray
 from eplb_core._version import __version__
 from eplb_core.adapters import hooking
+from eplb_core.adapters.balancers import auto_line
 from eplb_core.adapters.vllm import maps as vllm_maps
 from eplb_core.adapters.vllm.context import Active, cpu_group_of, digest, version
 from eplb_core.adapters.warm import warm_up_once
@@ -222,11 +223,9 @@ def _take_over(state_module: Any, active: Active, state: Any, model_config: Any)
             if group is not None:
                 hooking.gather_over(group)  # made here: all ranks are
             options = active.options
-            auto = (
-                f"move_cost={options.move_cost:g}, moves only what pays: step_interval may be short, 100 to 300 steps"
-            )
+            auto = auto_line(options.move_cost, "step_interval")
             lines.append(
-                f"policy ({options.mode}, {auto if options.mode == 'auto' else f'min_gain={options.min_gain:g}'})"
+                f"policy ({auto if options.mode == 'auto' else f'{options.mode}, min_gain={options.min_gain:g}'})"
             )
     lines += [part for part in ("maps", "fold") if part in active.parts]
     if "dispatch" in active.parts:

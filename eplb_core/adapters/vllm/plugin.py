@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eplb_core.adapters import hooking, source
+from eplb_core.adapters.balancers import Balancers
 from eplb_core.adapters.vllm import communicator as vllm_communicator
 from eplb_core.adapters.vllm import policy as vllm_policy
 from eplb_core.adapters.vllm.commits import add_model_hook, commit_hook, maps_hook, update_hook
@@ -162,7 +163,7 @@ def policy_class(default: Any, options: PolicyOptions, group_of: Callable[[int],
         options: How ours places.
         group_of: Gives the CPU group of so many ranks that this thread alone uses; None: ranks are not compared.
     """
-    balancers = vllm_policy.Balancers()
+    balancers = Balancers()
 
     def place(*args: Any, **kwargs: Any) -> torch.Tensor:
         named = dict(zip(_REBALANCE[1], args, strict=False)) | kwargs
@@ -197,11 +198,17 @@ def policy_class(default: Any, options: PolicyOptions, group_of: Callable[[int],
             group = group_of(num_ranks) if still else None
             if group is None:
                 return ours()
+
+            def engine_own() -> torch.Tensor:
+                balancers.forget()  # of all ranks: one of them has seen or remembers something else
+                answer: torch.Tensor = default.rebalance_experts(*asked)
+                return answer
+
             settled: torch.Tensor = hooking.settle(
                 "policy",
                 hooking.gather_over(group),
                 ours,
-                lambda: default.rebalance_experts(*asked),
+                engine_own,
                 digest_of=digest,
                 otherwise=lambda: default.rebalance_experts(*asked) if old is None else old,
             )

@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 
 from eplb_core._arrays import ArrayLike, IntArray, to_ids, to_numpy
+from eplb_core.adapters.balancers import Balancers
 from eplb_core.adapters.filled import keep_filled
-from eplb_core.balancer.balancer import DEFAULT_MOVE_COST, Balancer
+from eplb_core.balancer.balancer import DEFAULT_MOVE_COST
 from eplb_core.errors import LayoutError
 from eplb_core.layout import ExpertLayout, count_replicas
 from eplb_core.placement.deepseek import rebalance_experts
@@ -42,27 +43,6 @@ class PolicyOptions:
     """Of "auto": what a transfer costs, in windows of its layer's time, a window being that of one call."""
     locality: str = "engine"
     """"engine": replicas of a group stay on one node wherever vLLM would pack so. "none": anywhere."""
-
-
-class Balancers:
-    """One `Balancer` for each shape of model that the engine asks about; changes with each call of `rebalance`."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], tuple[object, Balancer]] = {}
-
-    def rows_of(self, load: npt.NDArray[Any], live: ExpertLayout, made: dict[str, Any]) -> IntArray:
-        """What should be live `[L, P]` after this window of load; `made` are the options of the Balancer."""
-        made_for = (live.topology, sorted(made.items()))
-        known, balancer = self._known.get(load.shape, (None, None))
-        if balancer is None or known != made_for:
-            balancer = Balancer(live.topology, **made)
-            self._known[load.shape] = (made_for, balancer)
-        balancer.observe(load)
-        return balancer.propose(live).layout.physical_to_logical_map
-
-    def forget(self, shape: tuple[int, ...]) -> None:
-        """Start anew: ranks that come have seen nothing, and all must answer alike."""
-        self._known.pop(shape, None)
 
 
 def rebalance(
@@ -112,11 +92,10 @@ def rebalance(
     if balancers is not None and options.mode == "auto":
         if current is not None and active is None and live is not None and live.min(initial=0) >= 0:
             kind = {"locality": "group", "num_groups": num_groups} if grouped else {}
-            limit = {} if options.max_transfers is None else {"max_transfers": options.max_transfers}
-            made = {"num_slots": num_replicas, "move_cost": options.move_cost, **kind, **limit}
-            rows = balancers.rows_of(load, current, made)
-            rows = np.where(rows < 0, current.physical_to_logical_map, rows)
-            return torch.from_numpy(fill_empty(rows, load, num_ranks))
+            layout = balancers.layout_of(
+                load, current, move_cost=options.move_cost, max_transfers=options.max_transfers, **kind
+            )
+            return torch.from_numpy(np.array(layout.physical_to_logical_map))
         balancers.forget(load.shape)
     placed = place(
         load,

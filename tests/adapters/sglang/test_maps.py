@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eplb_core as eplb
+from eplb_core.adapters.balancers import Balancers
 from eplb_core.adapters.sglang import maps as sglang_maps
 from eplb_core.adapters.sglang.maps import Picks
 from tests.adapters.fakes import metadata_of
@@ -109,12 +111,56 @@ def test_without_a_live_layout_the_placement_is_from_nothing(live: torch.Tensor 
     assert np.array_equal(sglang_maps.rebalance(counts, 24, 6, num_nodes=1, live=live)[0].numpy(), expected)
 
 
+def test_auto_answers_as_a_balancer_that_sees_each_call_s_sum() -> None:
+    rng = np.random.default_rng(0)
+    balancers, topology = Balancers(), eplb.Topology(4)
+    balancer = eplb.Balancer(topology, num_slots=24, move_cost=0.02)
+    live = start = (torch.arange(24) % 16).repeat(3, 1)
+    for passes in (1, 5, 70, 3):
+        counts = rng.poisson(np.linspace(1, 90, 16), (passes, 3, 16))
+        counts[:, 1] = 0
+        balancer.observe(counts.sum(axis=0))
+        expected = balancer.propose(eplb.ExpertLayout(live, 16, topology=topology)).layout.physical_to_logical_map
+        auto: dict[str, Any] = {"balancers": balancers, "move_cost": 0.02, "min_gain": 0.5}  # the last is ours
+        live, _, count = sglang_maps.rebalance(torch.from_numpy(counts), 24, 6, num_nodes=1, live=live, **auto)
+        assert live.tolist() == np.where(expected < 0, start, expected).tolist()
+        assert count.sum(dim=1).tolist() == [24] * 3
+    assert not torch.equal(live, start)
+    assert torch.equal(live[1], start[1])
+
+
+def test_auto_forgets_where_the_live_map_is_no_layout_of_these_ranks() -> None:
+    rng = np.random.default_rng(1)
+    windows = torch.from_numpy(rng.poisson(np.linspace(1, 90, 16), (6, 1, 2, 16)))
+    old, new = Balancers(), Balancers()
+    live: torch.Tensor | None = (torch.arange(24) % 16).repeat(2, 1)
+    for window in windows[:3]:
+        live = sglang_maps.rebalance(window, 24, 6, num_nodes=1, live=live, balancers=old)[0]
+    for window, was in zip(windows[3:], (None, live, live), strict=True):
+        answers = [sglang_maps.rebalance(window, 24, 6, num_nodes=1, live=was, balancers=each) for each in (old, new)]
+        assert torch.equal(answers[0][0], answers[1][0])
+
+
 def test_groups_stay_on_a_node_for_hierarchical_algorithms() -> None:
     counts = torch.from_numpy(np.random.default_rng(1).integers(1, 1000, (1, 2, 16)))
     p2l = sglang_maps.rebalance(counts, 24, 6, num_nodes=2, num_groups=4)[0].numpy()
     for row in p2l:
         for group in range(4):
             assert len({slot // 12 for slot in np.flatnonzero(row // 4 == group).tolist()}) == 1
+
+
+def test_auto_keeps_groups_on_a_node_too() -> None:
+    rng = np.random.default_rng(2)
+    balancers = Balancers()
+    grouped: dict[str, Any] = {"num_nodes": 2, "num_groups": 4}
+    counts = torch.from_numpy(rng.integers(1, 1000, (1, 2, 16)))
+    live = sglang_maps.rebalance(counts, 24, 6, **grouped)[0]
+    for seed in range(3):
+        counts = torch.from_numpy(np.random.default_rng(seed).integers(1, 1000, (2, 2, 16)))
+        live = sglang_maps.rebalance(counts, 24, 6, **grouped, live=live, balancers=balancers)[0]
+        for row in live.numpy():
+            for group in range(4):
+                assert len({slot // 12 for slot in np.flatnonzero(row // 4 == group).tolist()}) == 1
 
 
 def test_a_long_buffer_becomes_few_windows_in_their_order() -> None:

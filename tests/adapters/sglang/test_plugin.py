@@ -9,11 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import eplb_core as eplb
 from eplb_core.adapters import hooking, source
+from eplb_core.adapters.balancers import Balancers
 from eplb_core.adapters.sglang import context
 from eplb_core.adapters.sglang import maps as sglang_maps
 from eplb_core.adapters.sglang import plugin as sglang
@@ -36,6 +38,7 @@ def _in_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process of the engine that narrows its lists."""
     monkeypatch.setattr(context, "options", {})
     monkeypatch.setattr(context, "registered", [])
+    monkeypatch.setattr(context, "balancers", Balancers())
     monkeypatch.setattr(context, "live_metadata", lambda: None)
     monkeypatch.setattr(context, "context", lambda: context.Context(True, True, 1))
     yield
@@ -318,6 +321,49 @@ def test_algorithms_for_dead_ranks_or_not_agreed_on_are_the_engine_s(
     with hooking.setting(context.bypassed, bypassed):
         assert sglang.place_from_live(engine, **asked(algorithm)) == [-7]
     assert not caplog.records
+
+
+def drifting(call: int) -> dict[str, Any]:
+    """What SGLang asks at its rebalance `call`."""
+    counts = np.random.default_rng(call).poisson([5, 10, 80, 40], (3, 1, 4))
+    return asked() | {"tokens_per_expert": torch.from_numpy(counts)}
+
+
+def test_auto_remembers_until_ranks_come_go_or_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "live_metadata", lambda: metadata_of([ROW]))
+    monkeypatch.setattr(context, "options", {"mode": "auto", "move_cost": 0.02, "min_gain": 0.01})
+    balancer = eplb.Balancer(eplb.Topology(2), num_slots=6, move_cost=0.02)
+
+    def answer(call: int, anew: bool = False) -> list[list[int]]:
+        balancer.load_state_dict(eplb.Balancer(eplb.Topology(2), num_slots=6).state_dict()) if anew else None
+        balancer.observe(drifting(call)["tokens_per_expert"].sum(dim=0))
+        live = eplb.ExpertLayout([ROW], 4, topology=eplb.Topology(2))
+        found = balancer.propose(live).layout.physical_to_logical_map
+        return np.where(found < 0, ROW, found).tolist()  # type: ignore[no-any-return]
+
+    def known() -> list[str]:
+        return [balancer.digest for _, balancer in context.balancers._known.values()]
+
+    for call in range(3):
+        assert sglang.place_from_live(refuse, **drifting(call))[0].tolist() == answer(call)
+        assert known() == [balancer.digest]
+    with hooking.setting(context.bypassed, True):
+        assert sglang.place_from_live(engine, **drifting(3)) == [-7]
+    assert known() == []
+    assert sglang.place_from_live(refuse, **drifting(4))[0].tolist() == answer(4, anew=True)
+    assert known() == [balancer.digest]
+    sglang.place_from_live(engine, **drifting(5) | {"algorithm": SimpleNamespace(name="elasticity_aware")})
+    assert known() == []
+
+
+def test_the_line_says_what_auto_is_worth_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = [hook.target for hook in sglang._hooks() if hook.part in ("placement", "maps")]
+    monkeypatch.setattr(context, "registered", targets)
+    assert sglang._in_effect().startswith("placement, maps")
+    monkeypatch.setattr(context, "options", {"mode": "auto"})
+    line = sglang._in_effect()
+    assert "eplb_rebalance_num_iterations may be short, 100 to 300 passes" in line
+    assert "move_cost=0.01" in line
 
 
 def test_lists_and_tables_are_built_from_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ class Moves:
 
     def __init__(self, *, over: str = "", off: str = "", disagreed: bool = False) -> None:
         self.over, self.off, self.disagreed = over, off, disagreed
+        self.ended = ""
         self.asked: list[Any] = []
         self.events: list[str] = []
         self.migrator = SimpleNamespace(layout=SimpleNamespace(physical_to_logical_map=torch.zeros(1, 2).numpy()))
@@ -56,7 +57,7 @@ class Moves:
         except Exception as error:
             self.asked.append(error)
         yield
-        return ""
+        return self.ended
 
     def close(self, reason: str) -> None:
         self.over = reason
@@ -107,6 +108,24 @@ def test_a_rebalance_is_a_migration_for_which_the_load_s_windows_are_placed(engi
     assert passes(manager) == 2
     assert manager.own == 0
     assert engine == [([sglang_maps.WINDOWS, 2, 4], {"num_nodes": 1}, False)]
+
+
+def test_after_a_migration_that_ended_early_auto_starts_anew_on_the_worker(
+    engine: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some ranks may have ended before they saw its load; what is late there comes before the next."""
+    forgotten: list[int] = []
+    monkeypatch.setattr(context.balancers, "forget", lambda: forgotten.append(len(engine)))
+    manager = Manager(moves := Moves())
+    passes(manager)
+    moves.ended = "rank 1 gave up: read"
+    passes(manager)
+    assert forgotten == []
+    moves.ended = ""
+    passes(manager)
+    assert forgotten == [2]  # before the third is placed
+    passes(manager)
+    assert forgotten == [2]
 
 
 def test_the_engine_s_algorithm_gets_passes_as_they_are(engine: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,8 +298,10 @@ def test_where_one_rank_places_otherwise_all_take_sglang_s_own_map(
     assert "placement: rank 2 (" in caplog.text
     assert agreed(ours) == [ours] * 3
     assert len(told) == 6
+    forgotten: list[None] = []
+    monkeypatch.setattr(context.balancers, "forget", lambda: forgotten.append(None))
     agreed(ours, broadcast_over_world=True)  # only rank 0 computes here, and the others get it
-    assert len(told) == 6
+    assert (len(told), len(forgotten)) == (6, 3)
 
 
 def test_where_torch_has_no_groups_nothing_is_gathered() -> None:

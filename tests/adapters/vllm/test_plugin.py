@@ -8,10 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import eplb_core as eplb
 from eplb_core.adapters import hooking
+from eplb_core.adapters.balancers import Balancers
 from eplb_core.adapters.vllm import maps as vllm_maps
 from eplb_core.adapters.vllm import plugin as vllm
 from tests.adapters.fakes import group_of_one, on_ranks
@@ -230,6 +233,28 @@ def test_where_the_policy_fails_on_one_rank_all_ranks_take_the_engine_s(
     assert placed(good, broken) == [[[-7] * 8]] * 2
     assert "policy: rank 1 (" in caplog.text
     assert "all ranks take the engine's own" in caplog.text
+
+
+def test_auto_starts_anew_on_all_ranks_where_one_has_missed_a_window(
+    two: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPLB_CORE_OPTIONS", "mode=auto")
+    policies: list[Any] = [vllm.activate(engine).policy for engine in two]
+    windows = [torch.tensor(window) for window in np.random.default_rng(0).poisson([5, 10, 90, 40], (9, 1, 4))]
+    broken, own = torch.tensor([[1, 1, 1, -1]]), [[-7] * 8]
+
+    def placed(*loads: torch.Tensor) -> list[Any]:
+        return on_ranks(lambda rank: policies[rank].rebalance_experts(loads[rank], 8, 1, 1, 2, OLD).tolist())
+
+    for window in windows[:4]:
+        assert placed(window, window)[0] != own
+    assert placed(windows[4], broken) == [own] * 2
+    alone = Balancers()
+    for window in windows[5:]:
+        topology = eplb.Topology(2)
+        live = eplb.ExpertLayout(OLD, 4, topology=topology)
+        expected = alone.layout_of(window.numpy(), live, move_cost=0.01).physical_to_logical_map.tolist()
+        assert placed(window, window) == [expected] * 2
 
 
 def test_ranks_that_come_or_go_are_not_compared(two: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

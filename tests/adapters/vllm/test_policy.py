@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eplb_core as eplb
-from eplb_core.adapters.vllm.policy import Balancers, PolicyOptions, fill_empty, preserve_intragpu_slots, rebalance
+from eplb_core.adapters.balancers import Balancers
+from eplb_core.adapters.vllm.policy import PolicyOptions, fill_empty, preserve_intragpu_slots, rebalance
 
 DEEPSEEK = PolicyOptions(mode="deepseek")
 
