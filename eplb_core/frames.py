@@ -1,11 +1,12 @@
-"""Tables of load: which column is window, layer, expert and tokens, and the array `[T, L, E]` that rows make.
+"""Tables in and out: the load `[T, L, E]` that columns of window, layer, expert and tokens make, and results as frames.
 
-A table is a dict of columns, or a frame of pandas, polars or pyarrow, which is asked for its columns one by one: none
-of these packages is needed.
+A table that comes in is a dict of columns, or a frame of pandas, polars or pyarrow, which is asked for its columns one
+by one: none of these packages is needed.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -26,6 +27,52 @@ _NAMES = {
     "tokens": "tokens num_tokens token_count count counts load expert_load",
 }
 _WIDE = re.compile(r"(?:(?:logical_)?expert[_ ]?|e)?(\d+)")
+
+
+class Table:
+    """A result that is rows of named columns, and so a data frame of pandas or polars."""
+
+    __slots__ = ()
+
+    def _columns(self) -> Columns:
+        """Columns of one length by name, in order."""
+        raise NotImplementedError  # pragma: no cover  each result has its own
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a pandas DataFrame; a copy.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return pandas_frame(self._columns())
+
+    def to_polars(self) -> Any:
+        """Return the rows as a polars DataFrame; a copy.
+
+        Raises:
+            ImportError: polars is not installed.
+        """
+        return polars_frame(self._columns())
+
+
+def pandas_frame(columns: Columns) -> Any:
+    """Make a pandas DataFrame of columns."""
+    return _frame("pandas", columns)
+
+
+def polars_frame(columns: Columns) -> Any:
+    """Make a polars DataFrame of columns."""
+    return _frame("polars", columns)
+
+
+def _frame(package: str, columns: Columns) -> Any:
+    try:
+        module = importlib.import_module(package)
+    except ImportError:
+        raise ImportError(f"`to_{package}` needs {package}: pip install {package}") from None
+    # Lists of text: polars would keep an array of objects as such.
+    data = {name: array.tolist() if array.dtype.kind in "OUS" else np.array(array) for name, array in columns.items()}
+    return module.DataFrame(data)
 
 
 class TableLoad(NamedTuple):

@@ -26,6 +26,7 @@ from eplb_core._arrays import (
 from eplb_core._html import HTML_LAYERS
 from eplb_core._text import quoted
 from eplb_core.errors import InfeasiblePlacementError, LayoutError, MissingExpertError
+from eplb_core.frames import Columns, Table, pandas_frame, polars_frame
 from eplb_core.topology import Topology
 
 MAX_SLOTS = 1 << 24
@@ -42,6 +43,14 @@ class LayoutDiff(NamedTuple):
     new_expert: IntArray
     """Expert after; -1 = the slot is emptied."""
 
+    def to_pandas(self) -> Any:
+        """Return the rows as a pandas DataFrame; ImportError without pandas."""
+        return pandas_frame(self._asdict())
+
+    def to_polars(self) -> Any:
+        """Return the rows as a polars DataFrame; ImportError without polars."""
+        return polars_frame(self._asdict())
+
     def __str__(self) -> str:
         return "\n".join(
             f"layer {layer} slot {slot}: {old if old >= 0 else '-'} -> {new if new >= 0 else '-'}"
@@ -49,7 +58,7 @@ class LayoutDiff(NamedTuple):
         )
 
 
-class ExpertLayout:
+class ExpertLayout(Table):
     """Hold the logical expert of each slot on every layer. Immutable; an object that exists is valid.
 
     Slots are global and rank-major: slot `p` is local slot `p % S` of rank `p // S`. Every layer holds every logical
@@ -386,6 +395,12 @@ class ExpertLayout:
             )
             lines.append(line if not width or len(line) <= width else line[: width - 4] + " ...")
         return "\n".join(lines)
+
+    def _columns(self) -> Columns:
+        layer, slot = np.divmod(np.arange(self._p2l.size), max(self.num_slots, 1))
+        rank = slot // max(self.slots_per_rank, 1)
+        node = self.topology.rank_to_node[rank]
+        return {"layer": layer, "slot": slot, "rank": rank, "node": node, "expert": self._p2l.ravel()}
 
     def _repr_html_(self) -> str:
         return _html(self)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, read_only, to_ids, to_reals
+from eplb_core._html import table_html
 
 MAX_RANKS = 1 << 20
 """Far above any deployment: a number beyond it is a mistake, and would take memory before anything could say so."""
+
+# Nodes that HTML shows, and ranks of a node.
+_SHOWN = 8
 
 
 class Topology:
@@ -140,6 +144,22 @@ class Topology:
     def __repr__(self) -> str:
         speed = "" if (self.rank_speed == 1.0).all() else ", rank_speed=..."
         return f"Topology(num_ranks={self.num_ranks}, num_nodes={self.num_nodes}{speed})"
+
+    def _repr_html_(self) -> str:
+        """The ranks of each node, and their speeds where they differ."""
+        ranks = np.arange(self.num_ranks)
+        rows = []
+        for node in range(min(self.num_nodes, _SHOWN)):
+            mine = ranks[self.rank_to_node == node]
+            speed = np.unique(self.rank_speed[mine])
+            whole = len(mine) > 1 and mine[-1] - mine[0] == len(mine) - 1
+            named = f"{mine[0]}-{mine[-1]}" if whole else ", ".join(map(str, mine[:_SHOWN].tolist()))
+            named += " .." if not whole and len(mine) > _SHOWN else ""
+            rows.append([node, len(mine), named, f"{speed[0]:g}" + (f" to {speed[-1]:g}" if len(speed) > 1 else "")])
+        left = self.num_nodes - len(rows)
+        more = f"<div>{left} more nodes</div>" if left else ""
+        facts = f"<b>Topology</b>: {self.num_ranks} ranks on {self.num_nodes} node{'s' * (self.num_nodes > 1)}"
+        return f"<div>{facts}{table_html(['node', 'ranks', 'which', 'relative speed'], rows)}{more}</div>"
 
 
 def _rebuild(rank_to_node: list[int], rank_speed: list[float]) -> Topology:

@@ -10,13 +10,15 @@ from typing import cast
 import numpy as np
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load, check_word, read_only, to_list, to_numpy
+from eplb_core._html import HTML_LAYERS, line_svg, table_html, words_html
 from eplb_core.contents import check_is_load
-from eplb_core.frames import columns_of, load_of_table
+from eplb_core.frames import Columns, Table, columns_of, load_of_table
 from eplb_core.load import TraceFault, check_counts, check_trace
+from eplb_core.metrics import mean_of_known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trace:
+class Trace(Table):
     """Hold windows of expert load and their metadata. Immutable; an object that exists is valid.
 
     Args:
@@ -127,8 +129,56 @@ class Trace:
         """Faults that `check_trace` finds."""
         return check_trace(self.load, top_k=self.top_k)
 
+    def _columns(self) -> Columns:
+        """A row per window, layer and expert, as `from_frame` reads them back."""
+        named = len(set(self.windows)) == self.num_windows > 0
+        names = [
+            np.array(self.windows, dtype=object) if named else np.arange(self.num_windows),
+            np.array(self.layer_ids or range(self.num_layers), dtype=np.int64),
+            np.arange(self.num_experts),
+        ]
+        at = np.indices(self.load.shape).reshape(3, -1)
+        window, layer, expert = (name[index] for name, index in zip(names, at, strict=True))
+        return {"window": window, "layer": layer, "expert": expert, "tokens": self.load.ravel()}
+
+    def _repr_html_(self) -> str:
+        read = [f"read from {self.path}" if self.path else self.source, *self.notes]
+        read += [f"fault: {fault.text}" for fault in self.faults]
+        top_k = f", top {self.top_k}" if self.top_k else ""
+        size = f"{self.num_windows:,} windows, {self.num_layers} layers, {self.num_experts} experts{top_k}"
+        notes = "".join(f"<div>{words_html(line)}</div>" for line in read if line)
+        return f"<div><b>Trace</b>: {size}{notes}{load_html(self.load, self.layer_ids)}</div>"
+
     def __repr__(self) -> str:
         return f"Trace(load=[{self.num_windows}, {self.num_layers}, {self.num_experts}], source={self.source!r})"
+
+
+def load_html(load: IntArray | FloatArray, layer_ids: Sequence[int] = ()) -> str:
+    """Say how uneven a load `[T, L, E]` is: its most uneven layers, and the hottest experts over time."""
+    total = load.sum(axis=0, dtype=np.float64)
+    hottest = hottest_over_mean(total)
+    order = [layer for layer in np.argsort(-hottest, kind="stable").tolist() if hottest[layer] == hottest[layer]]
+    ids = layer_ids or range(len(total))
+    rows = [
+        [ids[layer], f"{total[layer].mean() / len(load):,.4g}", int(total[layer].argmax()), f"{hottest[layer]:.2f}"]
+        for layer in order[:HTML_LAYERS]
+    ]
+    if not rows:
+        return "<div>no load</div>"
+    head = ["most uneven: layer", "tokens of an expert in a window, mean", "hottest expert", "its load / mean"]
+    left = len(total) - len(rows)
+    more = f"<div>{left} more layers</div>" if left else ""
+    known = hottest_over_mean(load)
+    over_time = np.array([mean_of_known(each) for each in known])
+    curve = line_svg([over_time], ["hottest expert's load / mean, window by window, mean of the layers"])
+    return f"{table_html(head, rows)}{more}{curve if len(load) > 1 else ''}"
+
+
+def hottest_over_mean(load: IntArray | FloatArray) -> FloatArray:
+    """Load of the hottest expert over the mean, float64 without the last axis; NaN without load."""
+    mean = load.mean(axis=-1, dtype=np.float64)
+    share: FloatArray = np.divide(load.max(axis=-1), mean, out=np.full(mean.shape, np.nan), where=mean > 0)
+    return share
 
 
 def join_traces(traces: Sequence[Trace], weights: Sequence[float] = (), *, path: str = "") -> Trace:

@@ -1,7 +1,9 @@
-"""Tables of load: long and wide, from dicts and from the frames of three packages."""
+"""Tables of load: long and wide, from dicts and from the frames of three packages; and results as frames."""
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import eplb_core as eplb
 from eplb_core import Trace
+from eplb_core.loading.pull_plan import PullKind
+from eplb_core.simulation import Records
 
 LOAD: npt.NDArray[np.int64] = np.random.default_rng(0).multinomial(100, np.ones(4) / 4, size=(3, 2))
 AT = np.indices(LOAD.shape).reshape(3, -1)
@@ -103,3 +108,79 @@ def test_frames_are_read_column_by_column_and_never_as_an_array(package: str, ma
     assert Trace.from_frame(frame).load.tolist() == LOAD.tolist()
     with pytest.raises(TypeError, match=r"a frame with columns window, layer.*Trace\.from_frame"):
         Trace(frame)
+
+
+def results() -> dict[str, Any]:
+    """A result of each kind that is a table."""
+    topology = eplb.Topology(2)
+    load = LOAD + np.array([900, 0, 200, 0])
+    options: dict[str, Any] = {"topology": topology, "num_slots": 6}
+    old = eplb.ExpertLayout.trivial(2, 4, **options)
+    placed = eplb.place(load, topology, num_slots=6, current=old)
+    return {
+        "trace": eplb.Trace(load, ("a", "b", "c"), (3, 7)),
+        "layout": old,
+        "diff": old.diff(placed.layout),
+        "placement": placed,
+        "verdict": eplb.should_rebalance(old, load, placed),
+        "slots": eplb.plan_slots(load, topology, total_slots=5),
+        "gain": eplb.gain_report(load, topology),
+        "pull": eplb.plan_pull(old, placed.layout, rank=0),
+        "comparison": eplb.compare_policies(load, ["none", "place"], interval=1, **options),
+        "backtest": eplb.backtest(load, interval=1, **options),
+        "records": Records.of({"layer": [0, 1], "name": ["a", "b"], "x": [0.5, 1.0]}),
+    }
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Any]:
+    return results()
+
+
+@pytest.mark.parametrize("package", ["pandas", "polars"])
+def test_results_become_frames_of_columns_of_one_length(
+    made: dict[str, Any], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stand-in for the package: what it is given is all that is ours."""
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(DataFrame=dict))
+    columns = {name: getattr(result, f"to_{package}")() for name, result in made.items()}
+    for name, table in columns.items():
+        assert len({len(column) for column in table.values()}) == 1, name
+        assert all(isinstance(column, list) or column.dtype.kind in "bif" for column in table.values()), name
+    assert columns["placement"]["transfers"].tolist() == made["placement"].transfers.tolist()
+    assert columns["verdict"]["reason"] == list(made["verdict"].layer_reasons)
+    assert columns["gain"]["saved"].tolist() == [row.saved for row in made["gain"].rows]
+    assert columns["comparison"]["policy"] == ["none", "place"]
+    assert columns["backtest"]["name"] == [row.name for row in made["backtest"]]
+    layout, plan, slots = made["layout"], made["pull"], made["slots"]
+    held = columns["layout"]
+    assert held["expert"].tolist() == layout.physical_to_logical_map.ravel().tolist()
+    assert held["rank"].tolist() == [0, 0, 0, 1, 1, 1] * 2
+    assert columns["diff"]["new_expert"].tolist() == made["diff"].new_expert.tolist()
+    assert columns["pull"]["kind"] == [PullKind(kind).name for kind in plan.kind.ravel().tolist()]
+    times = [
+        slots.layer_time[slots.choices.index(size), layer] for layer, size in enumerate(slots.slots_per_rank.tolist())
+    ]
+    assert columns["slots"]["pass_s"].tolist() == times
+    columns["trace"]["tokens"][0] = 7  # a copy
+    assert columns["records"] == {"layer": pytest.approx([0, 1]), "name": ["a", "b"], "x": pytest.approx([0.5, 1.0])}
+
+
+@pytest.mark.parametrize("package", ["pandas", "polars"])
+def test_a_trace_as_a_frame_is_read_back(made: dict[str, Any], package: str) -> None:
+    pytest.importorskip(package, reason="makes its own kind of table")
+    read = Trace.from_frame(getattr(made["trace"], f"to_{package}")())
+    assert read.load.tolist() == made["trace"].load.tolist()
+    assert (read.windows, read.layer_ids) == (("a", "b", "c"), (3, 7))
+    for result in made.values():
+        assert len(getattr(result, f"to_{package}")())
+
+
+@pytest.mark.parametrize("package", ["pandas", "polars"])
+def test_a_frame_without_its_package_says_what_to_install(
+    made: dict[str, Any], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    for name in ("records", "diff"):
+        with pytest.raises(ImportError, match=f"pip install {package}"):
+            getattr(made[name], f"to_{package}")()

@@ -108,3 +108,14 @@ def test_numbers_that_do_not_fit_raise_with_all_of_them(
 ) -> None:
     with pytest.raises(error, match=message):
         Topology(**given_arguments)
+
+
+def test_a_notebook_shows_the_ranks_of_each_node() -> None:
+    shown = Topology(rank_to_node=[0, 1, 0, 1, 2], rank_speed=[1, 1, 1, 2, 0.5])._repr_html_()
+    for row in (["0", "2", "0, 2", "1"], ["1", "2", "1, 3", "1 to 2"], ["2", "1", "4", "0.5"]):
+        assert "".join(f"<td>{cell}</td>" for cell in row) in shown
+    many = Topology(80, 10)._repr_html_()
+    assert many.count("<tr>") == 9
+    assert "2 more nodes" in many
+    assert "<td>0-7</td>" in many
+    assert "0, 2, 4, 6, 8, 10, 12, 14 .." in Topology(rank_to_node=[0, 1] * 9)._repr_html_()

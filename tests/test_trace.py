@@ -246,3 +246,21 @@ def test_a_map_and_a_load_are_not_taken_for_each_other(tmp_path: Path) -> None:
         np.save(tmp_path / f"{name}.npy", array)
         with pytest.raises(FileFormatError, match="an array `physical_to_logical_map`"):
             load_layout(tmp_path / f"{name}.npy", Topology(2))
+
+
+def test_a_notebook_shows_what_was_read_and_the_most_uneven_layers() -> None:
+    load = np.ones((3, 10, 4), dtype=np.int64)
+    load[:, 4, 2] = 9
+    shown = Trace(load, layer_ids=tuple(range(20, 30)), top_k=2, source="a <test>", notes=("`x` left out",))._repr_html_()
+    assert "3 windows, 10 layers, 4 experts, top 2" in shown
+    assert "a &lt;test&gt;" in shown
+    assert "<code>x</code> left out" in shown
+    assert shown.index("<td>24</td><td>3</td><td>2</td><td>3.00</td>") < shown.index("<td>20</td>")
+    assert shown.count("<tr>") == 9
+    assert "2 more layers" in shown
+    assert shown.count("<path") == 1
+    empty = Trace(np.zeros((2, 1, 4), dtype=np.int64))._repr_html_()
+    assert "no load" in empty
+    assert "fault: " in empty
+    assert "<path" not in Trace(load[:1])._repr_html_()
+    Trace(np.zeros((0, 1, 4), dtype=np.int64))._repr_html_()

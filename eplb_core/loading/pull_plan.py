@@ -23,6 +23,7 @@ from eplb_core._arrays import (
 )
 from eplb_core._html import HTML_LAYERS, table_html
 from eplb_core._numba import inline_kernel, kernel
+from eplb_core.frames import Columns, Table
 from eplb_core.layout import ExpertLayout, layer_rows
 
 Int8Array = npt.NDArray[np.int8]
@@ -46,7 +47,7 @@ class PullKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PullPlan:
+class PullPlan(Table):
     """What one rank does to go from one layout to another; made by `plan_pull`. All arrays read-only."""
 
     rank: int
@@ -71,6 +72,11 @@ class PullPlan:
         """Slots that a backup must fill, int64 `[n]`."""
         count: IntArray = (self.kind == PullKind.RESTORE).sum(axis=1, dtype=np.int64)
         return count
+
+    def _columns(self) -> Columns:
+        row, slot = np.indices(self.kind.shape).reshape(2, -1)
+        kinds = np.array([PullKind(kind).name for kind in self.kind.ravel().tolist()], dtype=object)
+        return {"layer": self.layers[row], "local_slot": slot, "kind": kinds, "source_slot": self.source_slot.ravel()}
 
     def _repr_html_(self) -> str:
         """Count the slots of each kind, in all and layer by layer."""

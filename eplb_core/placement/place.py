@@ -17,6 +17,7 @@ from eplb_core._arrays import (
     read_only,
 )
 from eplb_core._html import HTML_LAYERS, table_html
+from eplb_core.frames import Columns, Table
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known
 from eplb_core.placement.affinity.near import TRAFFIC_PRICE, Near, Rows, bring_near
@@ -49,7 +50,7 @@ _FAR = 600
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
+class Placement(Table):
     """A layout and what is known of it. Arrays are read-only."""
 
     layout: ExpertLayout
@@ -66,6 +67,14 @@ class Placement:
     senders: IntArray | None = None
     """Where links have limits: the rank that each slot's expert comes from within them, int64 `[L, P]`; -1 where the
     rank has it already, and where it must come although no link has room. Else None."""
+
+    def _columns(self) -> Columns:
+        return {
+            "layer": np.arange(len(self.balancedness)),
+            "balancedness": self.balancedness,
+            "bound": self.bound,
+            "transfers": self.transfers,
+        }
 
     def __repr__(self) -> str:
         mean, bound = (mean_of_known(each) for each in (self.balancedness, self.bound))

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray
+from eplb_core._html import table_html
 from eplb_core._text import quoted
+from eplb_core.frames import Columns, Table
 from eplb_core.layout import ExpertLayout
 from eplb_core.placement.forecast import FORECASTERS, Forecaster, forecast, forecaster_of
 from eplb_core.placement.place import place
@@ -29,6 +33,20 @@ class BacktestRow(NamedTuple):
     """Experts received by all ranks over the whole replay."""
 
 
+class BacktestRows(tuple[BacktestRow, ...], Table):
+    """A row per forecast; print it, or make a data frame of it."""
+
+    __slots__ = ()
+
+    def _columns(self) -> Columns:
+        return {name: np.array([getattr(row, name) for row in self]) for name in BacktestRow._fields}
+
+    def _repr_html_(self) -> str:
+        head = [name.replace("_", " ") for name in BacktestRow._fields]
+        rows = [[row.name, *(f"{each:.4f}" for each in row[1:3]), f"{row.transfers:,}"] for row in self]
+        return table_html(head, rows)
+
+
 def backtest(
     trace: Trace | ArrayLike,
     forecasters: Mapping[str, Forecaster] | None = None,
@@ -40,7 +58,7 @@ def backtest(
     history: int | None = None,
     current: ExpertLayout | None = None,
     place_options: Mapping[str, object] | None = None,
-) -> tuple[BacktestRow, ...]:
+) -> BacktestRows:
     """Which forecast gives the best balance on the windows that follow, for how many transfers?
 
     Every `interval` windows the forecaster sees the last `history` windows, `place` plans from the live layout for the
@@ -92,7 +110,7 @@ def backtest(
             current=current,
         )
         rows.append(BacktestRow(name, replay.mean_balancedness, replay.total_balancedness, replay.total_transfers))
-    return tuple(rows)
+    return BacktestRows(rows)
 
 
 def _policy(forecaster: Forecaster, options: dict[str, Any]) -> Policy:

@@ -12,6 +12,7 @@ import numpy as np
 from eplb_core._arrays import check_call, check_int, check_kind, to_list
 from eplb_core._html import line_svg, words_html
 from eplb_core._text import filled
+from eplb_core.frames import Columns, Table
 from eplb_core.simulation.load.sources import Source
 from eplb_core.simulation.policies import BASIC, Policy, PolicyName
 from eplb_core.simulation.replay import SimulateOptions, simulate
@@ -28,7 +29,7 @@ Policies: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Comparison:
+class Comparison(Table):
     """Replays of one trace, side by side. `print` it, or let a notebook show it."""
 
     simulations: tuple[Simulation, ...]
@@ -47,6 +48,9 @@ class Comparison:
     def rows(self) -> Records:
         """A row per policy: settings and totals."""
         return Records.of_rows([sim.summary() for sim in self.simulations])
+
+    def _columns(self) -> Columns:
+        return self.rows()._columns()
 
     def __getitem__(self, policy: str) -> Simulation:
         for sim in self.simulations:

@@ -11,6 +11,7 @@ import numpy as np
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._html import line_svg, table_html
 from eplb_core._text import number
+from eplb_core.frames import Columns, Table
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known
 from eplb_core.simulation.hardware import StepCost
@@ -19,7 +20,7 @@ from eplb_core.topology import Topology
 _SHOWN = 12
 
 
-class Records(np.recarray[Any, Any]):
+class Records(np.recarray[Any, Any], Table):
     """Rows with named columns: a numpy record array. `rows.balancedness`, `rows[rows.layer == 3]`.
 
     Example:
@@ -43,17 +44,9 @@ class Records(np.recarray[Any, Any]):
         """From rows with the same names."""
         return cls.of({name: [row[name] for row in rows] for name in rows[0]})
 
-    def to_pandas(self) -> Any:
-        """A pandas DataFrame of the rows.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError:
-            raise ImportError("`to_pandas` needs pandas: pip install pandas") from None
-        return pandas.DataFrame({name: np.array(self[name]) for name in self.dtype.names or ()})
+    def _columns(self) -> Columns:
+        rows = np.atleast_1d(np.asarray(self))
+        return {name: rows[name] for name in self.dtype.names or ()}
 
     def _repr_html_(self) -> str:
         names = self.dtype.names or ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,18 +181,6 @@ def test_windows_and_moves_are_tidy_records() -> None:
     (row,) = compare_policies(load, "place", topology=Topology(4, 2), num_slots=12, interval=2).rows()
     assert row.total_balancedness == sim.total_balancedness
     assert (row.policy, row.num_slots, row.redundant, row.num_nodes) == ("place", 12, 4, 2)
-
-
-def test_records_become_a_data_frame_where_pandas_is() -> None:
-    rows = Records.of({"layer": [0, 1], "name": ["a", "b"]})
-    pandas = pytest.importorskip("pandas", reason="makes its own kind of table")
-    assert rows.to_pandas().equals(pandas.DataFrame({"layer": [0, 1], "name": ["a", "b"]}))
-
-
-def test_without_pandas_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="pip install pandas"):
-        Records.of({"layer": [0]}).to_pandas()
 
 
 def test_records_show_their_first_rows_as_html() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from eplb_core._arrays import ArrayLike, BoolArray, FloatArray, IntArray, check_kind, check_real, read_only
 from eplb_core._html import HTML_LAYERS, table_html
 from eplb_core.errors import MissingExpertError
+from eplb_core.frames import Columns, Table
 from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.placement.place import Placement
 from eplb_core.placement.problem import PlacementDispatch, check_active, check_dispatch
@@ -33,7 +34,7 @@ PAYS = "pays"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Verdict:
+class Verdict(Table):
     """Which layers are worth moving; a verdict is true if there is at least one. Arrays are read-only.
 
     The totals cover the layers to move; if none moves, all layers that the placement would change. Times are seconds of
@@ -69,6 +70,18 @@ class Verdict:
         """Passes until each layer's gain has made up for its cost, float64 `[L]`; infinite without gain."""
         pairs = zip(self.layer_cost.tolist(), self.layer_gain.tolist(), strict=True)
         return np.array([_break_even(cost, gain) for cost, gain in pairs])
+
+    def _columns(self) -> Columns:
+        return {
+            "layer": np.arange(len(self.layers)),
+            "moves": self.layers,
+            "pass_s": self.layer_time,
+            "gain_s": self.layer_gain,
+            "cost_s": self.layer_cost,
+            "break_even_passes": self.layer_break_even_passes,
+            "transfers": self.layer_transfers,
+            "reason": np.array(self.layer_reasons, dtype=object),
+        }
 
     def __bool__(self) -> bool:
         return bool(self.layers.any())

@@ -11,6 +11,7 @@ import numpy as np
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, check_load, check_real, to_list
 from eplb_core._html import table_html, words_html
 from eplb_core._text import filled
+from eplb_core.frames import Columns, Table
 from eplb_core.layout import ExpertLayout, check_frame, rank_capacity
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load
 from eplb_core.placement.place import place
@@ -47,7 +48,7 @@ class GainRow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GainReport:
+class GainReport(Table):
     """What `gain_report` found; `print` it."""
 
     topology: Topology
@@ -70,6 +71,9 @@ class GainReport:
     """Whether that row saves 2% of the layers' time or more."""
     conclusion: str
     """The answer in words."""
+
+    def _columns(self) -> Columns:
+        return {name: np.array([getattr(row, name) for row in self.rows]) for name in GainRow._fields}
 
     def __str__(self) -> str:
         windows = f"{self.num_windows} window{'s' if self.num_windows != 1 else ''} of load"

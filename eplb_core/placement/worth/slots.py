@@ -19,7 +19,9 @@ from eplb_core._arrays import (
     read_only,
     to_list,
 )
+from eplb_core._html import HTML_LAYERS, table_html
 from eplb_core.errors import InfeasiblePlacementError
+from eplb_core.frames import Columns, Table
 from eplb_core.layout import ExpertLayout
 from eplb_core.placement.place import Placement, place
 from eplb_core.placement.problem import PlacementDispatch, check_active
@@ -30,7 +32,7 @@ from eplb_core.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SlotPlan:
+class SlotPlan(Table):
     """How many slots each layer gets. Arrays are read-only."""
 
     slots_per_rank: IntArray
@@ -43,6 +45,34 @@ class SlotPlan:
     """Slots per rank that were tried, `[C]`, ascending."""
     layer_time: FloatArray
     """Seconds of a pass with each choice, float64 `[C, L]`, by the cost model: what a slot is worth on each layer."""
+
+    def _columns(self) -> Columns:
+        layer = np.arange(len(self.slots_per_rank))
+        choice = np.searchsorted(self.choices, self.slots_per_rank)
+        return {
+            "layer": layer,
+            "slots_per_rank": self.slots_per_rank,
+            "balancedness": self.balancedness,
+            "pass_s": self.layer_time[choice, layer],
+        }
+
+    def _repr_html_(self) -> str:
+        """What slots are spent, for how much time, and the layers that have most of them."""
+        counts, columns = self.slots_per_rank, self._columns()
+        each = ", ".join(f"{size} on {(counts == size).sum()}" for size in self.choices if size in counts)
+        now, fewest = float(columns["pass_s"].sum()), float(self.layer_time[0].sum())
+        facts = f"<b>SlotPlan</b>: {counts.sum():,} slots on each rank, all layers together; of a layer: {each}"
+        if fewest > 0.0:
+            facts += f"; {1.0 - now / fewest:.1%} less time than with {self.choices[0]} on every layer"
+        order = np.argsort(-counts, kind="stable")[:HTML_LAYERS].tolist()
+        rows = [
+            [layer, counts[layer], f"{self.balancedness[layer]:.4f}", f"{columns['pass_s'][layer]:.4g}"]
+            for layer in order
+        ]
+        left = len(counts) - len(order)
+        more = f"<div>{left} more layers</div>" if left else ""
+        table = table_html(["most slots: layer", "slots per rank", "balancedness", "time of a pass"], rows)
+        return f"<div>{facts}{table}{more}</div>"
 
 
 def plan_slots(

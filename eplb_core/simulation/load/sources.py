@@ -18,7 +18,7 @@ from eplb_core.contents import to_tokens
 from eplb_core.files.reading import MAX_BYTES, PathLike, bad_file, is_csv, open_regular, reading
 from eplb_core.files.tables import stream_csv
 from eplb_core.load import count_topk
-from eplb_core.trace import Trace, check_trace_load
+from eplb_core.trace import Trace, check_trace_load, load_html
 
 
 class Block(NamedTuple):
@@ -85,6 +85,11 @@ class TokenTrace:
                 ).astype(np.float64)
 
             yield Block(load, by_source)
+
+    def _repr_html_(self) -> str:
+        tokens, layers, width = self.topk_ids.shape
+        size = f"{tokens:,} tokens in windows of {self.window_tokens:,}, {layers} layers, {self.num_experts} experts"
+        return f"<div><b>TokenTrace</b>: {size}, top {width}{load_html(self.load)}</div>"
 
     def _windows(self) -> IntArray:
         windows = len(self.topk_ids) // self.window_tokens

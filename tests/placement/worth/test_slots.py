@@ -84,3 +84,14 @@ def test_shares_by_weight_need_no_more_slots() -> None:
         load, topology, num_slots=weighted.slots_per_rank * 2, current=weighted.layout, dispatch="weighted"
     )
     assert later.balancedness == pytest.approx(weighted.balancedness, abs=0.02)
+
+
+def test_a_notebook_shows_what_slots_are_spent_on() -> None:
+    plan = plan_slots([[300, 10, 10, 10, 10, 10], *[[50] * 6] * 9], Topology(2), total_slots=31)
+    shown = plan._repr_html_()
+    assert "31 slots on each rank, all layers together; of a layer: 3 on 9, 4 on 1" in shown
+    assert f"<td>0</td><td>4</td><td>{plan.balancedness[0]:.4f}</td>" in shown
+    assert "2 more layers" in shown
+    assert "less time than with 3 on every layer" in shown
+    without = plan_slots(np.zeros((1, 4)), Topology(2), total_slots=3)._repr_html_()
+    assert "less time" not in without

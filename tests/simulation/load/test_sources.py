@@ -119,3 +119,9 @@ def test_a_damaged_archive_is_refused_and_a_pipe_not_waited_for(tmp_path: Path) 
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(FileFormatError, match="found a device or pipe"):
         stream_trace(tmp_path / "pipe")
+
+
+def test_a_notebook_shows_tokens_and_how_uneven_they_are() -> None:
+    shown = TokenTrace(np.array([[[0, 2]], [[0, 1]], [[0, 3]], [[0, 2]]]), 4, 2)._repr_html_()
+    assert "4 tokens in windows of 2, 1 layers, 4 experts, top 2" in shown
+    assert "<td>0</td><td>1</td><td>0</td><td>2.00</td>" in shown
