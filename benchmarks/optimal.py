@@ -4,8 +4,8 @@
 
 Tiny problems are compared with every layout there is; mid-sized ones with a MILP (HiGHS, by scipy), which may stop at
 its time limit: then with the best layout that it has found. Ranks that are alike fill every slot; others may leave some
-empty. Gaps are differences of balancedness; where ours is the better one, 0. "even": replicas share equally. "weighted":
-by the shares that balance best.
+empty. Gaps are differences of balancedness; where ours is the better one, 0. "even": replicas share equally.
+"weighted": by the shares that balance best.
 """
 
 from __future__ import annotations

@@ -251,7 +251,9 @@ def test_a_map_and_a_load_are_not_taken_for_each_other(tmp_path: Path) -> None:
 def test_a_notebook_shows_what_was_read_and_the_most_uneven_layers() -> None:
     load = np.ones((3, 10, 4), dtype=np.int64)
     load[:, 4, 2] = 9
-    shown = Trace(load, layer_ids=tuple(range(20, 30)), top_k=2, source="a <test>", notes=("`x` left out",))._repr_html_()
+    shown = Trace(
+        load, layer_ids=tuple(range(20, 30)), top_k=2, source="a <test>", notes=("`x` left out",)
+    )._repr_html_()
     assert "3 windows, 10 layers, 4 experts, top 2" in shown
     assert "a &lt;test&gt;" in shown
     assert "<code>x</code> left out" in shown

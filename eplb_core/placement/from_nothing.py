@@ -20,6 +20,8 @@ from eplb_core.placement.windows import Load
 _SOME_GAIN = 1e-9
 # With no more slots than these it takes little time to try which should stay empty.
 _FEW_SLOTS = 64
+# So far below the bound a layer on few slots is searched with this effort; where ranks differ, with any distance.
+_FAR, _FAR_EFFORT = 0.02, 20.0
 # Steps of a layer that is placed from nothing for several windows, at effort 1.
 _FREE_STEPS = 128
 
@@ -45,6 +47,12 @@ def solve(problem: Problem, load: Load, effort: float, *, free: bool) -> tuple[I
     if tiny:
         done = _try_all(problem, problem.capacity, load, short, effort, p2l, reached)
         short &= ~done | problem.weighted  # solved shares are only nearly the best of their row
+    elif not further:
+        far = short & (reached < bound - (_FAR if ranks_alike(problem) else 0.0))  # or more slots could be worse
+        if far.any():
+            rows, scratch = p2l.copy(), new_scratch(problem.num_experts, problem.topology.num_ranks, problem.stride)
+            solve_layers(problem, load.total, ~far, max(effort, _FAR_EFFORT), scratch, rows, np.zeros_like(bound))
+            _take_better(problem, load, rows, far, p2l, reached)
     if ranks_alike(problem) or not (tiny or further):
         return p2l, bound
     # Few slots of ranks that differ: what is good with fewer of them may be better than all.

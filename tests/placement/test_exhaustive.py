@@ -99,3 +99,21 @@ def test_what_needs_several_changes_at_once_is_found(problem: Problem, dispatch:
     """An exchange and a split together: no single change of these made the largest time less."""
     best = problem.balancedness(least_time(problem, weighted=dispatch == "weighted"))
     assert problem.reached(dispatch, effort) == pytest.approx(min(best, 1.0), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("problem", "best"),
+    [
+        (
+            Problem(
+                [12.0, 10, 8, 9, 20, 24, 10, 26, 44, 16, 8, 8, 11, 10, 23],
+                [0.25, 0.25, 3, 0.25, 1, 3],
+                [4, 3, 5, 5, 3, 4],
+            ),
+            0.963,
+        ),  # was 0.661
+        (Problem([33.0, 27, 19, 29, 15, 18, 18, 14], [3.0, 0.25, 3, 0.25, 0.5], [4, 3, 1, 3, 1]), 0.426),  # was 0.301
+    ],
+)
+def test_few_slots_of_very_unlike_ranks_are_searched_longer(problem: Problem, best: float) -> None:
+    assert problem.reached("even", 1.0) >= best
