@@ -161,7 +161,6 @@ def of_load(load: Array) -> Iterator[Case]:
     yield Case("load", "last windows", load[len(load) // 2 :])
     yield Case("load", "scaled", load * 0.37)
     yield Case("load", "windows as one", load.sum(axis=0))
-    yield Case("load", "per token", load / np.maximum(load.sum(axis=2, keepdims=True), 1) * 8)
     for order in ((0, 2, 1), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
         yield Case("load, turned", f"axes {order}", load.transpose(order))
     if len(load) > 1:
@@ -175,6 +174,10 @@ def of_load(load: Array) -> Iterator[Case]:
     yield Case("load, cut", "layers beside each other", np.concatenate([load[:, :-1], load[:, 1:]], axis=2)[:, ::2, 1:])
     share = load / np.maximum(load.sum(axis=2, keepdims=True), 1)
     yield Case("shares", "of a row", share)
+    yield Case("shares", "per token", share * 8)
+    if len(load) >= 4:
+        yield Case("load, added up", "from window to window", load.cumsum(axis=0))
+    yield Case("mask", "above the mean", (load > load.mean()).astype(np.int64))
     yield Case("shares", "logarithms", np.log(share + 1e-9))
     names = np.indices(load.shape).reshape(3, -1)
     yield Case("table", "window, layer, expert, tokens", np.vstack([names, load.reshape(1, -1)]).T)
