@@ -6,27 +6,16 @@ import numpy as np
 from hypothesis import strategies as st
 
 from eplb_core import ExpertLayout, Topology
+from eplb_core.testing import strategies
+from eplb_core.testing.strategies import Size, topologies
 
 
-@st.composite
-def maps(draw: st.DrawFn, layers: int, slots: int, experts: int) -> list[list[int]]:
-    """Draw rows that hold every expert: any order, empty slots, pairs on a rank."""
-    spare = st.lists(st.integers(-1, experts - 1), min_size=slots - experts, max_size=slots - experts)
-    return [draw(st.permutations([*range(experts), *draw(spare)])) for _ in range(layers)]
-
-
-@st.composite
 def layouts(
-    draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_experts: int = 6, max_ranks: int = 4
-) -> ExpertLayout:
-    """Draw valid layouts of any kind: pairs on a rank, empty slots, nodes of unequal size."""
-    layers, experts = draw(st.integers(min_layers, max_layers)), draw(st.integers(1, max_experts))
-    ranks = draw(st.integers(1, max_ranks))
-    per_rank = draw(st.integers(-(-experts // ranks), -(-experts // ranks) + 2))
-    rows = np.array(draw(maps(layers, ranks * per_rank, experts)), dtype=np.int64)
-    node = sorted(draw(st.lists(st.integers(0, 1), min_size=ranks, max_size=ranks)))
-    nodes = [n - node[0] for n in node]
-    return ExpertLayout(rows.reshape(layers, ranks * per_rank), experts, topology=Topology(rank_to_node=nodes))
+    num_layers: Size = (1, 3), num_experts: Size = (1, 6), num_ranks: Size = (1, 4)
+) -> st.SearchStrategy[ExpertLayout]:
+    """Small layouts of any kind: pairs on a rank, empty slots, nodes of unequal size."""
+    topology = topologies(num_ranks=num_ranks, num_nodes=(1, 2))
+    return strategies.layouts(topology=topology, num_layers=num_layers, num_experts=num_experts)
 
 
 def random_layout(

@@ -56,7 +56,7 @@ def test_quotas_are_within_half_a_percent_of_the_optimum(seed: int) -> None:
     assert loads(layout, answers).max() < even
 
 
-@given(layouts(max_layers=1), st.integers(0, 9), st.integers(0, 2**16))
+@given(layouts(num_layers=1), st.integers(0, 9), st.integers(0, 2**16))
 @settings(max_examples=60)
 def test_every_token_has_a_place_of_its_expert_and_totals_do_not_depend_on_the_rank(
     layout: ExpertLayout, rows: int, seed: int
@@ -90,7 +90,7 @@ def test_slots_and_sources_are_matched_in_order() -> None:
     assert [set(a.flatten().tolist()) for a in answers] == [{0}, {1}, {2}, {3}]
 
 
-@given(layouts(max_layers=1), st.data())
+@given(layouts(num_layers=1), st.data())
 @settings(max_examples=60)
 def test_fewest_uses_one_slot_for_each_expert_that_is_used(layout: ExpertLayout, data: st.DataObject) -> None:
     used = data.draw(st.sets(st.integers(0, layout.num_experts - 1)))

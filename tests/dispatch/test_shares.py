@@ -32,7 +32,7 @@ def lowest_maximum(layout: ExpertLayout, layer: int, load: npt.NDArray[Any]) -> 
     return float(answer.fun)
 
 
-@given(layouts(max_layers=2, max_ranks=5), st.data())
+@given(layouts(num_layers=(1, 2), num_ranks=(1, 5)), st.data())
 @settings(max_examples=80)
 def test_shares_reach_the_linear_programs_optimum(layout: ExpertLayout, data: st.DataObject) -> None:
     load = data.draw(hnp.arrays(np.int64, (layout.num_layers, layout.num_experts), elements=st.integers(0, 12)))
@@ -48,7 +48,12 @@ def test_shares_reach_the_linear_programs_optimum(layout: ExpertLayout, data: st
         assert top == pytest.approx(lowest_maximum(layout, layer, load), rel=1e-9, abs=1e-9)
 
 
-@given(layouts(max_layers=2, max_ranks=5), st.sampled_from([3, 12, 100, 300]), st.integers(0, 2**32), st.integers(1, 3))
+@given(
+    layouts(num_layers=(1, 2), num_ranks=(1, 5)),
+    st.sampled_from([3, 12, 100, 300]),
+    st.integers(0, 2**32),
+    st.integers(1, 3),
+)
 @settings(max_examples=80)
 def test_shares_sum_to_one_and_are_installed_however_uneven_the_load(
     layout: ExpertLayout, digits: int, seed: int, windows: int

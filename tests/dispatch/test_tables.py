@@ -20,7 +20,8 @@ from eplb_core import (
     topk_to_slots,
 )
 from eplb_core.dispatch.constants import MODES, Mode
-from tests.cases import PAIR, layouts, maps, random_layout
+from eplb_core.testing.strategies import layout_pairs
+from tests.cases import PAIR, layouts, random_layout
 
 TENSORS = [
     "table", "candidates", "runs", "thresholds", "span", "settings", "draws", "count", "state", "errors", "batch",
@@ -44,11 +45,12 @@ def test_installing_one_layer_equals_making_the_tables_anew(mode: str) -> None:
     assert torch.equal(tables._packed, anew._packed)
 
 
-@given(layouts(max_layers=2), st.sampled_from(MODES), st.data())
+@given(layout_pairs(num_layers=(1, 2), num_experts=(1, 6)), st.sampled_from(MODES), st.data())
 @settings(max_examples=60)
-def test_any_order_of_installs_ends_in_the_same_tables(layout: ExpertLayout, mode: str, data: st.DataObject) -> None:
-    rows = data.draw(maps(layout.num_layers, layout.num_slots, layout.num_experts))
-    other = ExpertLayout(rows, layout.num_experts, topology=layout.topology)
+def test_any_order_of_installs_ends_in_the_same_tables(
+    pair: tuple[ExpertLayout, ...], mode: str, data: st.DataObject
+) -> None:
+    layout, other = pair
     tables = DispatchTables(layout, mode=mode)  # type: ignore[arg-type]
     for layer in data.draw(st.permutations(range(layout.num_layers))):
         tables.install(other, layers=[layer])
@@ -99,7 +101,7 @@ def test_shares_that_sum_to_a_little_less_than_one_count_relative_to_their_sum()
     assert sorted(t.candidates[:, 1].tolist()) == [0, 1, 1]
 
 
-@given(layouts(max_layers=1))
+@given(layouts(num_layers=1))
 @settings(max_examples=60)
 def test_the_solver_sees_every_expert_with_a_choice(layout: ExpertLayout) -> None:
     tables = DispatchTables(layout, mode="quota")

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import eplb_core as eplb
 from eplb_core import ExpertLayout, SlotResolver, Topology
+from tests.cases import layouts
 
 
 def one_layer(row: list[int], num_experts: int, num_ranks: int, num_nodes: int = 1) -> ExpertLayout:
@@ -32,21 +32,6 @@ def slots_by_definition(layout: ExpertLayout, rank: int, row: int, expert: int) 
         if slot // layout.slots_per_rank == rank and found == expert:
             held.append(slot % layout.slots_per_rank)
     return tuple(held)
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> ExpertLayout:
-    """Any valid layout: same-rank pairs, empty slots, one to four ranks on one or two nodes."""
-    ranks = draw(st.sampled_from([1, 2, 4]))
-    experts = draw(st.integers(1, 6))
-    per_rank = draw(st.integers(-(-experts // ranks), 5 + -(-experts // ranks)))
-    layers = draw(st.integers(1, 3))
-    rows = []
-    for _ in range(layers):
-        spare = ranks * per_rank - experts
-        extra = draw(st.lists(st.integers(-1, experts - 1), min_size=spare, max_size=spare))
-        rows.append(draw(st.permutations([*range(experts), *extra])))
-    return ExpertLayout(rows, experts, topology=Topology(num_ranks=ranks, num_nodes=min(ranks, 2)))
 
 
 # ---- which slots (R34, R35, R46) -------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from eplb_core.loading.agreement import LocalAgreement
 from eplb_core.loading.moves.mover import move_experts
 from eplb_core.loading.transport import Transport
 from eplb_core.loading.transports import LocalCopy
+from eplb_core.testing import strategies
+from eplb_core.testing.strategies import topologies
 
 T = TypeVar("T")
 TWO = Topology(2)
@@ -161,20 +163,17 @@ class World:
             assert wrong_slots(self.stores[rank], layout, rank) == []
 
 
-@st.composite
-def layout_pairs(draw: st.DrawFn, count: int = 2, most_ranks: int = 4, most_layers: int = 3) -> list[ExpertLayout]:
+def layout_pairs(
+    count: int = 2, most_ranks: int = 4, most_layers: int = 3
+) -> st.SearchStrategy[tuple[ExpertLayout, ...]]:
     """Layouts of one frame: pairs on a rank, empty slots, nodes of unequal size."""
-    ranks, per_rank = draw(st.integers(1, most_ranks)), draw(st.integers(1, 4))
-    experts, layers = draw(st.integers(1, ranks * per_rank)), draw(st.integers(1, most_layers))
-    nodes = draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks))
-    topology = Topology(rank_to_node=np.unique(nodes, return_inverse=True)[1])
-    size = ranks * per_rank - experts
-    spare = st.lists(st.integers(-1, experts - 1), min_size=size, max_size=size)
-
-    def row() -> list[int]:
-        return draw(st.permutations([*range(experts), *draw(spare)]))
-
-    return [ExpertLayout([row() for _ in range(layers)], experts, topology=topology) for _ in range(count)]
+    return strategies.layout_pairs(
+        count=count,
+        topology=topologies(num_ranks=(1, most_ranks), num_nodes=(1, 3)),
+        num_layers=(1, most_layers),
+        num_experts=(1, 4 * most_ranks),
+        slots_per_rank=(1, 4),
+    )
 
 
 def random_layout(

@@ -21,7 +21,8 @@ from eplb_core import (
     place,
     plan_removal,
 )
-from tests.cases import by_rank, maps
+from eplb_core.testing.strategies import layouts, topologies
+from tests.cases import by_rank
 
 
 def plain_lost(layout: ExpertLayout, gone: set[int]) -> list[list[int]]:
@@ -39,12 +40,10 @@ def departures(draw: st.DrawFn) -> tuple[ExpertLayout, list[int], Any]:
     ranks, per_rank, layers = draw(st.integers(2, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     leaving = draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=ranks - 1, unique=True))
     experts = draw(st.integers(1, (ranks - len(leaving)) * per_rank))
-    nodes = draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks))
-    speed = draw(st.lists(st.sampled_from([0.5, 1.0]), min_size=ranks, max_size=ranks))
-    seen = sorted(set(nodes))
-    topology = Topology(rank_to_node=[seen.index(node) for node in nodes], rank_speed=speed)
+    topology = draw(topologies(num_ranks=ranks, num_nodes=(1, 3), speeds=True))
     load = draw(hnp.arrays(np.int64, (layers, experts), elements=st.integers(0, 50)))
-    return ExpertLayout(draw(maps(layers, ranks * per_rank, experts)), experts, topology=topology), leaving, load
+    live = layouts(topology=topology, num_layers=layers, num_experts=experts, slots_per_rank=per_rank)
+    return draw(live), leaving, load
 
 
 # ---- leaving ---------------------------------------------------------------------------------------------------------

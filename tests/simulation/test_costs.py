@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eplb_core import CostModel, ExpertLayout, StepCost, Topology, cost_preset, place, simulate, transfers
 from eplb_core.simulation import HARDWARE, Hardware, count_links
-from tests.cases import maps
+from eplb_core.testing.strategies import layout_pairs
 
 FOUR = Topology(num_ranks=4, num_nodes=2)
 
@@ -98,11 +98,7 @@ def links_by_hand(old: ExpertLayout, new: ExpertLayout) -> list[list[int]]:
 @given(data=st.data())
 def test_links_agree_with_plain_python(data: st.DataObject) -> None:
     topology = Topology(rank_to_node=data.draw(st.sampled_from([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]])))
-
-    def layout() -> ExpertLayout:
-        return ExpertLayout(data.draw(maps(2, 8, 6)), 6, topology=topology)
-
-    old, new = layout(), layout()
+    old, new = data.draw(layout_pairs(topology=topology, num_layers=2, num_experts=6, slots_per_rank=2))
     found = count_links(old, new)
     assert found.tolist() == links_by_hand(old, new)
     assert found[:, 1:].sum(axis=1).tolist() == transfers(old, new).sum(axis=1).tolist()

@@ -98,7 +98,7 @@ def test_spans_are_copied_by_address() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(layout_pairs(most_layers=1), st.data())
-def test_an_install_leaves_every_slot_with_its_expert(pair: list[ExpertLayout], data: st.DataObject) -> None:
+def test_an_install_leaves_every_slot_with_its_expert(pair: tuple[ExpertLayout, ...], data: st.DataObject) -> None:
     """E2, E3: all tensors of a slot move, rows of whole tensors too; staging in any order of rows."""
     old, new = pair
     per_rank, slots = old.slots_per_rank, old.num_slots

@@ -44,7 +44,7 @@ from tests.loading.worlds import CROWDED, NEW, OLD, TWO, layout_pairs, run_modul
 @settings(deadline=None, max_examples=25)
 @given(layout_pairs(3), st.integers(1, 8))
 def test_migrations_change_one_layer_a_pass_and_every_slot_holds_its_expert_after_each(
-    layouts: list[ExpertLayout], slots: int
+    layouts: tuple[ExpertLayout, ...], slots: int
 ) -> None:
     """R53, R54, E13: swaps included; one slot of staging is enough."""
     with fleet(layouts[0], staging=slots * SLOT) as ranks:

@@ -26,7 +26,7 @@ from tests.loading.worlds import CROWDED, NEW, OLD, World, layout_pairs, stores_
 
 @settings(deadline=None, max_examples=40)
 @given(layout_pairs(), st.integers(1, 4))
-def test_any_move_ends_with_every_expert_in_its_slots(layouts: list[ExpertLayout], slots: int) -> None:
+def test_any_move_ends_with_every_expert_in_its_slots(layouts: tuple[ExpertLayout, ...], slots: int) -> None:
     """One slot of staging is enough; rows of whole tensors move too."""
     old, new = layouts
     world = World(old)

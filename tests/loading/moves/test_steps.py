@@ -25,7 +25,7 @@ def test_slots_of_a_rank_that_is_gone_change_in_one_step_though_staging_has_no_r
 
 @settings(deadline=None, max_examples=150)
 @given(PAIRS, CAPACITY)
-def test_any_capacity_reaches_the_target_through_valid_layouts(pair: list[ExpertLayout], capacity: int) -> None:
+def test_any_capacity_reaches_the_target_through_valid_layouts(pair: tuple[ExpertLayout, ...], capacity: int) -> None:
     old, new = pair
     ranks, per_rank = old.topology.num_ranks, old.slots_per_rank
     by_rank = [list(plan_steps(old, new, rank=rank, capacity=capacity)) for rank in range(ranks)]
@@ -64,7 +64,7 @@ def test_last_copies_go_round_in_a_circle_with_one_slot_of_staging() -> None:
 @settings(deadline=None, max_examples=100)
 @given(PAIRS, CAPACITY, st.integers(0, 4))
 def test_copies_on_ranks_that_are_gone_count_for_nothing_on_the_way(
-    pair: list[ExpertLayout], capacity: int, dead: int
+    pair: tuple[ExpertLayout, ...], capacity: int, dead: int
 ) -> None:
     """H1: with little staging an expert whose other copy is out of reach must not be overwritten on its last rank."""
     old, new = pair

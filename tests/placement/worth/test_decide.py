@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 import eplb_core as eplb
 from eplb_core import CostModel, ExpertLayout, MissingExpertError, Topology, Verdict, place, should_rebalance
-from tests.cases import maps
+from eplb_core.testing.strategies import layout_pairs, topologies
 
 TWO = Topology(num_ranks=2)
 LIVE = ExpertLayout([[0, 1, 2, 3], [0, 1, 2, 3]], num_experts=4, topology=TWO)
@@ -56,18 +56,10 @@ def plain_time(
 @st.composite
 def moves(draw: st.DrawFn) -> tuple[ExpertLayout, ExpertLayout, Any]:
     """Two layouts of one frame and windows of load."""
-    ranks, per_rank, layers = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    slots = ranks * per_rank
-    experts = draw(st.integers(1, slots))
-    nodes = draw(st.sampled_from([n for n in (1, 2) if ranks % n == 0]))
-    speed = draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=ranks, max_size=ranks))
-    topology = Topology(rank_to_node=[r * nodes // ranks for r in range(ranks)], rank_speed=speed)
-
-    def layout() -> ExpertLayout:
-        return ExpertLayout(draw(maps(layers, slots, experts)), experts, topology=topology)
-
-    shape = (draw(st.integers(1, 3)), layers, experts)
-    return layout(), layout(), draw(hnp.arrays(np.int64, shape, elements=st.integers(0, 40)))
+    topology = topologies(num_ranks=(1, 4), num_nodes=(1, 2), speeds=True)
+    old, new = draw(layout_pairs(topology=topology, slots_per_rank=(1, 3)))
+    shape = (draw(st.integers(1, 3)), old.num_layers, old.num_experts)
+    return old, new, draw(hnp.arrays(np.int64, shape, elements=st.integers(0, 40)))
 
 
 @pytest.mark.slow
