@@ -40,8 +40,8 @@ def rebalance_experts(
 
     Args:
         weight: Load of each logical expert, `[L, E]`, any real dtype and device (a CUDA tensor costs one copy), or a
-            numpy array. L may be 0. DeepSeek computes in float32; integers that float32 does not hold (above 2^24)
-            are computed in float64 here, and so stay exact.
+            numpy array. L may be 0. DeepSeek computes in float32; whole numbers that float32 does not hold (above
+            2^24; integers or float64) are computed in float64 here, and so stay exact.
         num_replicas: Slots P, at least E, a multiple of `num_gpus`.
         num_groups: Groups of experts (1 where the model has none).
         num_nodes: Nodes N.
@@ -126,11 +126,15 @@ def _float32_rows(weight: torch.Tensor | npt.ArrayLike) -> Float32Array:
 
 
 def _beyond_float32(weight: torch.Tensor | npt.ArrayLike, rounded: Float32Array) -> FloatArray | None:
-    """Integers `[L, E]` in float64 if float32 does not hold all of them, else None."""
-    if isinstance(weight, torch.Tensor):  # of floats
+    """Whole numbers `[L, E]` in float64 if float32 does not hold all of them, else None."""
+    if isinstance(weight, torch.Tensor) and weight.dtype != torch.float64:
         return None
-    given = to_numpy(weight, "weight")
-    if given.dtype.kind not in "iu" or int(given.max(initial=0)) <= 1 << 24:
+    given = to_numpy(weight.detach() if isinstance(weight, torch.Tensor) else weight, "weight")
+    if given.dtype == np.float64:
+        most = given.max(initial=0.0)
+        if not (1 << 24 < most <= 1 << 53 and (given >= 0.0).all() and (given == np.floor(given)).all()):
+            return None
+    elif given.dtype.kind not in "iu" or int(given.max(initial=0)) <= 1 << 24:
         return None
     load = check_load(given, "weight", (2,))
     if int(given.max()) > 1 << 53:
