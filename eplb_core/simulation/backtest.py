@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_call
 from eplb_core._html import table_html
 from eplb_core._text import quoted
 from eplb_core.frames import Columns, Table
@@ -58,6 +58,7 @@ def backtest(
     history: int | None = None,
     current: ExpertLayout | None = None,
     place_options: Mapping[str, object] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> BacktestRows:
     """Which forecast gives the best balance on the windows that follow, for how many transfers?
 
@@ -75,6 +76,7 @@ def backtest(
         history: Windows that a forecaster sees. Default: `interval`.
         current: Layout to start from. Default: the trivial one.
         place_options: Further arguments for `place`.
+        progress: Called with forecasters done and in all.
 
     Returns:
         One row per forecaster, in the order given.
@@ -93,11 +95,13 @@ def backtest(
         all 1.0 1
         last 1.0 1
     """
+    check_call(progress, "progress")
     if forecasters is not None and not isinstance(forecasters, Mapping):
         raise TypeError(f"`forecasters` (={quoted(forecasters, 80)}) must be a dict of forecasters by name")
     slots = {"num_slots": num_slots, "slots_per_rank": slots_per_rank}
     rows = []
-    for name, forecaster in (FORECASTERS if forecasters is None else forecasters).items():
+    named = FORECASTERS if forecasters is None else forecasters
+    for name, forecaster in named.items():
         policy = _policy(forecaster_of(forecaster), {**slots, **to_options(place_options)})
         replay = simulate(
             trace,
@@ -110,6 +114,8 @@ def backtest(
             current=current,
         )
         rows.append(BacktestRow(name, replay.mean_balancedness, replay.total_balancedness, replay.total_transfers))
+        if progress is not None:
+            progress(len(rows), len(named))
     return BacktestRows(rows)
 
 

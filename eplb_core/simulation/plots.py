@@ -1,7 +1,7 @@
-"""Pictures of layouts, moves and replays: each function returns a matplotlib figure, which a notebook shows.
+"""Pictures of load, layouts, moves and replays: each function returns a matplotlib figure, which a notebook shows.
 
-They are readable in black and white: marks and line styles differ, and scales run from dark to light. They need the
-extra `notebook`.
+They are readable in black and white: marks and line styles differ, and scales run from dark to light. An axis that does
+not start at 0 says where it starts. They need the extra `notebook`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,28 @@ from typing import Any
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_load
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_id, check_load, to_reals
 from eplb_core.layout import ExpertLayout
-from eplb_core.metrics import balancedness, rank_load
+from eplb_core.metrics import balancedness, mean_of_known, rank_load
+from eplb_core.placement.affinity.pairs import pair_counts
+from eplb_core.simulation.load.sources import TokenTrace
 from eplb_core.simulation.result import Simulation, averaged, time_over_mean
+from eplb_core.trace import Trace, check_trace_load, hottest_over_mean
 
 _STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1)), "v"), ((0, (1, 3)), "P"))
 _SHADES = ("black", "0.45", "tab:blue", "tab:red", "tab:green", "tab:purple")
 _HEAT = "cividis"
+# What axes call columns of a sweep.
+_COLUMNS = {
+    "transfers": "experts moved between ranks",
+    "bytes": "bytes moved between ranks",
+    "redundant": "redundant experts",
+    "interval": "windows between rebalances",
+    "pass_s": "s of a pass",
+    "pause_s": "s of pauses",
+    "total_s": "s of passes and pauses",
+    "memory_bytes": "bytes of redundant experts on a rank",
+}
 # With more points on a line, neighbours are averaged.
 _POINTS = 80
 
@@ -44,6 +58,65 @@ def figure(width: float, height: float) -> Any:
     return Picture(figsize=(width, height), layout="constrained")
 
 
+def plot_load(
+    trace: Trace | TokenTrace | ArrayLike, *, layer: int | None = None, pairs: ArrayLike | None = None
+) -> Any:
+    """What is the load like, before any placement? One layer's experts over windows, skew and drift of all layers.
+
+    Drift is the share of tokens that go to other experts than in the first window, and than in the window before: where
+    the first lies clearly above the second, traffic has changed and not only fluctuated.
+
+    Args:
+        trace: A trace, windows of load `[T, L, E]` or `[L, E]`, or tokens.
+        layer: Row whose experts are shown. Default: the most uneven one.
+        pairs: `pair_counts` of that layer `[E, E]` or of all `[L, E, E]`: which experts tokens use together is shown as
+            the count over what chance would give. Default: counted where `trace` is tokens.
+
+    Raises:
+        ValueError: No load, on that layer, or the shape of `pairs` does not fit.
+        IndexError: No such layer.
+    """
+    load = trace.load if isinstance(trace, (Trace, TokenTrace)) else check_trace_load(trace)
+    total = load.sum(axis=0, dtype=np.float64)
+    skew = hottest_over_mean(total)
+    if not total.any():
+        raise ValueError(f"`trace` (shape {list(load.shape)}) must have tokens")
+    row = int(np.nanargmax(skew)) if layer is None else check_id(layer, "layer", len(total))
+    if not total[row].any():
+        raise ValueError(f"`layer` (={row}) has no tokens; name another one")
+    ids = trace.layer_ids if isinstance(trace, Trace) else ()
+    named = f"layer {ids[row] if ids else row}"
+    if pairs is None and isinstance(trace, TokenTrace):
+        pairs = pair_counts(trace.topk_ids[:, row], trace.num_experts)
+    order = np.argsort(-total[row], kind="stable")
+    picture = figure(9.0 if pairs is None else 12.0, 6.4)
+    panels = [["load", "load"], ["skew", "drift"]]
+    if pairs is not None:
+        panels = [["load", "load", "pairs"], ["skew", "drift", "pairs"]]
+    axes = picture.subplot_mosaic(panels, height_ratios=(3, 2))
+    _experts_over_windows(picture, axes["load"], load[:, row, order], order, named)
+    shares = -np.sort(-total, axis=1)[skew == skew] / total[skew == skew].mean(axis=1, keepdims=True)
+    at = np.arange(len(order))
+    axes["skew"].fill_between(at, shares.min(axis=0), shares.max(axis=0), color="0.85", label="all layers")
+    axes["skew"].plot(at, total[row, order] / total[row].mean(), color="black", label=named)
+    axes["skew"].axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axes["skew"].set(xlabel="experts, hottest first", ylabel="load / mean", ylim=(0, None))
+    axes["skew"].set_title(f"skew: hottest expert {skew[row]:.1f} x mean", loc="left", fontsize=10)
+    for number, label in enumerate(("since the first window", "since the window before")):
+        x, y = _thinned(_distance(load, before=number == 1))
+        axes["drift"].plot(x, y, label=label, markersize=4, markevery=max(1, len(x) // 8), **_look(number))
+    axes["drift"].set(xlabel="window", ylabel="share (mean of layers)", ylim=(0, None), xlim=(-0.5, len(load) - 0.5))
+    axes["drift"].set_title("drift: tokens on other experts", loc="left", fontsize=10)
+    for name in ("skew", "drift"):
+        axes[name].legend(frameon=False, fontsize=8)
+    _clean(axes["skew"], axes["drift"])
+    for name in ("load", "drift"):
+        axes[name].xaxis.get_major_locator().set_params(integer=True)
+    if pairs is not None:
+        _used_together(picture, axes["pairs"], _pairs_of(pairs, row, load.shape), order, named)
+    return picture
+
+
 def plot_balance(simulations: Iterable[Simulation], *, title: str = "Balance on windows not seen before") -> Any:
     """How even were the ranks over time? One line per policy, and the bound if it was computed."""
     simulations = tuple(simulations)
@@ -59,6 +132,7 @@ def plot_balance(simulations: Iterable[Simulation], *, title: str = "Balance on 
     _over_windows(axes, simulations[0])
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel("window")
+    _say_start(axes)
     picture.legend(frameon=False, fontsize=8, ncols=2, loc="outside lower center")
     return picture
 
@@ -74,6 +148,7 @@ def plot_simulation(sim: Simulation) -> Any:
     _over_windows(above, sim)
     text = f"{sim.policy}: the average rank works {sim.total_balancedness:.1%} of the time"
     above.set_title(text, loc="left", fontsize=10)
+    _say_start(above)
     _heat(picture, below, sim, None)
     return picture
 
@@ -113,13 +188,17 @@ def plot_before_after(
     right.plot(even[0][order], "o", color="0.45", fillstyle="none", markersize=4, label="before")
     right.plot(even[1][order], "s", color="black", markersize=3, label="after")
     right.set(xlabel="layers, least even first", ylabel="balancedness")
+    right.set_title("all layers", loc="left", fontsize=10)
     right.set_ylim(top=1.01)
+    _say_start(right)
     right.legend(frameon=False, fontsize=8)
     _clean(left, right)
     return picture
 
 
-def plot_frontier(rows: Any, *, x: str = "transfers", y: str = "total_balancedness", by: str = "policy") -> Any:
+def plot_frontier(
+    rows: Any, *, x: str = "transfers", y: str = "total_balancedness", by: str = "policy", title: str | None = None
+) -> Any:
     """What balance does how much moving buy? One point per row of a comparison or sweep, one line per policy.
 
     Args:
@@ -127,6 +206,7 @@ def plot_frontier(rows: Any, *, x: str = "transfers", y: str = "total_balancedne
         x: A column, or "transfers" or "bytes": all that crosses wires.
         y: A column.
         by: The column whose values get a line each.
+        title: Default: the names of both columns.
     """
     picture = figure(6.4, 4.0)
     axes = picture.add_subplot()
@@ -136,14 +216,15 @@ def plot_frontier(rows: Any, *, x: str = "transfers", y: str = "total_balancedne
         mine = rows[by] == value
         order = np.argsort(across[mine], kind="stable")
         axes.plot(across[mine][order], rows[y][mine][order], fillstyle="none", label=str(value), **_look(number))
+    across_label, up_label = (_COLUMNS.get(name, name.replace("_", " ")) for name in (x, y))
+    axes.set_title(title or f"{up_label} over {across_label}", loc="left", fontsize=10)
+    axes.set(xlabel=across_label, ylabel=up_label)
     if across.min() > 0 and across.max() > 30 * across.min():
         axes.set_xscale("log")
-    names = {
-        "transfers": "experts moved between ranks",
-        "bytes": "bytes moved between ranks",
-        "redundant": "redundant experts",
-    }
-    axes.set(xlabel=names.get(x, x.replace("_", " ")), ylabel=y.replace("_", " "))
+        axes.set_xlabel(f"{across_label} (log scale)")
+    elif across.min() >= 0:
+        axes.set_xlim(left=-0.03 * float(across.max()) if across.max() else None)
+    _say_start(axes)
     axes.legend(frameon=False, fontsize=8, title=by.replace("_", " "), title_fontsize=8)
     axes.grid(True, linewidth=0.3)
     _clean(axes)
@@ -228,6 +309,70 @@ def list_moves(old: ExpertLayout, new: ExpertLayout, layer: int | None = None) -
 
 
 # ---- parts of pictures -----------------------------------------------------------------------------------------------
+
+
+def _experts_over_windows(picture: Any, axes: Any, load: FloatArray | IntArray, order: IntArray, named: str) -> None:
+    mean = load.mean(axis=1, keepdims=True, dtype=np.float64)
+    share = np.divide(load, mean, out=np.full(load.shape, np.nan), where=mean > 0)
+    top = float(np.nanpercentile(share, 99.5))  # one burst would leave all else dark
+    image = axes.imshow(share.T, aspect="auto", cmap=_HEAT, interpolation="nearest", vmin=0.0, vmax=max(top, 1.0))
+    ticks = np.unique(np.linspace(0, len(order) - 1, 9).astype(np.int64))
+    axes.set_yticks(ticks, [str(expert) for expert in order[ticks].tolist()], fontsize=8)
+    axes.set(xlabel="window", ylabel="expert (id), hottest first")
+    axes.set_title(f"{named}: load of its experts", loc="left", fontsize=10)
+    beyond = "max" if np.nanmax(share) > top else "neither"
+    picture.colorbar(image, ax=axes, label="load / mean of the window", extend=beyond)
+
+
+def _distance(load: FloatArray | IntArray, *, before: bool) -> FloatArray:
+    """Share of tokens that go to other experts than in the window before or the first one, mean of layers, `[T]`."""
+    total = load.sum(axis=2, keepdims=True, dtype=np.float64)
+    share = np.divide(load, total, out=np.full(load.shape, np.nan), where=total > 0)
+    with_load = np.flatnonzero((total > 0).all(axis=1)[:, 0])
+    first = share[with_load[0]] if with_load.size else share[0]
+    other = np.concatenate([share[:1] * np.nan, share[:-1]]) if before else first
+    apart = np.abs(share - other).sum(axis=2) / 2
+    if with_load.size and not before:
+        apart[with_load[0]] = np.nan  # itself
+    return np.array([mean_of_known(each) for each in apart])
+
+
+def _pairs_of(pairs: ArrayLike, row: int, shape: tuple[int, ...]) -> FloatArray:
+    counts = to_reals(pairs, "pairs")
+    _, layers, experts = shape
+    if counts.shape not in {(experts, experts), (layers, experts, experts)}:
+        fits = f"[{experts}, {experts}] or [{layers}, {experts}, {experts}], as `pair_counts` gives"
+        raise ValueError(f"`pairs` (shape {list(counts.shape)}) must be {fits}")
+    return counts if counts.ndim == 2 else counts[row]
+
+
+def _used_together(picture: Any, axes: Any, pairs: FloatArray, order: IntArray, named: str) -> None:
+    """Pair counts over what chance gives: the product of how often each expert is in a pair."""
+    counts = pairs[np.ix_(order, order)]
+    each = counts.sum(axis=1)
+    chance = each[:, None] * each[None, :]
+    np.fill_diagonal(chance, 0.0)
+    chance *= counts.sum() / max(float(chance.sum()), 1e-300)
+    lift = np.divide(counts, chance, out=np.full(counts.shape, np.nan), where=chance > 0)
+    known = lift[np.isfinite(lift)]
+    top = max(float(np.percentile(known, 99.5)), 1.0) if known.size else 1.0
+    image = axes.imshow(lift, cmap=_HEAT, interpolation="nearest", vmin=0.0, vmax=top)
+    ticks = np.unique(np.linspace(0, len(order) - 1, 5).astype(np.int64))
+    axes.set_xticks(ticks, order[ticks].tolist(), fontsize=8)
+    axes.set_yticks(ticks, order[ticks].tolist(), fontsize=8)
+    axes.set(xlabel="expert (id), hottest first", ylabel="expert (id)")
+    axes.set_title(f"{named}: used by one token", loc="left", fontsize=10)
+    more = known.size and known.max() > top
+    picture.colorbar(image, ax=axes, label="tokens / tokens by chance", extend="max" if more else "neither", shrink=0.5)
+
+
+def _say_start(axes: Any) -> None:
+    """Write on a vertical axis that does not start at 0 where it starts."""
+    low, _ = axes.get_ylim()
+    if low > 0:
+        axes.set_ylabel(f"{axes.get_ylabel()}\n(axis starts at {low:.3g})")
+    else:
+        axes.set_ylim(bottom=0.0)
 
 
 def _line(axes: Any, sim: Simulation, number: int, label: str) -> None:

@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_core import ExpertLayout, Topology, compare_policies, rank_load, sweep, transfers
+from eplb_core import (
+    ExpertLayout,
+    TokenTrace,
+    Topology,
+    Trace,
+    compare_policies,
+    pair_counts,
+    rank_load,
+    sweep,
+    transfers,
+)
 from eplb_core.simulation import Comparison
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need the extra `notebook`")
@@ -73,7 +83,7 @@ def test_a_frontier_has_a_line_a_policy() -> None:
     assert [line.get_label() for line in axes.lines] == ["place", "none"]
     place = rows[rows.policy == "place"]
     assert sorted(axes.lines[0].get_xdata()) == sorted(place.node_transfers + place.network_transfers)
-    assert plots.plot_frontier(rows, x="interval", by="num_slots").axes[0].get_xlabel() == "interval"
+    assert plots.plot_frontier(rows, x="interval", by="num_slots").axes[0].get_xlabel() == "windows between rebalances"
     assert plots.plot_frontier(rows, x="redundant").axes[0].get_xlabel() == "redundant experts"
 
 
@@ -146,3 +156,69 @@ def test_what_is_not_known_or_far_apart_or_on_one_node_is_drawn_too() -> None:
     title = plots.plot_moves(bare.layout, turned).axes[0].get_title(loc="left")
     assert "experts move" in title
     assert "between nodes" not in title
+
+
+def test_raw_load_is_shown_over_windows_as_skew_and_as_drift() -> None:
+    load = np.full((6, 2, 4), 10)
+    load[:, 1] = [10, 40, 20, 10]
+    load[3:, 1] = [40, 10, 20, 10]  # three of eight tokens change experts
+    picture = plots.plot_load(Trace(load, layer_ids=(5, 9)))
+    heat, skew, drift = picture.axes[:3]
+    assert "layer 9" in heat.get_title(loc="left")
+    order = [int(text.get_text()) for text in heat.get_yticklabels()]
+    assert order == [0, 1, 2, 3]
+    shown = heat.images[0].get_array()
+    assert np.allclose(shown, (load[:, 1] / 20).T)
+    assert skew.lines[0].get_ydata().tolist() == [1.25, 1.25, 1.0, 0.5]
+    first, before = (line.get_ydata().tolist() for line in drift.lines)
+    assert first == pytest.approx([np.nan, 0, 0, *[0.1875] * 3], nan_ok=True)
+    assert before == pytest.approx([np.nan, 0, 0, 0.1875, 0, 0], nan_ok=True)
+    for axes in (skew, drift):
+        assert axes.get_ylim()[0] == 0
+    assert "layer 5" in plots.plot_load(Trace(load, layer_ids=(5, 9)), layer=0).axes[0].get_title(loc="left")
+    plots.plot_load(load[0])
+    gaps = load.copy()
+    gaps[0], gaps[2, 1], gaps[4] = 0, 0, 0
+    plots.plot_load(gaps)._repr_png_()
+
+
+def test_experts_that_tokens_use_together_are_shown_over_chance() -> None:
+    tokens = TokenTrace(np.array([[[0, 1]], [[2, 3]], [[0, 1]], [[2, 3]], [[0, 2]], [[1, 3]]]), 4, 2)
+    axes = {each.get_title(loc="left"): each for each in plots.plot_load(tokens).axes}["layer 0: used by one token"]
+    lift = axes.images[0].get_array()
+    assert np.isnan(np.diag(np.ma.filled(lift, np.nan))).all()
+    assert lift[0, 1] == lift[2, 3] == pytest.approx(2.0)  # two of six tokens, where each pair has one by chance
+    assert lift[0, 3] == 0
+    given = plots.plot_load(tokens.load, pairs=pair_counts(tokens.topk_ids, 4)).axes
+    assert any(np.array_equal(each.images[0].get_array(), lift, equal_nan=True) for each in given if each.images)
+    with pytest.raises(ValueError, match=r"`pairs` \(shape \[3, 3\]\) must be \[4, 4\]"):
+        plots.plot_load(tokens.load, pairs=np.zeros((3, 3)))
+    plots.plot_load(tokens.load, pairs=np.zeros((4, 4)))._repr_png_()
+
+
+def test_what_has_no_load_is_not_drawn() -> None:
+    load = np.zeros((2, 2, 4), dtype=np.int64)
+    with pytest.raises(ValueError, match="`trace`"):
+        plots.plot_load(load)
+    load[:, 0] = 1
+    with pytest.raises(ValueError, match=r"`layer` \(=1\)"):
+        plots.plot_load(load, layer=1)
+    with pytest.raises(IndexError, match=r"`layer` \(=2\)"):
+        plots.plot_load(load, layer=2)
+    plots.plot_load(load)
+
+
+def test_axes_start_at_zero_or_say_where(comparison: Comparison) -> None:
+    rows = sweep(LOAD, {"policy": ["place", "none"], "interval": [1, 3]}, topology=TOPOLOGY, num_slots=12)
+    sim = comparison["place"]
+    for picture in (
+        plots.plot_balance(comparison),
+        plots.plot_simulation(sim),
+        plots.plot_before_after(sim.first_layout, sim.layout, LOAD),
+        plots.plot_frontier(rows),
+    ):
+        for axes in picture.axes:
+            if axes.lines and not axes.images:
+                low = axes.get_ylim()[0]
+                assert axes.get_title(loc="left")
+                assert low == 0 or f"starts at {low:.3g}" in axes.get_ylabel()

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_kind, check_load, check_real, to_list
+from eplb_core._arrays import (
+    ArrayLike,
+    FloatArray,
+    IntArray,
+    check_call,
+    check_int,
+    check_kind,
+    check_load,
+    check_real,
+    to_list,
+)
 from eplb_core._html import table_html, words_html
 from eplb_core._text import filled
 from eplb_core.frames import Columns, Table
@@ -120,6 +130,7 @@ def gain_report(
     cost: CostModel | None = None,
     window_passes: float = 1.0,
     dispatch: PlacementDispatch = "even",
+    progress: Callable[[int, int], None] | None = None,
 ) -> GainReport:
     """How much can placement gain on this load, with how many redundant slots, for how much memory?
 
@@ -136,6 +147,7 @@ def gain_report(
         window_passes: Passes that a window covers, for the seconds of a pass: each reads the weights that it activates.
         dispatch: How replicas share their expert's tokens, as for `place`: "even", or "weighted" as is best for each
             window, also for the windows that the result is judged on.
+        progress: Called with numbers of slots done and in all.
 
     Returns:
         Numbers, and the answer in words; `str` makes a table of them.
@@ -155,6 +167,7 @@ def gain_report(
         Time is counted in tokens of the fullest rank; moves are free.
     """
     check_kind(topology, "topology", Topology)
+    check_call(progress, "progress")
     model = model_of(cost)
     load = check_trace_load(trace.load if isinstance(trace, Trace) else trace)
     windows, layers, experts = load.shape
@@ -171,7 +184,8 @@ def gain_report(
     now_s = layers_s(start, test, model, passes, weighted=weighted)
     least_s = _least_seconds(test, topology, model, passes)
     rows = []
-    for slots in _slot_counts(num_slots, experts, topology.num_ranks):
+    counts = _slot_counts(num_slots, experts, topology.num_ranks)
+    for done, slots in enumerate(counts, start=1):
         placement = place(train, topology, num_slots=slots, dispatch=dispatch)
         saved_s = now_s - layers_s(placement.layout, test, model, passes, weighted=weighted)
         spare = int(rank_capacity(slots, topology.num_ranks)[0] - rank_capacity(experts, topology.num_ranks)[0])
@@ -187,6 +201,8 @@ def gain_report(
                 memory_bytes=spare * layers * model.expert_bytes,
             )
         )
+        if progress is not None:
+            progress(done, len(counts))
     ceiling = 1.0 - least_s / now_s
     most = max(row.saved for row in rows)
     enough = _NEARLY * most if most > 0.0 else most

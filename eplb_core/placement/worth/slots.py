@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from eplb_core._arrays import (
     ArrayLike,
     FloatArray,
     IntArray,
+    check_call,
     check_int,
     check_kind,
     check_load,
@@ -84,6 +85,7 @@ def plan_slots(
     cost: CostModel | None = None,
     window_passes: float = 1.0,
     dispatch: PlacementDispatch = "even",
+    progress: Callable[[int, int], None] | None = None,
 ) -> SlotPlan:
     """How many slots is each layer worth, when one rank has room for `total_slots` over all layers?
 
@@ -98,6 +100,7 @@ def plan_slots(
         cost: Seconds of a pass. Default: time is counted in tokens.
         window_passes: Passes that a window covers.
         dispatch: How replicas share their expert's tokens, as for `place`: "even" or "weighted".
+        progress: Called with choices done and in all.
 
     Returns:
         Slots of each layer, and a layout that has them.
@@ -119,6 +122,7 @@ def plan_slots(
         layer 1: 0 2 - | 1 3 -
     """
     check_kind(topology, "topology", Topology)
+    check_call(progress, "progress")
     window_passes = check_real(window_passes, "window_passes", above=0.0)
     model = model_of(cost)
     load = check_load(expert_load, "expert_load", (2, 3))
@@ -134,7 +138,11 @@ def plan_slots(
             num_experts=experts * layers,
         )
     active = check_active(None, ranks)
-    placements = [place(load, topology, num_slots=size * ranks, dispatch=dispatch) for size in sizes]
+    placements = []
+    for done, size in enumerate(sizes, start=1):
+        placements.append(place(load, topology, num_slots=size * ranks, dispatch=dispatch))
+        if progress is not None:
+            progress(done, len(sizes))
     times = np.stack(
         [
             time_layers(each.layout, load, active, None, "shares", model, window_passes, dispatch == "weighted")[0]
