@@ -172,7 +172,8 @@ def place(
             all 0 or what chance makes of them. Pairs of other tokens than the load's are as good as they are alike.
             Transfers for their sake need to be worth `transfer_price`, but not `min_gain`.
         traffic_price: Balancedness that a token's send to another node than its own is worth, on average over tokens, 0
-            or more: the time of such a send, by that of a token's experts. 0: `pairs` have no effect.
+            or more: the time of such a send, by that of a token's experts (`StepCost.traffic_price` of
+            `eplb_core.simulation` works it out). 0: `pairs` have no effect.
 
     Returns:
         The layout, its predicted balancedness and the bound of each layer, and the transfers from `current`. A layer

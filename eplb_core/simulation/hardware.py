@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eplb_core._arrays import FloatArray, IntArray, check_kind, check_real, check_word
+from eplb_core._arrays import FloatArray, IntArray, check_int, check_kind, check_real, check_word
 from eplb_core.layout import ExpertLayout
 from eplb_core.placement.worth.costs import CostModel
 from eplb_core.topology import Topology
@@ -100,6 +100,27 @@ class StepCost:
         far = 1.0 - node_size / topology.num_ranks
         seconds: FloatArray = self.token_bytes * (near / self.model.node_bandwidth + far / self.model.network_bandwidth)
         return seconds
+
+    def traffic_price(self, top_k: int) -> float:
+        """What a token's send to another node is worth in balancedness, for `place(traffic_price=)`.
+
+        The time of such a send, by that of the token's experts: where ranks wait for both, a send more costs a layer
+        what so much less balance does.
+
+        Args:
+            top_k: Experts of a token.
+
+        Raises:
+            ValueError: `top_k` is below 1, or the model's `token_s` is 0: a send is then worth any balance.
+
+        Example:
+            >>> f"{cost_preset('H200').traffic_price(8):.2f}"
+            '1.21'
+        """
+        compute_s = self.model.token_s * check_int(top_k, "top_k", 1)
+        if compute_s == 0.0:
+            raise ValueError("`token_s` (=0.0) of `model` must be above 0 to weigh sends against it; fit or give it")
+        return self.token_bytes / self.model.network_bandwidth / compute_s
 
 
 def cost_preset(

@@ -69,6 +69,18 @@ def test_all_to_all_counts_the_tokens_that_come_over_each_link() -> None:
     assert cost.exchange_s(uneven).tolist() == pytest.approx([4 * 0.75, *[4 * (0.5 / 10 + 0.25)] * 3])
 
 
+def test_a_send_is_worth_its_time_by_that_of_the_tokens_experts() -> None:
+    """Two experts of 0.5 s each take as long as a send of 4 bytes over a network of 4 bytes a second."""
+    cost = StepCost(CostModel(token_s=0.5, node_bandwidth=40.0, network_bandwidth=4.0), token_bytes=4.0)
+    assert cost.traffic_price(2) == 1.0
+    assert cost.traffic_price(4) == 0.5
+    assert StepCost(CostModel(token_s=0.5), token_bytes=4.0).traffic_price(2) == 0.0
+    with pytest.raises(ValueError, match=r"`top_k` \(=0\)"):
+        cost.traffic_price(0)
+    with pytest.raises(ValueError, match=r"`token_s`"):
+        StepCost(CostModel(token_s=0.0, expert_s=1.0), token_bytes=4.0).traffic_price(2)
+
+
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
