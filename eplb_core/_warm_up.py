@@ -30,6 +30,7 @@ def warm_up() -> None:
         >>> warm_up()
     """
     _warm_place()
+    _warm_balancer()
     _warm_dispatch()
     if importlib.util.find_spec("torch") is not None:
         _warm_deepseek()
@@ -62,6 +63,18 @@ def _warm_place() -> None:
         place(load, _TOPOLOGY, num_slots=6, current=live)
         place(load, _TOPOLOGY, num_slots=6, dispatch="weighted")
         place(load, _TOPOLOGY, num_slots=6, dispatch="weighted", current=live)
+
+
+def _warm_balancer() -> None:
+    from eplb_core.balancer.balancer import Balancer
+    from eplb_core.placement.worth.costs import CostModel
+
+    noise = np.array([[1, 0, 0, 0], [0, 0, 1, 0]])
+    before = [100 * _LOAD + window % 3 * noise for window in range(16)]
+    cost = CostModel(token_s=1e-6, install_s=1e-6)
+    balancer = Balancer(_TOPOLOGY, num_slots=6, cost=cost, window_passes=1)
+    balancer.observe([*before, 100 * _LOAD[:, ::-1], 100 * _LOAD[:, ::-1]])  # the traffic changes
+    balancer.propose(_layout())
 
 
 def _warm_dispatch() -> None:

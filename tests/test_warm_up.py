@@ -64,6 +64,15 @@ with event.install_recorder("numba:compile") as compiled:
         eplb.should_rebalance(live, load, live, passes_since=3, new_shares=eplb.replica_shares(live, load))
         eplb.even_dispatch_table(live, expert_load=rows)
     eplb.place(fixed, topology, num_slots=20, window_weights=[1, 0.5, 2])
+    cost = eplb.CostModel(token_s=1e-6, install_s=1e-6)
+    for how in (dict(move_cost=0.02, dispatch="weighted"), dict(cost=cost, window_passes=8, max_transfers=2)):
+        balancer, now = eplb.Balancer(topology, num_slots=20, **how), eplb.ExpertLayout.trivial(
+            2, 16, num_slots=20, topology=topology
+        )
+        for window in [*rng.poisson(counts[0], (20, 2, 16)), *rng.poisson(counts[0][:, ::-1], (6, 2, 16))]:
+            balancer.observe(window)
+            now = balancer.propose(now).layout
+        assert balancer.report().changes
     eplb.even_dispatch_table(live, expert_load=np.ones((4, 2, 16)))
     for candidates in ("all", "narrowed"):
         eplb.static_dispatch_table(live, seed=7, candidates=candidates)

@@ -15,7 +15,7 @@ import torch
 import eplb_core as eplb
 from benchmarks.engine.cluster import Cluster
 from benchmarks.engine.drive import Record, drive
-from benchmarks.engine.engine import MODES, Setup
+from benchmarks.engine.engine import MODES, POLICIES, Setup
 from benchmarks.engine.model import ModelConfig
 from benchmarks.engine.oracle import Oracle
 from benchmarks.engine.requests import Scheduler, Traffic
@@ -73,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--always", action="store_true", help="place from nothing at every decision and move, worth it or not"
     )
     parser.add_argument(
+        "--policy", choices=POLICIES, default=POLICIES[0], help="who decides: a Balancer, or place and should_rebalance"
+    )
+    parser.add_argument(
         "--shared", action="store_true", help="with --soak: engines that die on weights that outlive them"
     )
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="traffic and faults instead of figures")
@@ -84,12 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if options.soak is not None and options.at_once > 1:
-        total = soaks_at_once(options.at_once, options.ranks, options.soak, seed=options.seed, shared=options.shared)
+        total = soaks_at_once(
+            options.at_once,
+            options.ranks,
+            options.soak,
+            seed=options.seed,
+            shared=options.shared,
+            policy=options.policy,
+        )
         print(total)
         write_json(options.json, {"soak": total, "ok": not total["failed"]})
         return 1 if total["failed"] else 0
     if options.soak is not None:
-        report = (soak_shared if options.shared else soak)(options.ranks, options.soak, seed=options.seed)
+        run_soak = soak_shared if options.shared else soak
+        report = run_soak(options.ranks, options.soak, seed=options.seed, policy=options.policy)
         print(report)
         write_json(options.json, {"soak": dataclasses.asdict(report), "ok": report.ok})
         return 0 if report.ok else 1
@@ -103,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         enough = -(-5 * setup.config.num_experts // (4 * options.ranks))
         setup = dataclasses.replace(setup, slots_per_rank=max(setup.slots_per_rank, enough))
         setup = dataclasses.replace(setup, device=options.device, threads=options.threads, always=options.always)
+        setup = dataclasses.replace(setup, policy=options.policy)
         if not setup.synthetic:
             save_experts(Path(folder) / "experts-0", setup.config, setup.seed, setup.dtype)
         record = figures(setup, options)

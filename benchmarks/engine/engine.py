@@ -17,10 +17,13 @@ from benchmarks.engine.exchange import Group, add_up, form_group, gather
 from benchmarks.engine.forward import Forward, captured
 from benchmarks.engine.model import Dense, ModelConfig
 from benchmarks.engine.requests import Feed
+from benchmarks.engine.watch import MOST_TRANSFERS, Watch
 from benchmarks.engine.weights import empty_experts, load_experts, make_dense
+from eplb_core.dispatch.counter import Snapshot
 from eplb_core.loading.transports import LocalCopy
 
 MODES = ("off", "sync", "async")
+POLICIES = ("auto", "place")
 WINDOWS = 8
 """Windows of load that a decision looks at."""
 
@@ -47,6 +50,10 @@ class Setup:
     """Passes of a window of load."""
     interval: int = 64
     """Passes between two decisions."""
+    policy: str = "auto"
+    """Who decides: a `Balancer` that remembers all windows, or `place` and `should_rebalance` for the last ones."""
+    move_cost: float = 0.01
+    """Of "auto": what a transfer costs, in windows of its layer's time."""
     always: bool = False
     """Every decision is a placement from nothing and is carried out, worth it or not."""
     deadline: float = 10.0
@@ -117,7 +124,8 @@ class Rank:
         self._reference: Any = None
         self._attached: Any = None
         self._former_groups: list[Group] = []
-        self._since = 0
+        self._since = self._rolled = 0
+        self._watch: Watch | None = None
         # A transport outlives Migrators, and tensors of staging outlive both: nothing is registered twice.
         self._staging: torch.Tensor | None = None
         transport = setup.make_transport()
@@ -152,7 +160,7 @@ class Rank:
         self._save_backup(who.version)
         self.migrator = self._make_migrator(layout) if setup.mode == "async" else None
         self._build()
-        self._since, self.retiring = 0, None
+        self._since, self._rolled, self.retiring = 0, 0, None
 
     def _make_migrator(self, layout: eplb.ExpertLayout) -> eplb.Migrator:
         """Call 7. All memory, registration, addresses, threads and compilation are here; nothing of it comes later."""
@@ -185,7 +193,10 @@ class Rank:
         if self.migrator is None:
             raise Lost("without a Migrator an engine does not outlive a rank; start it anew")
         self._meet(who)
-        self.migrator.rejoin(self.agreement)
+        live = self.migrator.rejoin(self.agreement)
+        # The last pass may have reached some of them only: all go on from what one of them knows.
+        self._watch = self._watch_of(live, pickle.loads(self.agreement.gather(self._known())[0])[2])
+        self._since = self._rolled = 0
         loads = self.load.snapshot(all_reduce=add_up(self.members)).numpy()
         for _ in range(20):  # reads may fail here too
             self.migrator.start(lambda live: self._decide(live, loads, gone=True))
@@ -223,14 +234,25 @@ class Rank:
         """From ranks that serve already, else from the record of the weights' host, else the trivial layout."""
         topology = eplb.Topology(len(who.workers))
         if self.setup.weight_hosts is not None and self._layout is None:
-            return self._ask_host(self.setup.weight_hosts, topology)
-        known = b"" if self._layout is None else pickle.dumps((self._layout, self._reference))
-        told = [blob for blob in self.agreement.gather(known) if blob]
-        if told:
-            layout, self._reference = pickle.loads(told[0])
-            resized: eplb.ExpertLayout = layout.resized(topology, who.kept)
-            return resized
-        return first_layout(self.setup, topology)
+            layout, state = self._ask_host(self.setup.weight_hosts, topology), None
+        elif told := [blob for blob in self.agreement.gather(self._known()) if blob]:
+            former, self._reference, state = pickle.loads(told[0])
+            layout = former.resized(topology, who.kept)
+        else:
+            layout, state = first_layout(self.setup, topology), None
+        self._watch = self._watch_of(layout, state)
+        return layout
+
+    def _known(self) -> bytes:
+        """For ranks that come: the layout, what experts should hold, and what was seen of the load."""
+        if self._layout is None:
+            return b""
+        return pickle.dumps((self._layout, self._reference, None if self._watch is None else self._watch.state()))
+
+    def _watch_of(self, layout: eplb.ExpertLayout, state: dict[str, Any] | None) -> Watch | None:
+        if self.setup.policy != "auto" or self.setup.always:
+            return None
+        return Watch(layout, self.setup.move_cost, state)
 
     def _ask_host(self, folder: Path, topology: eplb.Topology) -> eplb.ExpertLayout:
         """The layout that the shared weights are in, whoever moved them: this engine adopts it before it loads."""
@@ -304,6 +326,7 @@ class Rank:
         installed: Sequence[int] = ()
         if number % self.setup.window == 0:
             self.load.roll()
+            self._rolled += 1
         if self.migrator is not None:
             installed = self.migrator.poll()  # call 8: every pass, every rank; installs one layer at most
             if self.migrator.status.phase == "lost":
@@ -352,17 +375,22 @@ class Rank:
     def _rebalance(self) -> None:
         """Call 9. A pass number and agreed words decide when, never a clock: all ranks or none."""
         if self.migrator is None:
-            self._since = 0
-            loads = self.load.snapshot(all_reduce=add_up(self.members)).numpy()
-            self._move_at_once(self._decide(self.layout, loads))
+            self._move_at_once(self._decide(self.layout, self._take_load().numpy()))
         elif self.migrator.idle:
-            self._since = 0
-            snapshot = self.load.snapshot(all_reduce=add_up(self.members))  # enqueued, not waited for
+            snapshot = self._take_load()
             rank = self.retiring
             if rank is None:
                 self.migrator.start(lambda live: self._decide(live, snapshot.numpy()))  # runs on the worker
             else:
                 self.migrator.start(lambda live: self._retire(live, snapshot.numpy(), rank))
+
+    def _take_load(self) -> Snapshot:
+        """The windows since the last decision; enqueued, not waited for."""
+        snapshot = self.load.snapshot(all_reduce=add_up(self.members))
+        if self._watch is not None:
+            self._watch.see(snapshot, self._rolled)
+        self._since = self._rolled = 0
+        return snapshot
 
     def _decide(self, live: eplb.ExpertLayout, loads: Any, *, gone: bool = False) -> eplb.Target | None:
         """The next layout and the shares of replicas; equal on all ranks, because every input is.
@@ -377,6 +405,9 @@ class Rank:
         alive = np.isin(np.arange(ranks), self.who.ranks)
         if not len(loads):
             loads = np.ones((1, live.num_layers, live.num_experts), dtype=np.int64)
+        if self._watch is not None and not gone:
+            target = self._watch.propose(live, alive)
+            return None if target == live else eplb.Target(target, eplb.replica_shares(target, loads))
         placement = eplb.place(
             loads,
             live.topology,
@@ -384,7 +415,7 @@ class Rank:
             current=None if self.setup.always else live,
             active_ranks=alive,
             dispatch="weighted",
-            max_transfers=None if self.setup.always else 4,
+            max_transfers=None if self.setup.always else MOST_TRANSFERS,
         )
         target = placement.layout
         if not gone and not self.setup.always:

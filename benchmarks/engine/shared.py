@@ -86,12 +86,21 @@ class SharedReport:
         )
 
 
-def soak_shared(size: int, seconds: float, *, seed: int) -> SharedReport:
+def soak_shared(size: int, seconds: float, *, seed: int, policy: str = "auto") -> SharedReport:
     """Engines on weights that outlive them, each killed at a random moment while experts move."""
     report, random, start = SharedReport(), np.random.default_rng(seed), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="eplb-shared-") as name:
         folder = Path(name)
-        setup = Setup(folder, seed=seed, weight_hosts=folder, slots_per_rank=8, interval=12, deadline=10.0)
+        setup = Setup(
+            folder,
+            seed=seed,
+            weight_hosts=folder,
+            slots_per_rank=8,
+            interval=12,
+            policy=policy,
+            move_cost=1e-4,
+            deadline=10.0,
+        )
         save_experts(folder / "experts-0", setup.config, seed, setup.dtype)
         oracle = Oracle(setup.config, seed, setup.num_rows * size)
         oracle.load(setup.checkpoint(0))

@@ -78,11 +78,19 @@ class Report:
 class Soak:
     """A cluster under traffic, and what may happen to it."""
 
-    def __init__(self, size: int, *, seed: int, folder: Path) -> None:
+    def __init__(self, size: int, *, seed: int, folder: Path, policy: str = "auto") -> None:
         # Twice the slots that the experts need: half of the ranks may be gone at a time.
         slots = -(-2 * ModelConfig().num_experts // size)
         self.setup = Setup(
-            folder, seed=seed, slots_per_rank=slots, interval=24, deadline=4.0, faults=SPOILT, backups=True
+            folder,
+            seed=seed,
+            slots_per_rank=slots,
+            interval=24,
+            policy=policy,
+            move_cost=1e-4,  # to see many moves
+            deadline=4.0,
+            faults=SPOILT,
+            backups=True,
         )
         self.size, self.random = size, np.random.default_rng(seed)
         self.report = Report()
@@ -371,7 +379,7 @@ class Soak:
         return self.report
 
 
-def soak(size: int, seconds: float, *, seed: int) -> Report:
+def soak(size: int, seconds: float, *, seed: int, policy: str = "auto") -> Report:
     """Run it in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="eplb-soak-") as folder:
-        return Soak(size, seed=seed, folder=Path(folder)).run(seconds)
+        return Soak(size, seed=seed, folder=Path(folder), policy=policy).run(seconds)

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 
-def soaks_at_once(number: int, ranks: int, seconds: float, *, seed: int, shared: bool) -> dict[str, Any]:
+def soaks_at_once(
+    number: int, ranks: int, seconds: float, *, seed: int, shared: bool, policy: str = "auto"
+) -> dict[str, Any]:
     """What soaks with the seeds from `seed` on saw in all, and the seeds of those that failed."""
     seeds = range(seed, seed + number)
     with tempfile.TemporaryDirectory(prefix="eplb-soaks-") as folder:
         files = [Path(folder) / f"{one}.json" for one in seeds]
         command = [sys.executable, "-m", "benchmarks.engine", "--soak", str(seconds), "--ranks", str(ranks)]
+        command += ["--policy", policy]
         command += ["--shared"] if shared else []
         running = [
             subprocess.Popen([*command, "--seed", str(one), "--json", str(file)])

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from eplb_core._arrays import FloatArray, IntArray
+from eplb_core._arrays import FloatArray, IntArray, read_only
 from eplb_core.balancer.memory import KEPT, Memory, view_of
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_over_top, rank_load, transfers
@@ -112,7 +112,7 @@ class Notes:
         number = 0
         for layer in np.flatnonzero((self.moved_at >= 0) & np.isfinite(self.promised)).tolist():
             since = np.arange(max(int(self.moved_at[layer]), memory.count - KEPT), memory.count) % KEPT
-            windows, weights = memory.shares[since, layer : layer + 1], np.ones(len(since))
+            windows, weights = np.ascontiguousarray(memory.shares[since, layer : layer + 1]), np.ones(len(since))
             rows = (table[layer : layer + 1] for table in (self.live, self.before))
             now, was = (_mean_balance(row, windows, weights, topology, weighted) for row in rows)
             if math.isfinite(now - was):
@@ -125,7 +125,7 @@ def _mean_balance(row: IntArray, windows: FloatArray, weights: FloatArray, topol
     layout = ExpertLayout._of_valid(row, windows.shape[2], topology)
     if weighted:
         active, lost = np.ones(topology.num_ranks, dtype=np.bool_), np.zeros(1, dtype=np.bool_)
-        each = solved_balancedness(layout, windows, active, lost)[:, 0]
+        each = solved_balancedness(layout, read_only(windows), active, lost)[:, 0]
     else:
         ranks, speed = rank_load(layout, windows)[:, 0], topology.rank_speed
         each = mean_over_top(ranks.sum(axis=1) / speed.sum(), (ranks / speed).max(axis=1))

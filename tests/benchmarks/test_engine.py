@@ -21,8 +21,9 @@ from benchmarks.engine.oracle import Oracle
 from benchmarks.engine.requests import Scheduler, Traffic
 from benchmarks.engine.shared import soak_shared, weight_hosts
 from benchmarks.engine.soak import soak
+from benchmarks.engine.watch import Watch
 from benchmarks.engine.weights import empty_experts, load_experts, make_dense, save_experts
-from eplb_core import ExpertLayout, Topology
+from eplb_core import ExpertLayout, LoadCounter, Topology
 
 CONFIG = ModelConfig(num_layers=2)
 
@@ -219,3 +220,24 @@ def test_a_parcel_carries_each_row_to_its_slot_and_its_answer_home() -> None:
     answers = parcel.unpack(place, 2)
     expected = torch.where((slots >= 0)[..., None], x[:, None], 0.0)
     assert torch.equal(answers, expected)
+
+
+def test_a_rank_that_missed_decisions_sees_their_windows_at_the_next() -> None:
+    random = np.random.default_rng(0)
+    live = ExpertLayout.trivial(2, 8, num_slots=12, topology=Topology(4))
+    watches, counters = [Watch(live, 0.01) for _ in range(2)], [LoadCounter(2, 8, windows=4) for _ in range(2)]
+    each, proposed = ExpertLayout.trivial(2, 8, num_slots=8, topology=Topology(1)), []
+    for _ in range(4):
+        for count in random.poisson(np.linspace(1, 90, 8), (3, 2, 8)):
+            for counter in counters:
+                counter.add_slots(torch.from_numpy(count), each)
+                counter.roll()
+        for watch, counter in zip(watches, counters, strict=True):
+            watch.see(counter.snapshot(), 3)
+        proposed.append(watches[0].propose(live, np.ones(4, dtype=np.bool_)))
+    assert watches[1].propose(live, np.ones(4, dtype=np.bool_)) == proposed[-1] != live
+    states = [watch.state() for watch in watches]
+    assert states[0]["count"] == states[1]["count"] == 12
+    assert np.array_equal(states[0]["shares"], states[1]["shares"])
+    after = Watch(live, 0.01, states[0])
+    assert after.propose(live, np.ones(4, dtype=np.bool_)) == proposed[-1]
