@@ -231,7 +231,7 @@ def _in_order(columns: Columns, name: str | None, rows: int) -> tuple[tuple[str,
     if name is None:
         return (), np.zeros(rows, np.int64)
     column = columns[name]
-    if column.dtype.kind in "fO" and (column != column).any():  # NaN, and what stands for a missing value
+    if column.dtype.kind in "fOM" and (column != column).any():  # NaN, and what stands for a missing value
         raise ValueError(f"`{name}` must say the window of every row; {int((column != column).sum())} are missing")
     values, first, at = np.unique(
         column.astype(str) if column.dtype.kind == "O" else column, return_index=True, return_inverse=True
@@ -239,6 +239,8 @@ def _in_order(columns: Columns, name: str | None, rows: int) -> tuple[tuple[str,
     if column.dtype.kind in "OUS":
         order = np.argsort(first, kind="stable")
         values, at = values[order], np.argsort(order)[at]
+    if column.dtype.kind == "M":
+        values = np.datetime_as_string(values, unit="auto")  # `tolist` would make numbers of nanoseconds
     return tuple(str(value) for value in values.tolist()), at.astype(np.int64)
 
 

@@ -56,7 +56,13 @@ def test_windows_keep_the_order_of_texts_and_sort_numbers_and_times() -> None:
     assert Trace.from_frame({"window": ["b", "a"], **small}).windows == ("b", "a")
     assert Trace.from_frame({"step": [9, 1], **small}).load.tolist() == [[[2]], [[1]]]
     times = np.array(["2026-01-02", "2026-01-01"], dtype="M8[D]")
-    assert Trace.from_frame({"window": times, **small}).windows == ("2026-01-01", "2026-01-02")
+    for unit in ("D", "us", "ns"):
+        assert Trace.from_frame({"window": times.astype(f"M8[{unit}]"), **small}).windows == (
+            "2026-01-01",
+            "2026-01-02",
+        )
+    with pytest.raises(ValueError, match="1 are missing"):
+        Trace.from_frame({"window": np.array(["NaT", "2026-01-01"], dtype="M8[ns]"), **small})
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def read_trace(arguments: argparse.Namespace) -> Trace:
         raise ValueError(
             f"--windows {cut.start}:{cut.stop or ''} takes none of the trace's {trace.num_windows} windows"
         )
-    return replace(trace, load=load, windows=trace.windows[cut], notes=())
+    numbers = tuple(map(str, range(trace.num_windows)))
+    return replace(trace, load=load, windows=(trace.windows or numbers)[cut], notes=())
 
 
 def _read(path: str, arguments: argparse.Namespace) -> Trace:

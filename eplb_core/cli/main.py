@@ -110,6 +110,13 @@ def _parser() -> argparse.ArgumentParser:
         "--window-passes", metavar="N", type=_amount, default=1.0, help="passes of a window, for seconds (default: 1)"
     )
     replay.add_argument("--report", metavar="FILE", help="write a page of HTML to look at, with the bound")
+    replay.add_argument(
+        "--about",
+        metavar="NAME=TEXT",
+        type=_fact,
+        action="append",
+        help="a fact for the page of --report that the recording does not hold, as model=DeepSeek-R1; may be repeated",
+    )
 
     look = _command(commands, "inspect", inspect.inspect, "say what a layout or trace file holds, and its faults")
     look.add_argument("file", metavar="FILE", help="layout or trace file, of this library or of an engine")
@@ -211,6 +218,13 @@ def _span(text: str) -> slice:
     if not colon or not all(part == "" or part.isdecimal() for part in (first, last)):
         raise argparse.ArgumentTypeError(f"{text!r} must be A:B, for instance 0:64")
     return slice(int(first or 0), int(last) if last else None)
+
+
+def _fact(text: str) -> tuple[str, str]:
+    name, equals, told = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=TEXT, for instance model=DeepSeek-R1")
+    return name, told
 
 
 def _listed(kind: Callable[[str], T], what: str) -> Callable[[str], list[T]]:

@@ -47,11 +47,13 @@ def simulate(arguments: argparse.Namespace) -> int:
         "cost": _cost(arguments),
         "window_passes": arguments.window_passes,
         "bound": arguments.report is not None,
+        "keep_ranks": arguments.report is not None and stream is None,
         "place_options": {"locality": arguments.locality, "effort": arguments.effort},
     }
     results = _replay(stream or trace, arguments.policy or _policies_that_fit(topology, arguments.slots), options)
     if arguments.report is not None:
-        write_report(results, arguments.report, title=f"Replay of {Path(trace.path).name}")
+        title = f"Replay of {Path(trace.path).name}"
+        write_report(results, arguments.report, trace=trace, title=title, about=dict(arguments.about or ()))
     if arguments.json:
         print(to_json([_replay_facts(result) for result in results]))
     else:

@@ -6,7 +6,7 @@ A layout is made from windows that are over and scored on those that follow, nev
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -170,9 +170,14 @@ def simulate(
         run.live_through(block)
         past.append(block.load)
     _check_scored(every, scored, sum(map(len, run.columns["max_load"])))
-    ids = trace.layer_ids if isinstance(trace, Trace) else ()
     word = dispatch if isinstance(dispatch, str) else getattr(dispatch, "__name__", type(dispatch).__name__)
-    return run.result(name, word, (every, seen, scored), ids, step)
+    return run.result(name, word, (every, seen, scored), trace if isinstance(trace, Trace) else None, step)
+
+
+def _first_number(names: Sequence[str]) -> int:
+    """The first of numbers that go up one by one, else 0."""
+    numbers = [int(name) for name in names if name.isdecimal() and len(name) < 19]
+    return numbers[0] if numbers and numbers == list(range(numbers[0], numbers[0] + len(names))) else 0
 
 
 def _check_scored(interval: int, scored: int, windows: int) -> None:
@@ -267,7 +272,7 @@ class _Run:
         return mean_of_known(place(block.load, self.topology, effort=0.01, **self.given).bound)
 
     def result(
-        self, policy: str, dispatch: str, spans: tuple[int, int, int], layer_ids: tuple[int, ...], cost: StepCost | None
+        self, policy: str, dispatch: str, spans: tuple[int, int, int], trace: Trace | None, cost: StepCost | None
     ) -> Simulation:
         every, seen, scored = spans
         columns: dict[str, Any] = {name: read_only(np.concatenate(parts)) for name, parts in self.columns.items()}
@@ -287,7 +292,8 @@ class _Run:
             scored_from=scored,
             cost=cost,
             window_passes=self.passes,
-            layer_ids=layer_ids,
+            layer_ids=() if trace is None else trace.layer_ids,
+            first_window=0 if trace is None else _first_number(trace.windows),
             balancedness=read_only(each),
             window_balancedness=read_only(np.array([mean_of_known(window) for window in each])),
             rebalance_windows=read_only(np.array(self.starts, dtype=np.int64)),

@@ -88,6 +88,8 @@ class Simulation:
     """Passes of a window."""
     layer_ids: tuple[int, ...]
     """The model's number of each layer, `[L]`, or empty."""
+    first_window: int
+    """Number of window 0 in the recording, where that numbers its windows one by one, else 0."""
     mean_load: FloatArray
     """Load that each rank would have if all were even, `[T, L]`: the sum over the sum of the speeds."""
     max_load: FloatArray
@@ -231,26 +233,17 @@ class Simulation:
 def summary_table(sims: Sequence[Simulation]) -> str:
     """An HTML table: a row per replay, with times and memory where all have a cost."""
     costs = all(sim.cost is not None for sim in sims)
-    head = [
-        "policy",
-        "dispatch",
-        "slots",
-        "interval",
-        "mean balancedness",
-        "total balancedness",
-        "transfers",
-        "network",
-    ]
+    head = ["policy", "total balancedness", "mean balancedness", "transfers", "network"]
+    head += ["ms per pass", "s of pauses", "GB per rank"] if costs else []
     rows = []
     for sim in sims:
         facts = sim.summary()
-        row = [facts["policy"], facts["dispatch"], facts["num_slots"], facts["interval"]]
-        row += [number(facts["mean_balancedness"]), number(facts["total_balancedness"])]
+        row = [sim.policy, number(sim.total_balancedness), number(sim.mean_balancedness)]
         row += [f"{sim.total_transfers:,}", f"{facts['network_transfers']:,}"]
         if costs:
             row += [f"{facts['pass_s'] * 1e3:.4g}", f"{facts['pause_s']:.3g}", f"{facts['memory_bytes'] / 1e9:.3g}"]
-        rows.append(row)
-    return table_html([*head, *(["ms per pass", "s of pauses", "GB per rank"] if costs else [])], rows)
+        rows.append([*row, sim.dispatch, sim.num_slots, sim.interval])
+    return table_html([*head, "dispatch", "slots", "interval"], rows)
 
 
 def time_over_mean(rank_load: FloatArray, rank_speed: FloatArray) -> FloatArray:

@@ -31,35 +31,40 @@ def recommended(simulations: Sequence[Simulation]) -> Simulation:
 
 def conclude(simulations: Sequence[Simulation]) -> str:
     """A few sentences: what to do, what it gives, on which windows, and what time is counted in."""
+    return " ".join(decide(simulations)).rstrip()
+
+
+def decide(simulations: Sequence[Simulation]) -> tuple[str, str]:
+    """What `conclude` says: the decision in one sentence, and what it moves and rests on."""
     best = recommended(simulations)
     if math.isnan(best.total_balancedness):
-        return "No window that was scored has any load: nothing can be said."
+        return "No window that was scored has any load: nothing can be said.", ""
     kept = next((sim for sim in simulations if sim.total_transfers == 0), None)
     works = f"the average rank works {best.total_balancedness:.0%} of the time that the fullest one takes"
     if best.cost is not None:  # whose time is not only tokens
         works = f"the average rank has {best.total_balancedness:.0%} of the tokens of the fullest one"
     if kept is None:
-        return f"Best is `{best.policy}`: on windows it had not seen, {works}. {_moves(best)} {_weighed(best)}"
+        return f"Best is `{best.policy}`: on windows it had not seen, {works}.", f"{_moves(best)} {_weighed(best)}"
     if best is kept or best.total_transfers == 0:
         counted = "" if best.cost is None else ", pauses counted"
         text = f"Keep the layout: no policy here does better than `{best.policy}`{counted}, with which {works}."
-        return f"{text} {_weighed(best)}"
+        return text, _weighed(best)
     saved = 1.0 - best.total_s / kept.total_s
     counted = "" if best.cost is None else ", pauses counted,"
     change = f"layers take {saved:.1%} less time{counted} than with `{kept.policy}` ({kept.total_balancedness:.0%})"
     if not pays(saved):
         return (
-            f"It hardly pays: with `{best.policy}`, the best, {works}, and {change}. "
-            f"Less than {WORTH:.0%} is lost among everything else that differs. {_weighed(best)}"
+            f"It hardly pays: with `{best.policy}`, the best, {works}, and {change}.",
+            f"Less than {WORTH:.0%} is lost among everything else that differs. {_weighed(best)}",
         )
     text = f"Take `{best.policy}`: on windows it had not seen, {works}, and {change}."
-    return f"{text} {_moves(best)}{_dearer(best, simulations)} {_weighed(best)}"
+    return text, f"{_moves(best)}{_dearer(best, simulations)} {_weighed(best)}"
 
 
 def _weighed(sim: Simulation) -> str:
     """The windows that were scored, and what their time is counted in."""
     load = sim.rank_load[sim.scored_from :].sum(axis=1).mean() / max(sim.balancedness.shape[1], 1)
-    scored = windows_words(sim.scored_from, len(sim.balancedness))
+    scored = windows_words(sim.first_window + sim.scored_from, sim.first_window + len(sim.balancedness))
     every = f"plans are made every {sim.interval} windows from the last {sim.history}"
     if sim.policy == "auto":
         every = "`auto` decides after every window, from those before it"
@@ -78,7 +83,9 @@ def _moves(sim: Simulation) -> str:
     elif len(moving) == 1:
         text = f"Its rebalance moves {experts}"
     else:
-        text = f"It moves {experts}" + (f", once, before window {sim.rebalance_windows[moving][0]}" if count else "")
+        text = f"It moves {experts}" + (
+            f", once, before window {sim.first_window + sim.rebalance_windows[moving][0]}" if count else ""
+        )
     if sim.topology.num_nodes > 1 and sim.total_transfers:
         text += f", {int(sim.link_transfers[:, :, 2].sum()) / sim.total_transfers:.0%} of them between nodes"
     text += "."
@@ -113,10 +120,12 @@ def table(simulations: Iterable[Simulation]) -> str:
         " " * 11 + "".join(f"{sim.policy[:16]:>18}" for sim in simulations),
         f"{'windows':<11}" + f"{'bal.':>8}{'transfers':>10}" * len(simulations),
     ]
-    per_sim = [sim.blocks() for sim in simulations]
+    per_sim, first = [sim.blocks() for sim in simulations], simulations[0].first_window
     for at, (start, end, _, _) in enumerate(per_sim[0]):
         cells = "".join(f"{number(blocks[at][2]):>8}{blocks[at][3]:>10,}" for blocks in per_sim)
-        lines.append(f"{f'{start}-{end - 1}':<11}{cells}" + _scored(start, end, simulations[0].scored_from))
+        lines.append(
+            f"{f'{first + start}-{first + end - 1}':<11}{cells}" + _scored(start, end, simulations[0].scored_from)
+        )
     lines.append("-" * len(lines[1]))
     lines.append(
         f"{'mean':<11}" + "".join(f"{number(s.mean_balancedness):>8}{s.total_transfers:>10,}" for s in simulations)

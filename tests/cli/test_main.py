@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -560,12 +562,23 @@ def test_the_main_module_runs_nothing_when_it_is_imported() -> None:
 def test_simulate_counts_seconds_of_hardware_and_writes_a_page(trace: str, tmp_path: Path, eplb: Commands) -> None:
     page = tmp_path / "report.html"
     options = ["--policy", "none,once,gated", "--interval", "2", "--dispatch", "weighted", "--window-passes", "50"]
-    out = eplb("simulate", trace, *PLACE, *options, "--hardware", "H200", "--report", str(page)).out
+    priced = [*options, "--hardware", "H200"]
+    out = eplb("simulate", trace, *PLACE, *priced, "--report", str(page)).out
     assert "s of pauses" in out
     assert "of its memory" in out
     assert out.endswith(f"wrote   {page}\n")
     assert "<title>Replay of trace.npz</title>" in page.read_text()
-    facts = eplb("simulate", trace, *PLACE, *options, "--hardware", "H200", "--json").facts[1]
+    options = ["--policy", "none,once", "--interval", "2", "--windows", "3:8", "--report", str(page)]
+    cut = eplb("simulate", trace, *PLACE, *options, "--about", "model=A<B")
+    assert "\n5-6 " in cut.out
+    text = page.read_text()
+    assert '<th scope="row">model</th><td>A&lt;B</td>' in text
+    assert "<td>5, numbered 3 to 7</td>" in text
+    shown = unescape(re.sub("<[^>]*>", "", text.partition('id="decision">')[2].partition("</p>")[0]))
+    assert " ".join(shown.split()) in " ".join(cut.out.replace("`", "").split())
+    with pytest.raises(SystemExit):
+        eplb("simulate", trace, *PLACE, "--about", "model")
+    facts = eplb("simulate", trace, *PLACE, *priced, "--json").facts[1]
     assert facts["link_transfers"]["node"] + facts["link_transfers"]["network"] == facts["total_transfers"]
     assert facts["pass_s"] > 0
     assert facts["memory_bytes"] == 2 * 3 * 7168 * 2048
