@@ -67,7 +67,8 @@ _HOMES = {
     "dispatch.ops": "LayerTables topk_to_slots",
     "dispatch.counter": "LoadCounter",
     "simulation.backtest": "backtest",
-    "simulation": "StepCost TokenTrace Traffic compare_policies cost_preset generate_trace simulate stream_trace sweep",
+    "simulation": "Advice StepCost TokenTrace Traffic advise compare_policies cost_preset generate_trace simulate "
+    "stream_trace sweep",
     "trace": "Trace",
     "placement.affinity.pairs": "pair_counts",
     "placement.worth.slots": "SlotPlan plan_slots",

@@ -97,9 +97,11 @@ from eplb_core.placement.worth.report import GainReport as GainReport
 from eplb_core.placement.worth.report import gain_report as gain_report
 from eplb_core.placement.worth.slots import SlotPlan as SlotPlan
 from eplb_core.placement.worth.slots import plan_slots as plan_slots
+from eplb_core.simulation import Advice as Advice
 from eplb_core.simulation import StepCost as StepCost
 from eplb_core.simulation import TokenTrace as TokenTrace
 from eplb_core.simulation import Traffic as Traffic
+from eplb_core.simulation import advise as advise
 from eplb_core.simulation import compare_policies as compare_policies
 from eplb_core.simulation import cost_preset as cost_preset
 from eplb_core.simulation import generate_trace as generate_trace

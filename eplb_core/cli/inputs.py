@@ -17,6 +17,8 @@ from eplb_core._text import plain
 from eplb_core.errors import MAX_TEXT
 from eplb_core.files.formats import load_trace, read_layout_file
 from eplb_core.layout import ExpertLayout
+from eplb_core.simulation.advice.model import read_model
+from eplb_core.simulation.hardware import StepCost, cost_preset
 from eplb_core.simulation.progress import progress_bar
 from eplb_core.topology import Topology
 from eplb_core.trace import Trace, join_traces
@@ -95,6 +97,29 @@ def _weighed(given: str) -> tuple[str, float]:
 def note_faults(trace: Trace) -> None:
     """Point out layers that no recorder of a router's answers could have written; idle layers are no fault."""
     note(*(fault.text for fault in trace.faults if fault.kind == "first_experts"))
+
+
+def cost_of(arguments: argparse.Namespace) -> StepCost | None:
+    """What the hardware makes of the model's experts; a note says what was assumed of them."""
+    sizes = {
+        "hidden_size": arguments.hidden,
+        "intermediate_size": arguments.intermediate,
+        "weight_bytes": None if arguments.dtype is None else DTYPES[arguments.dtype],
+    }
+    known = {name: value for name, value in sizes.items() if value is not None}
+    if arguments.hardware is None:
+        if known or arguments.model is not None:
+            raise ValueError(
+                "--model, --hidden, --intermediate and --dtype are of experts on some hardware: --hardware NAME"
+            )
+        return None
+    if arguments.model is not None:
+        model = read_model(arguments.model, weight_bytes=known.get("weight_bytes"))
+        known = {**{name: getattr(model, name) for name in sizes}, **known}
+    if len(known) < len(sizes):
+        missing = [f"--{name.partition('_')[0]}".replace("weight", "dtype") for name in sizes if name not in known]
+        note(f"{' and '.join(missing)} of the model not given: DeepSeek-V3's experts are assumed for that")
+    return cost_preset(arguments.hardware, **known)
 
 
 def ranks_and_current(arguments: argparse.Namespace, trace: Trace) -> tuple[Topology, ExpertLayout | None]:

@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 
 from eplb_core._text import plain
 from eplb_core._version import __version__
-from eplb_core.cli import inspect, plan, record, simulate
+from eplb_core.cli import decide, inspect, plan, record, simulate
 from eplb_core.cli.inputs import DTYPES
 from eplb_core.errors import MAX_TEXT, EplbError
 from eplb_core.files.formats import LAYOUT_FORMATS
@@ -100,15 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument(
         "--dispatch", choices=DISPATCHES, default="even", help="how replicas share tokens (default: %(default)s)"
     )
-    replay.add_argument("--hardware", choices=HARDWARE, help="count seconds and bytes on this hardware")
-    replay.add_argument("--hidden", metavar="N", type=_positive, help="values of a token (default: DeepSeek-V3's 7168)")
-    replay.add_argument(
-        "--intermediate", metavar="N", type=_positive, help="values inside of an expert (default: DeepSeek-V3's 2048)"
-    )
-    replay.add_argument("--dtype", choices=DTYPES, help="of the experts' weights (default: fp8)")
-    replay.add_argument(
-        "--window-passes", metavar="N", type=_amount, default=1.0, help="passes of a window, for seconds (default: 1)"
-    )
+    _cost_options(replay)
     replay.add_argument("--report", metavar="FILE", help="write a page of HTML to look at, with the bound")
     replay.add_argument(
         "--about",
@@ -117,6 +109,72 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         help="a fact for the page of --report that the recording does not hold, as model=DeepSeek-R1; may be repeated",
     )
+
+    best = _command(commands, "advise", decide.advise, "recommend ranks, slots and a policy for a GPU and a model")
+    _traces(best, "recorded load with four windows or more", stream=False)
+    _trace_options(best)
+    best.add_argument("--gpu", choices=HARDWARE, required=True, help="hardware of a rank")
+    best.add_argument("--model", metavar="FILE", required=True, help="Hugging Face config.json of the recorded model")
+    best.add_argument("--dtype", choices=DTYPES, help="of the experts' weights (default: as the config says)")
+    best.add_argument("--ranks", metavar="R,..", type=_counts, help="EP ranks to try (default: from 8, or what fits)")
+    best.add_argument(
+        "--redundant-per-rank", metavar="N,..", type=_ints, default=[0, 1], help="redundant slots to try (default: 0,1)"
+    )
+    best.add_argument(
+        "--policy", metavar="A,B,..", type=_policies, help=f"policies to try (default: {', '.join(BASIC)})"
+    )
+    best.add_argument(
+        "--interval", metavar="N", type=_positive, help="first windows, only placed on (default: 16, or a quarter)"
+    )
+    _passes_option(best)
+    best.add_argument("--pass-ms", metavar="X", type=_amount, help="longest pass of the experts (default: any)")
+    best.add_argument(
+        "--memory-share",
+        metavar="X",
+        type=_amount,
+        default=0.5,
+        help="part of a GPU's memory for experts and all-to-all buffers (default: 0.5)",
+    )
+    best.add_argument(
+        "--buffer-tokens",
+        metavar="N",
+        type=_whole,
+        default=128,
+        help="tokens of a rank that all-to-all buffers hold for every slot; 0: they do not grow (default: 128)",
+    )
+
+    gain = _command(commands, "gain", decide.gain, "how many redundant slots pay, judged on the later half of a load")
+    _traces(gain, "recorded load", stream=False)
+    _trace_options(gain)
+    _topology_options(gain)
+    gain.add_argument(
+        "--slots", metavar="P,..", type=_ints, help="slots to try (default: E, and 1, 2, 4 more per rank)"
+    )
+    gain.add_argument("--current", metavar="FILE", help="layout to compare with (default: the trivial one of E slots)")
+    _cost_options(gain)
+
+    grid = _command(commands, "sweep", decide.sweep, "replay a recorded load for all combinations of settings")
+    _traces(grid, "recorded load with two windows or more", stream=False)
+    _trace_options(grid)
+    grid.add_argument("--ranks", metavar="R,..", type=_counts, required=True, help="numbers of EP ranks")
+    grid.add_argument(
+        "--ranks-per-node", metavar="N", type=_positive, default=8, help="ranks of a node (default: %(default)s)"
+    )
+    slots = grid.add_mutually_exclusive_group(required=True)
+    slots.add_argument("--slots", metavar="P,..", type=_counts, help="slots of all ranks")
+    slots.add_argument(
+        "--redundant-per-rank",
+        metavar="N,..",
+        type=_ints,
+        help="slots per rank beyond the fewest that hold all experts, whatever the number of ranks",
+    )
+    grid.add_argument("--policy", metavar="A,B,..", type=_policies, default=["auto"], help="policies (default: auto)")
+    grid.add_argument(
+        "--interval", metavar="N,..", type=_counts, default=[16], help="windows between rebalances (default: 16)"
+    )
+    grid.add_argument("--workers", metavar="N", type=_positive, default=1, help="processes (default: 1)")
+    grid.add_argument("--results", metavar="FOLDER", help="keep each row here; what is there is not replayed again")
+    _cost_options(grid)
 
     look = _command(commands, "inspect", inspect.inspect, "say what a layout or trace file holds, and its faults")
     look.add_argument("file", metavar="FILE", help="layout or trace file, of this library or of an engine")
@@ -147,7 +205,7 @@ def _command(
     return command
 
 
-def _traces(command: argparse.ArgumentParser, text: str) -> None:
+def _traces(command: argparse.ArgumentParser, text: str, *, stream: bool = True) -> None:
     command.add_argument("file", metavar="TRACE", nargs="?", help=text)
     command.add_argument(
         "--trace",
@@ -156,9 +214,12 @@ def _traces(command: argparse.ArgumentParser, text: str) -> None:
         action="append",
         help="another recorded load, whose counts are multiplied by the weight (default: 1); may be repeated",
     )
-    command.add_argument(
-        "--stream", action="store_true", help="read TRACE (.npy, .npz, .csv) bit by bit: it may be larger than memory"
-    )
+    if stream:
+        command.add_argument(
+            "--stream",
+            action="store_true",
+            help="read TRACE (.npy, .npz, .csv) bit by bit: it may be larger than memory",
+        )
 
 
 def _trace_options(command: argparse.ArgumentParser) -> None:
@@ -194,6 +255,29 @@ def _place_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--effort", metavar="X", type=float, default=1.0, help="more time for a better answer (default: 1)"
     )
+
+
+def _cost_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--hardware", choices=HARDWARE, help="count seconds and bytes on this hardware")
+    command.add_argument("--model", metavar="FILE", help="Hugging Face config.json: sizes of the model's experts")
+    command.add_argument(
+        "--hidden", metavar="N", type=_positive, help="values of a token (default: DeepSeek-V3's 7168)"
+    )
+    command.add_argument(
+        "--intermediate", metavar="N", type=_positive, help="values inside of an expert (default: DeepSeek-V3's 2048)"
+    )
+    command.add_argument("--dtype", choices=DTYPES, help="of the experts' weights (default: fp8)")
+    _passes_option(command)
+
+
+def _passes_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--window-passes", metavar="N", type=_amount, default=1.0, help="passes of a window, for seconds (default: 1)"
+    )
+
+
+def _whole(text: str) -> int:
+    return 0 if text.strip() == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:
@@ -244,3 +328,4 @@ def _policy(text: str) -> str:
 
 
 _ints, _floats, _policies = _listed(int, "whole numbers"), _listed(float, "numbers"), _listed(_policy, "policies")
+_counts = _listed(_positive, "whole numbers of 1 or more")

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from eplb_core._text import filled, lines
-from eplb_core.cli.inputs import DTYPES, note, note_faults, ranks_and_current, read_trace, to_json
+from eplb_core.cli.inputs import cost_of, note, note_faults, ranks_and_current, read_trace, to_json
 from eplb_core.cli.plan import make_plan, plan_text, unseen_words
 from eplb_core.cli.streams import open_stream
 from eplb_core.files.formats import demo_trace
 from eplb_core.simulation.compare import Comparison
-from eplb_core.simulation.hardware import LINKS, StepCost, cost_preset
+from eplb_core.simulation.hardware import LINKS
 from eplb_core.simulation.html import write_report
 from eplb_core.simulation.load.sources import TraceStream
 from eplb_core.simulation.policies import BASIC, PolicyName
@@ -44,7 +44,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         "current": current,
         "num_groups": arguments.groups,
         "dispatch": arguments.dispatch,
-        "cost": _cost(arguments),
+        "cost": cost_of(arguments),
         "window_passes": arguments.window_passes,
         "bound": arguments.report is not None,
         "keep_ranks": arguments.report is not None and stream is None,
@@ -61,24 +61,6 @@ def simulate(arguments: argparse.Namespace) -> int:
         if arguments.report is not None:
             print(lines(f"wrote   {arguments.report}"))
     return 0
-
-
-def _cost(arguments: argparse.Namespace) -> StepCost | None:
-    """What the hardware makes of the model's experts; a note says what was assumed of them."""
-    sizes = {
-        "hidden_size": arguments.hidden,
-        "intermediate_size": arguments.intermediate,
-        "weight_bytes": None if arguments.dtype is None else DTYPES[arguments.dtype],
-    }
-    known = {name: value for name, value in sizes.items() if value is not None}
-    if arguments.hardware is None:
-        if known:
-            raise ValueError("--hidden, --intermediate and --dtype are of experts on some hardware: --hardware NAME")
-        return None
-    if len(known) < len(sizes):
-        missing = [f"--{name.partition('_')[0]}".replace("weight", "dtype") for name in sizes if name not in known]
-        note(f"{' and '.join(missing)} of the model not given: DeepSeek-V3's experts are assumed for that")
-    return cost_preset(arguments.hardware, **known)
 
 
 def _policies_that_fit(topology: Topology, slots: int | None) -> list[PolicyName]:

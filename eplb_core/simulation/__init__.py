@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from eplb_core.simulation.advice.advise import advise as advise
+from eplb_core.simulation.advice.model import ModelExperts as ModelExperts
+from eplb_core.simulation.advice.model import read_model as read_model
+from eplb_core.simulation.advice.result import Advice as Advice
 from eplb_core.simulation.compare import Comparison as Comparison
 from eplb_core.simulation.compare import compare_policies as compare_policies
 from eplb_core.simulation.dispatch import DISPATCHES as DISPATCHES

@@ -30,6 +30,12 @@ class Hardware:
     """The rank's own memory."""
     source: str
     """Where the numbers stand."""
+    node_ranks: int = 8
+    """Ranks that the fast links join."""
+
+    def topology(self, num_ranks: int) -> Topology:
+        """Ranks on full nodes of this hardware, and the rest on one more."""
+        return Topology(rank_to_node=np.arange(check_int(num_ranks, "num_ranks", 1)) // self.node_ranks)
 
 
 HARDWARE = {
@@ -52,6 +58,7 @@ HARDWARE = {
         "GB200 NVL72",
         *(5000e12, 8e12, 900e9, 50e9, 186e9),
         "NVIDIA GB200 NVL72 data sheet, a GPU of 72: FP8 10 PFLOPS with sparsity, 8 TB/s, NVLink 1.8 TB/s both ways",
+        node_ranks=72,
     ),
     "MI300X": Hardware(
         "Instinct MI300X",
@@ -59,7 +66,7 @@ HARDWARE = {
         "AMD Instinct MI300X data sheet: FP8 2,614.9 TFLOPS, 5.3 TB/s, seven links of 128 GB/s both ways",
     ),
 }
-"""Data sheets by name. A node is what the fast links join: 8 ranks, 72 for GB200 NVL72."""
+"""Data sheets by name."""
 
 
 @dataclass(frozen=True, slots=True)

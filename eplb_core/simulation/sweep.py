@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, check_call, check_int, to_list
+from eplb_core._arrays import ArrayLike, check_call, check_int, check_kind, to_list
 from eplb_core._text import quoted
 from eplb_core._version import __version__
 from eplb_core.files.reading import PathLike, check_path, write_atomic
@@ -41,7 +41,9 @@ def sweep(
     Args:
         trace: A trace, or windows `[T, L, E]`.
         grid: Values to try for arguments of `simulate`, as in `{"num_slots": [256, 288], "interval": [8, 32]}`; all
-            combinations are replayed.
+            combinations are replayed. Besides those, `redundant_per_rank` ties slots to ranks: each rank has that many
+            more than the fewest with which all ranks hold all experts, as in
+            `{"topology": [Topology(8), Topology(16, 2)], "redundant_per_rank": [1]}`.
         workers: Processes. Each reads the trace from one file that all map.
         results: Folder that keeps each row as soon as it is known: combinations already there, for the same trace,
             settings and version, are not replayed again. Needs policies and dispatches by name.
@@ -53,7 +55,8 @@ def sweep(
         One row per combination, in the order of the grid.
 
     Raises:
-        ValueError: As for `simulate`; the grid is empty; or a function where `results` or `workers` cannot keep one.
+        ValueError: As for `simulate`; the grid is empty; `redundant_per_rank` and slots are given; or a function where
+            `results` or `workers` cannot keep one.
 
     Cost:
         A `simulate` for each combination.
@@ -76,7 +79,7 @@ def sweep(
         raise ValueError(f"`grid` (={quoted(dict(grid), 80)}) must have a value or more for each setting")
     load: Any = np.ascontiguousarray(trace.load if isinstance(trace, Trace) else check_trace_load(trace))
     scored = {"score_from": max(intervals)} if (intervals := grid.get("interval")) else {}
-    settings = [{**scored, **options, **point} for point in points]
+    settings = [_with_slots({**scored, **options, **point}, load.shape[2]) for point in points]
     check_int(workers, "workers", 1)
     if results is not None or workers > 1:
         for setting in settings:
@@ -101,6 +104,25 @@ def sweep(
         if progress is not None:
             progress(done, len(settings))
     return Records.of_rows([rows[at] for at in range(len(settings))])
+
+
+def slots_of(num_experts: int, num_ranks: int, redundant_per_rank: int) -> int:
+    """Slots where each rank has so many more than the fewest with which all hold all experts."""
+    return (-(-num_experts // num_ranks) + check_int(redundant_per_rank, "redundant_per_rank", 0)) * num_ranks
+
+
+def _with_slots(setting: dict[str, Any], num_experts: int) -> dict[str, Any]:
+    """The setting with `num_slots` in place of `redundant_per_rank`."""
+    if "redundant_per_rank" not in setting:
+        return setting
+    spare = setting.pop("redundant_per_rank")
+    for name in ("num_slots", "slots_per_rank"):
+        if setting.get(name) is not None:
+            raise ValueError(
+                f"`redundant_per_rank` (={quoted(spare, 40)}) stands in place of `{name}`; give one of them"
+            )
+    topology = check_kind(setting.get("topology"), "topology", Topology)
+    return {**setting, "num_slots": slots_of(num_experts, topology.num_ranks, spare)}
 
 
 def _check_named(setting: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from eplb_core.placement.worth.decision import WORTH, cost_words, pays, windows_
 from eplb_core.simulation.result import Simulation
 
 # So much of the time, or of the balance where no cost is given, is no difference: then the fewest transfers win.
-_NEARLY = 0.01
+NEARLY = 0.01
 
 
 def recommended(simulations: Sequence[Simulation]) -> Simulation:
@@ -18,14 +18,14 @@ def recommended(simulations: Sequence[Simulation]) -> Simulation:
     if all(sim.cost is not None for sim in simulations):
         least = min(sim.total_s for sim in simulations)
         return min(
-            (sim for sim in simulations if sim.total_s <= least * (1.0 + _NEARLY)),
+            (sim for sim in simulations if sim.total_s <= least * (1.0 + NEARLY)),
             key=lambda sim: (sim.total_transfers, sim.total_s),
         )
     known = [sim for sim in simulations if not math.isnan(sim.total_balancedness)]
     if not known:
         return simulations[0]
     best = max(sim.total_balancedness for sim in known)
-    near = [sim for sim in known if sim.total_balancedness >= best * (1.0 - _NEARLY)]
+    near = [sim for sim in known if sim.total_balancedness >= best * (1.0 - NEARLY)]
     return min(near, key=lambda sim: (sim.total_transfers, -sim.total_balancedness))
 
 

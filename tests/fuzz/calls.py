@@ -20,8 +20,8 @@ from eplb_core.loading.transports import LocalCopy
 
 LEFT_OUT = {
     "protocols, of which each engine has its own": "Agreement Transport",
-    "plain data that the library makes": "BalancerReport Caps GainReport LayerTables MigratorStatus Placement PullPlan "
-    "SlotPlan Verdict LayoutRecord.of_state LayoutRecord.restarted LayoutRecord.revert",
+    "plain data that the library makes": "Advice BalancerReport Caps GainReport LayerTables MigratorStatus Placement "
+    "PullPlan SlotPlan Verdict LayoutRecord.of_state LayoutRecord.restarted LayoutRecord.revert",
     "checked where it is used": "Region ReadBatch",
     "a device or a package that this machine need not have": "CudaIpc Mooncake Nixl",
     "a group of processes": "GroupAgreement TorchDistributed",
@@ -206,6 +206,15 @@ CALLS: dict[str, dict[str, Any]] = {
     "Trace.from_frame": {
         "frame": {"w": [0, 0, 1, 1], "l": [0, 0, 0, 0], "e": [0, 1, 0, 1], "n": [3, 5, 4, 4]},
         **{"window": "w", "layer": "l", "expert": "e", "tokens": "n", "num_experts": 2},
+    },
+    "advise": {
+        "policies": ("none",),
+        "ranks": [2],
+        "gpu": "H100",
+        "model": {
+            **{"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 1},
+            **{"num_hidden_layers": 2, "torch_dtype": "bfloat16"},
+        },
     },
     "compare_policies": {"policies": ("none",), "topology": TOPOLOGY, "num_slots": 6, "interval": 2},
     "fingerprints": {"stores": [store(), store()], "layers": [0, 1], "sample": 2},

@@ -209,6 +209,18 @@ def test_a_sweep_is_simulate_for_each_combination_in_order() -> None:
         assert row.total_balancedness == alone.total_balancedness
 
 
+def test_a_sweep_ties_slots_to_ranks() -> None:
+    """One redundant expert per rank, on two, three and four ranks."""
+    load = np.random.default_rng(0).integers(1, 60, (4, 1, 4))
+    grid: dict[str, Any] = {"topology": [Topology(2), Topology(3), Topology(4)], "redundant_per_rank": [0, 1]}
+    rows = sweep(load, grid, policy="none", interval=2)
+    assert rows.num_slots.tolist() == [4, 6, 6, 9, 4, 8]
+    with pytest.raises(ValueError, match="`num_slots`"):
+        sweep(load, grid, num_slots=8, interval=2)
+    with pytest.raises(TypeError, match="`redundant_per_rank` "):
+        sweep(load, {"redundant_per_rank": [1.5]}, topology=TWO, interval=2)
+
+
 def test_a_sweep_goes_on_where_it_ended(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
 

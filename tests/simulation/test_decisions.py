@@ -1,4 +1,4 @@
-"""Two pages of one trace and one cost say the same: plan, demo, gain report, replays and sweeps."""
+"""Two pages of one trace and one cost say the same: plan, demo, gain report, replays, sweeps and advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import eplb_core as eplb
 from eplb_core import CostModel, ExpertLayout, Topology, compare_policies, demo_trace, gain_report, place
 from eplb_core.cli.plan import make_plan
 from eplb_core.placement.worth.decision import WORTH, pays
-from eplb_core.simulation import Comparison
+from eplb_core.simulation import Comparison, ModelExperts, advise
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 LAYERS, WINDOWS = 3, 24
@@ -119,3 +119,24 @@ def test_planning_again_never_turns_a_gain_of_one_placement_into_none(name: str)
         runs = compare_policies(load, ["none", "place"], topology=topology, num_slots=slots, interval=interval)
         if saved >= 2 * WORTH:
             assert runs.conclusion.startswith("Take ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_advice_says_what_replays_of_the_same_windows_say(name: str) -> None:
+    """It takes the policy that a replay of the windows to choose on names, and quotes a replay of the later ones."""
+    load = load_of(name)
+    topology, slots, _ = frame(load)
+    model = ModelExperts("any", 2048, 768, load.shape[2], 1, 2.0, "bfloat16", load.shape[1])
+    names: Any = ["none", "auto"]
+    advice = advise(load, gpu="H200", model=model, ranks=[topology.num_ranks], redundant_per_rank=[1], policies=names)
+    first, half, _ = advice.windows
+    options: dict[str, Any] = {"topology": topology, "num_slots": slots, "interval": first, "cost": advice.cost}
+    chosen = advice.candidates[advice.chosen]
+    assert compare_policies(load[:half], names, **options).best.policy == chosen.policy
+    runs = compare_policies(load, names, score_from=half, **options)
+    assert chosen.saved_by_moves == pytest.approx(1.0 - runs[chosen.policy].total_s / runs["none"].total_s, abs=1e-9)
+    assert chosen.judged.balancedness == pytest.approx(runs[chosen.policy].total_balancedness)
+    assert advice.pays == pays(chosen.saved)
+    assert advice.conclusion.startswith("Take ") == advice.pays
+    if advice.pays and pays(chosen.saved_by_moves) and runs.best.policy == chosen.policy:
+        assert runs.conclusion.startswith("Take `auto`")
