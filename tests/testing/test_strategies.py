@@ -249,5 +249,5 @@ def test_a_layout_prints_as_its_constructor() -> None:
 
     with pytest.raises(AssertionError) as caught:
         fails()
-    text = " ".join("".join(caught.value.__notes__).split())
-    assert "ExpertLayout( [[0, 1, 2, 0]], 3, topology=Topology(2))" in text
+    text = "".join("".join(caught.value.__notes__).split())
+    assert "ExpertLayout([[0,1,2,0]],3,topology=Topology(2))" in text
