@@ -11,7 +11,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 import eplb_core
-from eplb_core import ExpertLayout, Topology, balancedness
+from eplb_core import ExpertLayout, Topology
 from eplb_core.metrics import check_shares
 from eplb_core.testing.strategies import (
     active_ranks,
@@ -187,8 +187,6 @@ def test_loads_shrink_to_small_skew() -> None:
     assert find(loads, lambda load: True).tolist() == [[10, 10, 10, 10]]
     assert find(loads, lambda load: len(set(load[0].tolist())) > 1).tolist() == [[10, 10, 10, 11]]
     assert find(loads, lambda load: not load.any()).tolist() == [[0, 0, 0, 0]]
-    skewed = find(loads, lambda load: bool(balancedness(load)[0] < 0.5))
-    assert sorted(skewed[0].tolist())[:3] == [10, 10, 10]
     idle = find(expert_loads(num_layers=2, num_experts=2), lambda load: load.any(axis=1).tolist() == [True, False])
     assert idle.tolist() == [[10, 10], [0, 0]]
 
