@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from eplb_core._arrays import FloatArray
+from eplb_core._arrays import FloatArray, check_kind
 from eplb_core._html import words_html
 from eplb_core._text import counted, plain
 from eplb_core._version import __version__
@@ -51,17 +51,28 @@ def report_html(
     Returns:
         HTML that loads nothing; the same bytes for the same arguments.
 
+    Raises:
+        ValueError: No replay, or a trace of other windows or layers.
+        TypeError: `trace` is no Trace.
+
     Cost:
         Less than a megabyte; windows and ranks beyond what a screen shows are averaged.
     """
     sims = tuple(simulations)
-    if trace is not None and trace.load.shape[:2] != sims[0].balancedness.shape:
-        trace = None  # of a stream, only a part is known
+    if not sims:
+        raise ValueError("`simulations` (=()) must hold one replay or more")
+    if trace is not None:
+        check_kind(trace, "trace", Trace)
+        if trace.format != "stream" and trace.load.shape[:2] != sims[0].balancedness.shape:
+            raise ValueError(
+                f"`trace` (windows and layers {list(trace.load.shape[:2])}) must be what was replayed "
+                f"({list(sims[0].balancedness.shape)})"
+            )
     page = resources.files("eplb_core.simulation").joinpath("report_page.html").read_text("utf-8")
     # Inside a script element only "<" could end it.
     data = json.dumps(_page_data(sims, trace), allow_nan=False).replace("<", "\\u003c")
     decision, reasons = decide(sims)
-    facts = {**_facts(recommended(sims), trace), **(about or {})}
+    facts = {**_facts(sims, trace), **(about or {})}
     parts = {
         "TITLE": escape(plain(title)),
         "DECISION": words_html(decision),
@@ -94,7 +105,8 @@ def write_report(
 # ---- what the replay is about ----------------------------------------------------------------------------------------
 
 
-def _facts(sim: Simulation, trace: Trace | None) -> dict[str, str]:
+def _facts(sims: Sequence[Simulation], trace: Trace | None) -> dict[str, str]:
+    sim = recommended(sims)
     topology, cost, layers = sim.topology, sim.cost, sim.balancedness.shape[1]
     sizes, speed = np.bincount(topology.rank_to_node), topology.rank_speed
     each = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
@@ -106,7 +118,7 @@ def _facts(sim: Simulation, trace: Trace | None) -> dict[str, str]:
     facts = {"model": "not named", "experts": f"{counted(layers, 'layer')} of {sim.layout.num_experts} experts"}
     if trace is not None and trace.top_k:
         facts["experts"] += f", {trace.top_k} for each token"
-    facts["recording"] = "not named"
+    facts["recording"] = facts["recorded"] = "not named"
     facts["windows"] = f"{last - first + 1:,}, numbered {first} to {last}"
     if trace is not None:
         told = (Path(trace.path).name, trace.source, *trace.notes)
@@ -115,6 +127,8 @@ def _facts(sim: Simulation, trace: Trace | None) -> dict[str, str]:
             facts["windows"] += f', "{trace.windows[0]}" to "{trace.windows[-1]}"'
         dated = trace.windows and all(re.match(r"\d{4}-\d\d-\d\d", trace.windows[at]) for at in (0, -1))
         facts["recorded"] = f"{trace.windows[0]} to {trace.windows[-1]}" if dated else "the recording names no date"
+    if any(each.topology != topology or each.digests[0] != sim.digests[0] for each in sims):
+        facts["below"] = f"of {sim.policy}; other policies start from other ranks, slots or layouts"
     return facts | {
         "hardware": "not given" if cost is None else cost.name or "by its cost model",
         "ranks": f"{topology.num_ranks} on {counted(topology.num_nodes, 'node')} ({each} on each), {alike}",
@@ -122,7 +136,7 @@ def _facts(sim: Simulation, trace: Trace | None) -> dict[str, str]:
         f"{spare:,} for further copies of busy experts",
         "layout": f"starts as {_start_words(sim)} ({sim.digests[0][:12]}) and ends as {sim.digests[-1][:12]} "
         f"with {sim.policy}",
-        "dispatch": f"{sim.dispatch}: how the copies of an expert share its tokens",
+        "dispatch": f"{sim.dispatch} (how the copies of an expert share its tokens)",
         "assumed": _assumed(sim),
     }
 
@@ -184,8 +198,8 @@ def _ranks_over_mean(sim: Simulation, load: FloatArray) -> FloatArray:
 
 
 def _experts(trace: Trace | None) -> dict[str, Any] | None:
-    """The busiest experts of each layer, over the mean of all."""
-    if trace is None:
+    """The busiest experts of each layer, over the mean of all; of a stream, they are not known."""
+    if trace is None or trace.format == "stream":
         return None
     total = trace.load.sum(axis=0, dtype=np.float64)
     busiest = np.argsort(-total, axis=1, kind="stable")[:, :_EXPERTS]

@@ -158,8 +158,18 @@ def test_dates_speeds_and_hardware_are_said_where_they_are_known() -> None:
     assert facts["assumed"].startswith(sim.cost.assumed)
     assert "in order" not in facts["layout"]
     assert data_of(report_html([sim], trace=trace))["names"] == list(days)
-    alone = data_of(report_html([sim], trace=Trace(LOAD[:1])))  # a stream of which a part is known
-    assert (alone["experts"], alone["ranks"], alone["names"]) == (None, None, [])
+    stream = report_html([sim], trace=Trace(LOAD[:1], path="day.npy", format="stream"))  # whose first window is known
+    assert [data_of(stream)[name] for name in ("experts", "ranks", "names")] == [None, None, []]
+    assert facts_of(stream)["recording"] == "day.npy"
+    with pytest.raises(ValueError, match="must be what was replayed"):
+        report_html([sim], trace=Trace(LOAD[:1]))
+    with pytest.raises(ValueError, match="one replay or more"):
+        report_html([])
+    with pytest.raises(TypeError, match="trace"):
+        report_html([sim], trace=LOAD)  # type: ignore[arg-type]
+    other = simulate(trace, topology=Topology(2), num_slots=8, policy="none", interval=3, cost=sim.cost)
+    assert "below" in facts_of(report_html([sim, other]))
+    assert "below" not in facts
 
 
 def odd_page() -> str:
