@@ -81,6 +81,7 @@ _HOMES = {
     "placement.problem": "Locality PlacementDispatch",
     "placement.worth.report": "GainReport gain_report",
     "placement.spend": "spend_budget",
+    "exposition": "metrics_text",
     "errors": "CheckpointError EplbError LayoutError MissingExpertError InfeasiblePlacementError FileFormatError "
     "TransportError AgreementError HostAbsent HostBusy HostRefused LayoutAgreementError MigrationError RecordLostError "
     "SocketInUseError SocketOwnerError",

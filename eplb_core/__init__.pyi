@@ -31,6 +31,7 @@ from eplb_core.errors import RecordLostError as RecordLostError
 from eplb_core.errors import SocketInUseError as SocketInUseError
 from eplb_core.errors import SocketOwnerError as SocketOwnerError
 from eplb_core.errors import TransportError as TransportError
+from eplb_core.exposition import metrics_text as metrics_text
 from eplb_core.files.formats import demo_trace as demo_trace
 from eplb_core.files.formats import load_layout as load_layout
 from eplb_core.files.formats import load_trace as load_trace

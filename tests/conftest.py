@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("EPLB_CORE_QUIET", "1")  # what commands say does not depend on what is compiled
@@ -31,3 +32,12 @@ def pytest_report_header() -> list[str]:
     """What is left out."""
     names = ", ".join(str(Path(path).relative_to(_HERE)) for path in collect_ignore)
     return [f"torch is not installed; left out: {names}"] if names else []
+
+
+@pytest.fixture
+def own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators are told of nobody but what the test makes."""
+    from eplb_core import exposition
+
+    for name, value in (("_sources", []), ("_finished", {}), ("_rank", [None]), ("_errors", [0]), ("_logged", set())):
+        monkeypatch.setattr(exposition, name, value)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from eplb_core.adapters import source
 from eplb_core.errors import EplbError
+from eplb_core.exposition import Sample, set_rank, watch
 from eplb_core.loading.agreement import Agreement, GroupAgreement
 
 T = TypeVar("T")
@@ -31,6 +32,11 @@ _gathers: dict[int, tuple[Any, Callable[[Said], list[Said]]]] = {}
 """By the group's identity: the group, kept so that no other gets its identity, and what gathers over its ranks."""
 _logged: set[str] = set()
 _failures: dict[str, str] = {}
+_fallbacks: dict[str, int] = {}
+"""How often the engine's own code has answered for a part."""
+_in_effect: dict[str, bool] = {}
+_told_by = [0]
+"""The process that tells them: a forked child begins anew."""
 _log = [logging.getLogger("eplb_core")]
 
 _ASKED, _OFF, _OPTIONS = "EPLB_CORE", "EPLB_CORE_OFF", "EPLB_CORE_OPTIONS"
@@ -138,12 +144,38 @@ def guarded(ours: Callable[..., T], engine_own: Callable[..., T], part: str) -> 
             answer = ours(*args, **kwargs)
         except Exception as error:
             _failures[part] = words(error)
+            _fallbacks[part] = _fallbacks.get(part, 0) + 1
             log_once(f"{part}: the engine's own code goes on, since ours raised {_failures[part]}")
             return engine_own(*args, **kwargs)
         _failures.pop(part, None)
         return answer
 
     return call
+
+
+def tell_parts(in_effect: Mapping[str, bool], rank: int | None = None) -> None:
+    """Let operators see which parts are in effect in this process, and how often each fell back; may be called again.
+
+    Args:
+        in_effect: By part; parts that were switched off are not among them.
+        rank: This process's EP rank, for numbers that have none.
+    """
+    _in_effect.update(in_effect)
+    for part in in_effect:
+        _fallbacks.setdefault(part, 0)
+    if rank is not None:
+        set_rank(rank)
+    if _told_by[0] != os.getpid():
+        _told_by[0] = os.getpid()
+        watch(tell_parts, counters=_told_fallbacks, gauges=_told_parts)
+
+
+def _told_fallbacks() -> list[Sample]:
+    return [Sample("eplb_fallbacks_total", count, None, (part,)) for part, count in list(_fallbacks.items())]
+
+
+def _told_parts(_: object) -> list[Sample]:
+    return [Sample("eplb_part_active", active, None, (part,)) for part, active in list(_in_effect.items())]
 
 
 def failure_of(part: str) -> str:

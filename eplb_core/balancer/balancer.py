@@ -20,9 +20,10 @@ from eplb_core._arrays import (
     to_numpy,
 )
 from eplb_core.balancer.decide import FIRST, FROZEN, USUAL, is_trivial, price_of, search, turns
-from eplb_core.balancer.memory import Memory
-from eplb_core.balancer.notes import BalancerReport, Notes
+from eplb_core.balancer.memory import KEPT, Memory
+from eplb_core.balancer.notes import BalancerReport, Notes, tell
 from eplb_core.balancer.state import memory_and_notes_of, state_of
+from eplb_core.exposition import Placements
 from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.placement.place import Placement, place
 from eplb_core.placement.worth.costs import CostModel
@@ -118,6 +119,7 @@ class Balancer:
                 )
         self._memory: Memory | None = None
         self._notes: Notes | None = None
+        self._placements = Placements()
         self._found: dict[int, _Found] = {}
 
     def observe(self, load: ArrayLike) -> None:
@@ -203,6 +205,7 @@ class Balancer:
             _senders(answers),
         )
         self._note(self._memory, live, placement)
+        tell(self._placements, self._memory.shares[(self._memory.count - 1) % KEPT].copy(), live, placement)
         return placement
 
     def report(self) -> BalancerReport:

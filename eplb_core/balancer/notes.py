@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 
-from eplb_core._arrays import FloatArray, IntArray, read_only
+from eplb_core._arrays import BoolArray, FloatArray, IntArray, read_only
 from eplb_core.balancer.memory import KEPT, Memory, view_of
+from eplb_core.exposition import Placements
 from eplb_core.layout import ExpertLayout
-from eplb_core.metrics import mean_over_top, rank_load, transfers
+from eplb_core.metrics import mean_of_known, mean_over_top, rank_load, transfers
+from eplb_core.placement.place import Placement
 from eplb_core.placement.worth.pass_time import solved_balancedness
 from eplb_core.topology import Topology
 
@@ -132,3 +135,36 @@ def _mean_balance(row: IntArray, windows: FloatArray, weights: FloatArray, topol
     known = np.isfinite(each)
     total = float(weights[known].sum())
     return float((each[known] * weights[known]).sum()) / total if total > 0.0 else math.nan
+
+
+def tell(placements: Placements, load: FloatArray, live: ExpertLayout | None, placed: Placement) -> None:
+    """Let operators see a placement.
+
+    Args:
+        placements: Where they look.
+        load: What it was made for, `[L, E]` or `[T, L, E]`; kept, and must not change.
+        live: What was live under that load; None = not known.
+        placed: The answer.
+    """
+    layers, experts = load.shape[-2:]
+    seen = partial(seen_balancedness, load, live, placed.dispatch == "weighted")
+    placements.note(f"{layers}x{experts}", seen, mean_of_known(placed.balancedness), mean_of_known(placed.bound))
+
+
+def seen_balancedness(load: FloatArray, live: ExpertLayout | None, weighted: bool) -> float:
+    """Mean balancedness of a load over windows, layers and the ranks that hold experts; NaN without load or layout.
+
+    Example:
+        >>> live = ExpertLayout([[0, 1, 2, 0]], num_experts=3, topology=Topology(num_ranks=2))
+        >>> seen_balancedness(np.array([[6.0, 2.0, 5.0]]), live, weighted=False)
+        0.8125
+    """
+    if live is None:
+        return math.nan
+    windows, topology = load if load.ndim == 3 else load[None], live.topology
+    by_rank = live.physical_to_logical_map.reshape(live.num_layers, topology.num_ranks, -1)
+    active: BoolArray = np.any(by_rank >= 0, axis=(0, 2))
+    if weighted:
+        return mean_of_known(solved_balancedness(live, windows, active, np.zeros(live.num_layers, dtype=np.bool_)))
+    ranks, speed = rank_load(live, windows)[..., active], topology.rank_speed[active]
+    return mean_of_known(mean_over_top(ranks.sum(axis=-1) / speed.sum(), (ranks / speed).max(axis=-1)))

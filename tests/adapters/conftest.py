@@ -14,6 +14,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     for name in ("EPLB_CORE", "EPLB_CORE_OFF", "EPLB_CORE_OPTIONS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hooking, "_logged", set())
-    monkeypatch.setattr(hooking, "_failures", {})
+    for name in ("_failures", "_fallbacks", "_in_effect"):
+        monkeypatch.setattr(hooking, name, {})
+    monkeypatch.setattr(hooking, "_told_by", [0])
     monkeypatch.setattr(hooking, "_log", [logging.getLogger("eplb_core")])
     caplog.set_level(logging.INFO, "eplb_core")

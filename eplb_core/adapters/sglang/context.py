@@ -11,6 +11,8 @@ options: dict[str, Any] = {}
 """Of `EPLB_CORE_OPTIONS`, by name."""
 registered: list[str] = []
 """Functions of SGLang that the plug-in has asked to change."""
+asked: list[str] = []
+"""Parts of the plug-in that were not switched off, whether they fit this SGLang or not."""
 bypassed: ContextVar[bool] = ContextVar("bypassed", default=False)
 """While it is set, placement is SGLang's own: ranks have not agreed on ours."""
 

@@ -15,8 +15,10 @@ from eplb_core._arrays import FloatArray, check_load, to_ids, to_numpy
 from eplb_core.adapters.balancers import Balancers
 from eplb_core.adapters.filled import keep_filled
 from eplb_core.balancer.balancer import DEFAULT_MOVE_COST
+from eplb_core.balancer.notes import tell
 from eplb_core.dispatch.even import even_dispatch_table
 from eplb_core.dispatch.static import static_dispatch_table
+from eplb_core.exposition import Placements
 from eplb_core.layout import ExpertLayout, count_replicas
 from eplb_core.placement.place import place
 from eplb_core.topology import Topology
@@ -36,6 +38,7 @@ def rebalance(
     live: torch.Tensor | None = None,
     balancers: Balancers | None = None,
     move_cost: float = DEFAULT_MOVE_COST,
+    placements: Placements | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Place experts as SGLang's `rebalance_experts` is asked to, from the live map on.
@@ -50,6 +53,7 @@ def rebalance(
         balancers: What "auto" remembers between calls: all passes of a call together are one window. None, and where
             `live` is no layout of these ranks: the passes alone are placed.
         move_cost: Of "auto": what a transfer costs, in windows of its layer's time.
+        placements: Where operators see what `place` was shown and what it promises; a Balancer tells its own.
         options: Passed on to `place`.
 
     Returns:
@@ -71,8 +75,10 @@ def rebalance(
     else:
         if balancers is not None:
             balancers.forget(windows.shape[1:])
-        found = place(windows, topology, num_slots=num_physical_experts, current=current, **options).layout
-        placed = keep_filled(found, current)
+        answer = place(windows, topology, num_slots=num_physical_experts, current=current, **options)
+        if placements is not None:
+            tell(placements, windows, current, answer)
+        placed = keep_filled(answer.layout, current)
     maps = (placed.physical_to_logical_map, placed.logical_to_physical_map, placed.replica_count)
     p2l, l2p, count = (torch.from_numpy(np.array(each)) for each in maps)
     return p2l, l2p, count

@@ -19,6 +19,7 @@ from eplb_core.adapters.sglang.maps import Picks, layout_of, static_table
 from eplb_core.adapters.vllm.maps import fold_window
 from eplb_core.dispatch.even import even_dispatch_table
 from eplb_core.errors import EplbError, MigrationError
+from eplb_core.exposition import Sample, watch
 from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.loading.agreement import Agreement, GroupAgreement
 from eplb_core.loading.moves.migrator import Migrator
@@ -199,6 +200,7 @@ class Moves:
         self._target: ExpertLayout | None = None
         self._trouble = ""
         self._failures = 0
+        watch(self, gauges=_gauges)
 
     @property
     def off(self) -> str:
@@ -297,6 +299,11 @@ class Moves:
         """End for good; every rank. False if a read may still write to staging."""
         self.over = self.over or reason
         return self.migrator.stop(deadline)
+
+
+def _gauges(moves: Moves) -> list[Sample]:
+    """For operators; the engine's own rebalance may go on without."""
+    return [Sample("eplb_moves_off", 1, moves.migrator.rank)] if moves.over else []
 
 
 class RowsRecord:

@@ -19,6 +19,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,12 +28,14 @@ import torch
 
 from eplb_core.adapters import hooking, source
 from eplb_core.adapters.balancers import auto_line
+from eplb_core.adapters.prometheus import publish
 from eplb_core.adapters.sglang import context, record
 from eplb_core.adapters.sglang import maps as sglang_maps
 from eplb_core.adapters.sglang.daemon import spawn
 from eplb_core.adapters.sglang.moves import TRANSPORTS
 from eplb_core.adapters.sglang.rebalance import agree_on_metadata, around_weights, rebalance, register_after_load
 from eplb_core.balancer.balancer import DEFAULT_MOVE_COST
+from eplb_core.exposition import Placements
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.resolver import SlotResolver
 from eplb_core.topology import Topology
@@ -59,6 +62,7 @@ _PLACEMENT = "tokens_per_expert num_physical_experts num_local_physical_experts 
 _loading: ContextVar[Any] = ContextVar("_loading", default=None)
 # On a tensor of lists: the layout that they come from, and the rank for which they were narrowed.
 _NOTED = "_eplb_core_layout"
+_placements = Placements()
 
 
 class _Hook(NamedTuple):
@@ -89,6 +93,7 @@ def register() -> None:
     except ValueError as error:
         hooking.log_once(f"not active: {error}", logging.ERROR)
         return
+    context.asked[:] = parts
     by_module: dict[str, list[_Hook]] = {}
     for hook in (hook for part in (*parts, "report") for hook in _fitting(part)):
         by_module.setdefault(source.module_in(hook.target), []).append(hook)
@@ -235,6 +240,8 @@ def report(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # p
     if missing:
         hooking.log_once(f"not in effect in SGLang: {', '.join(missing)}")
     hooking.log_once(f"in effect in SGLang: {_in_effect()}", logging.INFO)
+    with suppress(Exception):  # numbers for operators are no reason to stop an engine
+        _tell(missing)
     return original(*args, **kwargs)
 
 
@@ -251,6 +258,14 @@ def _is_auto() -> bool:
 def _move_cost() -> float:
     cost: float = context.options.get("move_cost", DEFAULT_MOVE_COST)
     return cost
+
+
+def _tell(missing: Sequence[str]) -> None:
+    """Let operators see which of the parts that were asked for are in effect; `missing`: hooks that are not."""
+    without = {hook.part for hook in _hooks() if hook.target in missing}
+    active = {*active_parts()} - without
+    hooking.tell_parts({part: part in active for part in context.asked})
+    publish()
 
 
 # ---- placement, maps, tables, update ---------------------------------------------------------------------------------
@@ -278,6 +293,7 @@ def place_from_live(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             live=None if live is None else live.physical_to_logical_map_cpu,
             balancers=context.balancers if _is_auto() else None,
             move_cost=_move_cost(),
+            placements=_placements,
             **options,
         )
 

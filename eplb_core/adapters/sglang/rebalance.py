@@ -34,6 +34,8 @@ def register_after_load(original: Callable[..., Any], runner: Any, *args: Any, *
     manager = vars(runner).get("eplb_manager")
     if manager is not None:
         hooking.guarded(_register, hooking.do_nothing, "moves")(runner, manager)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else None
+        hooking.tell_parts({"moves": bool(_moves)}, rank)
     return answer
 
 

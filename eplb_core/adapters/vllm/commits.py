@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -19,10 +19,12 @@ from eplb_core._arrays import IntArray
 from eplb_core._version import __version__
 from eplb_core.adapters import hooking
 from eplb_core.adapters.balancers import auto_line
+from eplb_core.adapters.prometheus import publish
 from eplb_core.adapters.vllm import maps as vllm_maps
 from eplb_core.adapters.vllm.context import Active, cpu_group_of, digest, version
 from eplb_core.adapters.warm import warm_up_once
 from eplb_core.errors import EplbError
+from eplb_core.exposition import Sample, set_rank, watch
 from eplb_core.topology import Topology
 
 
@@ -40,8 +42,8 @@ class _Sender(NamedTuple):
 
 # The commit that is going on in this thread: what the inverse map is asked for then goes into the router's tables.
 _committing: ContextVar[tuple[_Sender, int, Callable[[], Any]] | None] = ContextVar("_committing", default=None)
-# On a model's state: who writes its tables, and what its map holds.
-_SENDER, _KEPT = "_eplb_core_sender", "_eplb_core_rows"
+# On a model's state: who writes its tables, what its map holds, and what its commits have come to.
+_SENDER, _KEPT, _COUNTS = "_eplb_core_sender", "_eplb_core_rows", "_eplb_core_counts"
 
 
 def maps_hook(engine_own: Callable[..., Any], *, ours: bool) -> Callable[..., Any]:
@@ -124,6 +126,10 @@ def commit_hook(engine_own: Callable[..., Any], fold: bool) -> Callable[..., Any
         with _commit_of(model_state, layer):
             given = () if layer is None else (layer,)
             answer = engine_own(model_state, new_physical_to_logical_map, *given)
+        counts: _Counts | None = vars(model_state).get(_COUNTS)
+        if counts is not None and rows is not None:
+            with suppress(Exception):  # as in `add_model`
+                counts.note(rows.rows, new_physical_to_logical_map, layer)
         if before is not None:
             hooking.guarded(_fold, hooking.do_nothing, "fold")(model_state, before, layer or 0)
         _Rows.note(model_state, rows, new_physical_to_logical_map, layer)
@@ -136,6 +142,31 @@ def _is_weighted(model_state: Any) -> bool:
     """Whether its tables change with the load, also where experts stay."""
     sender = vars(model_state).get(_SENDER)
     return sender is not None and sender.mode == "weighted"
+
+
+class _Counts:
+    """What commits brought this rank, for operators."""
+
+    def __init__(self, rank: int, slots: int) -> None:
+        self.rank, self._own = rank, slice(rank * slots, (rank + 1) * slots)
+        self.layers = self.received = 0
+
+    def note(self, before: IntArray, new: torch.Tensor, layer: int | None) -> None:
+        """Count a commit of all rows, or of one; nothing where ranks come or go, or only the GPU knows."""
+        rows, old = new.numpy() if new.device.type == "cpu" else None, before if layer is None else before[layer]
+        if rows is None or rows.shape != old.shape:
+            return
+        for after, was in zip(np.atleast_2d(rows), np.atleast_2d(old), strict=True):
+            if not np.array_equal(after, was):
+                self.layers += 1
+                self.received += len({*after[self._own].tolist()} - {*was[self._own].tolist(), -1})
+
+    def counters(self) -> list[Sample]:
+        """For `exposition.watch`."""
+        return [
+            Sample("eplb_layers_installed_total", self.layers, self.rank),
+            Sample("eplb_experts_received_total", self.received, self.rank),
+        ]
 
 
 class _Rows(NamedTuple):
@@ -206,6 +237,8 @@ def add_model_hook(state_module: Any, active: Active) -> Callable[..., Any]:
         warm_up_once()  # now, while the model loads: the first rebalance is a part of the profile run
         answer = engine_own(self, model, model_config, *args, **kwargs)
         hooking.guarded(_take_over, hooking.do_nothing, "dispatch")(state_module, active, self, model_config)
+        with suppress(Exception):  # numbers for operators are no reason to stop an engine, nor for a line in its log
+            _tell(state_module, active, self, model_config)
         return answer
 
     return add_model
@@ -236,6 +269,19 @@ def _take_over(state_module: Any, active: Active, state: Any, model_config: Any)
     if "dispatch" in active.parts or "fold" in active.parts:
         _Rows.note(model_state, None, model_state.physical_to_logical_map.cpu(), None)
     hooking.log_once(f"in effect in vLLM {version()}: {', '.join(lines) or 'nothing'}", logging.INFO)
+
+
+def _tell(state_module: Any, active: Active, state: Any, model_config: Any) -> None:
+    """Let operators see which parts are in effect, and what the commits of this model come to."""
+    model_state = state.model_states[model_config.compute_hash()]
+    missing = {"policy": state.policy is not active.policy, "dispatch": _SENDER not in vars(model_state)}
+    hooking.tell_parts({part: part in active.parts and not missing.get(part) for part in active.asked})
+    publish()
+    rank = state_module.get_ep_group().device_group.rank()
+    set_rank(rank)
+    counts = _Counts(rank, model_state.model.num_local_physical_experts)
+    vars(model_state)[_COUNTS] = counts
+    watch(counts, counters=counts.counters)  # lives on: what was counted stays
 
 
 def _write_first_tables(state_module: Any, model_state: Any, sender: _Sender) -> None:

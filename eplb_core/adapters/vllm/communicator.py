@@ -16,6 +16,7 @@ import torch
 from eplb_core._arrays import ArrayLike, to_ids
 from eplb_core.adapters.hooking import gather_objects, on_all_or_none
 from eplb_core.errors import TransportError
+from eplb_core.exposition import Sample, watch
 from eplb_core.loading.transport import ReadBatch, ReadState, Region, Transport
 
 TRANSPORTS = {"shared_memory": "SharedMemory", "cuda_ipc": "CudaIpc", "nixl": "Nixl"}
@@ -77,6 +78,8 @@ class TransportCommunicator:
         for peer, (blob, _, _, _) in enumerate(said):
             if peer != rank:
                 transport.connect(peer, blob)
+        self._counts = _Counts(rank)
+        watch(self, counters=self._counts.counters)
         self._layer = -1
         self._row_of: list[dict[int, int]] = []
         self._asked: dict[int, list[tuple[int, int, int, int, int]]] = {}
@@ -139,6 +142,7 @@ class TransportCommunicator:
 
     def _read(self) -> None:
         asked, self._asked = self._asked, {}
+        began = time.monotonic()
         if self._given_up:
             peer = self._given_up[0][0]
             raise TransportError(f"an abandoned read from rank {peer} may still write to this rank's buffer", rank=peer)
@@ -152,11 +156,14 @@ class TransportCommunicator:
             end = time.monotonic() + self._deadline
             for peer, ticket in tickets:
                 self._wait(peer, ticket, end)
+            self._counts.read_bytes += sum(nbytes for reads in asked.values() for *_, nbytes in reads)
         except BaseException:
             self._given_up = tickets
             for _, ticket in tickets:
                 self._transport.abandon(ticket)
             raise
+        finally:
+            self._counts.read_s += time.monotonic() - began if asked else 0.0
 
     def _wait(self, peer: int, ticket: Any, end: float) -> None:
         while True:
@@ -170,6 +177,20 @@ class TransportCommunicator:
             if time.monotonic() > end:
                 raise TransportError(f"a read from rank {peer} took more than {self._deadline:g} s", rank=peer)
             time.sleep(0.0002)
+
+
+class _Counts:
+    """What this rank read, for operators."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.read_bytes, self.read_s = rank, 0, 0.0
+
+    def counters(self) -> list[Sample]:
+        """For `exposition.watch`."""
+        return [
+            Sample("eplb_read_bytes_total", self.read_bytes, self.rank),
+            Sample("eplb_read_seconds_total", self.read_s, self.rank),
+        ]
 
 
 class _PeerError(TransportError):

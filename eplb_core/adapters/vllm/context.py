@@ -18,6 +18,8 @@ class Active(NamedTuple):
     policy: type | None
     options: PolicyOptions
     dispatch: str
+    asked: tuple[str, ...] = ()
+    """Parts that were not switched off, whether they fit this vLLM or not."""
 
 
 def version() -> str:

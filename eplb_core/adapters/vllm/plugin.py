@@ -29,6 +29,7 @@ from eplb_core.adapters.vllm import policy as vllm_policy
 from eplb_core.adapters.vllm.commits import add_model_hook, commit_hook, maps_hook, update_hook
 from eplb_core.adapters.vllm.context import Active, cpu_group_of, digest, version
 from eplb_core.adapters.vllm.policy import PolicyOptions
+from eplb_core.exposition import Placements
 
 PARTS = ("policy", "maps", "dispatch", "fold")
 DISPATCH_MODES = ("rotated", "weighted", "even")
@@ -110,7 +111,7 @@ def activate(state_module: Any) -> Active:
             setattr(state_module, name, commit_hook(getattr(state_module, name), fold))
     if transport is not None and _fits("communicator", state_module):
         _replace_communicator(state_module, transport)
-    active = Active(parts, policy, options, mode)
+    active = Active(parts, policy, options, mode, wanted)
     if dispatch:
         state = state_module.EplbState
         if not hooking.mismatch(_find(state_module, _UPDATE[0]), *_UPDATE):  # before 0.30 there is none
@@ -163,12 +164,12 @@ def policy_class(default: Any, options: PolicyOptions, group_of: Callable[[int],
         options: How ours places.
         group_of: Gives the CPU group of so many ranks that this thread alone uses; None: ranks are not compared.
     """
-    balancers = Balancers()
+    balancers, placements = Balancers(), Placements()
 
     def place(*args: Any, **kwargs: Any) -> torch.Tensor:
         named = dict(zip(_REBALANCE[1], args, strict=False)) | kwargs
         old = named.pop("old_global_expert_indices", None)
-        return vllm_policy.rebalance(**named, old=old, options=options, balancers=balancers)
+        return vllm_policy.rebalance(**named, old=old, options=options, balancers=balancers, placements=placements)
 
     rebalance = hooking.guarded(place, default.rebalance_experts, "policy")
     preserve = hooking.guarded(vllm_policy.preserve_intragpu_slots, default.preserve_intragpu_slots, "policy")

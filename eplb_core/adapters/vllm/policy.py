@@ -18,7 +18,9 @@ from eplb_core._arrays import ArrayLike, IntArray, to_ids, to_numpy
 from eplb_core.adapters.balancers import Balancers
 from eplb_core.adapters.filled import keep_filled
 from eplb_core.balancer.balancer import DEFAULT_MOVE_COST
+from eplb_core.balancer.notes import tell
 from eplb_core.errors import LayoutError
+from eplb_core.exposition import Placements
 from eplb_core.layout import ExpertLayout, count_replicas
 from eplb_core.placement.deepseek import rebalance_experts
 from eplb_core.placement.place import place
@@ -55,6 +57,7 @@ def rebalance(
     *,
     options: PolicyOptions = PolicyOptions(),
     balancers: Balancers | None = None,
+    placements: Placements | None = None,
 ) -> torch.Tensor:
     """Place experts as vLLM's `rebalance_experts` is asked to.
 
@@ -67,6 +70,7 @@ def rebalance(
         old: The live map `[L, P_old]`: -1 = an empty slot. Wider than `num_replicas`: the last ranks leave.
         options: How to place.
         balancers: What "auto" remembers between calls; without them, and while ranks come or go, it answers as "place".
+        placements: Where operators see what `place` was shown and what it promises; a Balancer tells its own.
 
     Returns:
         int64 `[L, num_replicas]` on the CPU, every slot filled. A layer without load keeps its row.
@@ -109,6 +113,8 @@ def rebalance(
         locality="group" if grouped else "none",
         num_groups=num_groups if grouped else None,
     )
+    if placements is not None:
+        tell(placements, np.array(load, dtype=np.float64), current, placed)
     layout = placed.layout if active is not None else keep_filled(placed.layout, current)
     rows = layout.physical_to_logical_map[:, :num_replicas]
     return torch.from_numpy(fill_empty(rows, load, num_ranks))

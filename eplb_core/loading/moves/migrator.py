@@ -14,6 +14,7 @@ import torch
 
 from eplb_core._arrays import ArrayLike, check_flag, check_int, check_real
 from eplb_core.errors import AgreementError, EplbError, MigrationError
+from eplb_core.exposition import Sample, watch
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install.installer import Installer
@@ -108,7 +109,7 @@ class Migrator:
         puller = Puller(stores, layout, rank, transport, agreement, space)
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._stager = Stager(puller, self._installer, self._recorder, tables, backup, prints, self._deadline, stream)
-        self._work = RunWorker(self._stager)
+        self._work, self._counts = RunWorker(self._stager), self._stager.counts
         recorded = [flag == b"1" for flag in agreement.gather(b"1" if record is not None else b"0")]
         self._changed = Condition()
         self._run: Run | None = None
@@ -118,11 +119,11 @@ class Migrator:
         self._paused = self._stopped = False
         self._lost = self._off = ""
         self._last = Ending()
-        self._install_s = self._worst_install_s = 0.0
         self._planner = Worker(f"eplb-plan-{rank}", self._device)
         self._mover = Worker(f"eplb-move-{rank}", self._device)
         if any(recorded) and not all(recorded):
             self._turn_off(f"{sum(recorded)} of {len(recorded)} ranks keep a record of the layout: all or none must")
+        watch(self, counters=self._counts.counters, gauges=_gauges)
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class Migrator:
     @property
     def status(self) -> MigratorStatus:
         """What the Migrator does and has done."""
-        run, last, stager = self._run, self._last, self._stager
+        run, last, counts = self._run, self._last, self._counts
         phase: Phase
         installed, steps = (run.installed, run.known_steps) if run else (last.installed, last.steps)
         if self._stopped or self._lost or self._paused:
@@ -165,11 +166,11 @@ class Migrator:
             reason=self._lost or last.reason,
             rank=last.rank,
             off=self._off,
-            read_bytes=stager.read_bytes,
-            read_s=stager.read_s,
-            install_s=self._install_s,
-            worst_install_s=self._worst_install_s,
-            quarantined=stager.puller.quarantined,
+            read_bytes=counts.read_bytes,
+            read_s=counts.read_s,
+            install_s=counts.install_s,
+            worst_install_s=counts.worst_install_s,
+            quarantined=self._stager.puller.quarantined,
         )
 
     # ---- moving ----------------------------------------------------------------------------------------------------
@@ -336,9 +337,7 @@ class Migrator:
             with self._changed:
                 run.installed += 1
                 self._changed.notify_all()
-        took = time.perf_counter() - start
-        self._install_s += took
-        self._worst_install_s = max(self._worst_install_s, took)
+        self._counts.installed(time.perf_counter() - start, step.last)
         if self._on_install is not None:
             self._on_install(step.layer, step.after)
         return step.layer
@@ -365,6 +364,7 @@ class Migrator:
             run.end()
             self._word[0] = words.word(self._number, words.DONE, self.rank)
         self._last = Ending(cause, reason, rank, run.installed, run.known_steps)
+        self._counts.ended[cause] += 1
         self._run = None
         if cause:
             _log.warning(
@@ -544,3 +544,16 @@ class Migrator:
         if raised is not None:  # of `on_install` or of the tables, as `poll` raises it
             raise raised
         return self._layout
+
+
+def _gauges(migrator: Migrator) -> list[Sample]:
+    """For operators; nothing of one that was stopped, which another may have followed."""
+    status = migrator.status
+    told = [
+        Sample("eplb_install_longest_seconds", status.worst_install_s, migrator.rank),
+        Sample("eplb_quarantined_slots", status.quarantined, migrator.rank),
+    ]
+    if status.phase != "stopped":
+        told.append(Sample("eplb_migration_running", status.phase in ("planning", "moving"), migrator.rank))
+        told.append(Sample("eplb_moves_off", bool(status.off) or status.phase == "lost", migrator.rank))
+    return told

@@ -10,6 +10,7 @@ import torch
 
 from eplb_core._arrays import ArrayLike, check_kind, check_real
 from eplb_core.errors import AgreementError, MigrationError
+from eplb_core.exposition import watch
 from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.loading.agreement import Agreement
 from eplb_core.loading.install.installer import Installer
@@ -98,6 +99,7 @@ def move_experts(
     puller = Puller(stores, old, rank, transport, agreement, space, facts)
     puller.check_target(new)
     stager = Stager(puller, installer, Recorder(record), tables, backup, prints, seconds)
+    watch(stager, counters=stager.counts.counters)
     steps = plan_steps(
         old, new, rank=rank, capacity=puller.capacity, layers=layers, avoid_ranks=puller.avoid_ranks, senders=told
     )
@@ -124,6 +126,7 @@ def _carry_out(steps: Iterator[Step], live: ExpertLayout, stager: Stager, agreem
             raise
         installer.run(step.layer, staged.copies)
         puller.release(staged.pull)
+        stager.counts.layers += step.last
         live = step.after
         trouble = _change_tables(stager.tables, step)
         if device.type == "cuda":

@@ -13,6 +13,7 @@ import torch
 from eplb_core._arrays import ArrayLike, IntArray, read_only
 from eplb_core.layout import ExpertLayout
 from eplb_core.loading.install.installer import Copies, Installer
+from eplb_core.loading.moves.counts import MoveCounts
 from eplb_core.loading.moves.progress import Trouble
 from eplb_core.loading.moves.pull import Pull, Puller
 from eplb_core.loading.moves.recorder import Recorder
@@ -67,7 +68,7 @@ class Stager:
     ) -> None:
         self.puller, self.installer, self.recorder, self.tables = puller, installer, recorder, tables
         self.backup, self.reference, self._deadline, self._stream = backup, reference, deadline, stream
-        self.read_bytes, self.read_s = 0, 0.0
+        self.counts = MoveCounts(puller.rank)
 
     def check(self, step: Step) -> None:
         """Raise Trouble if the tables or a missing backup make it impossible to stage or install the step.
@@ -104,7 +105,8 @@ class Stager:
             breathe()
             if not self.puller.wait(pull, step.layer, self._deadline, is_over):
                 return None
-            self.read_bytes += pull.bytes
+            self.counts.read_bytes += pull.bytes
+            self.counts.received += len(pull.rows)
             breathe()
             with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 try:
@@ -121,7 +123,7 @@ class Stager:
             self.puller.give_up(pull)
             raise
         finally:
-            self.read_s += pull.took or time.monotonic() - pull.begun
+            self.counts.read_s += pull.took or time.monotonic() - pull.begun
         return Staged(pull, copies)
 
     def _restore(self, backup: Backup, step: Step, pull: Pull) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from eplb_core._arrays import ArrayLike, check_flag, check_int, check_kind, check_real, to_ids, to_list
 from eplb_core._text import plain, quoted
 from eplb_core.errors import EplbError, RecordLostError, SocketOwnerError
+from eplb_core.exposition import Sample, watch
 from eplb_core.loading.record import wire
 from eplb_core.loading.record.keeper import NO_RECORD, UNKNOWN_REQUEST
 from eplb_core.loading.record.socket_path import check_owner, check_path, check_peer, close, has_ended
@@ -96,6 +97,8 @@ class LayoutClient(contextlib.AbstractContextManager["LayoutClient"]):
         """A connection that fails or answers no more: open until `close`, since its end would say that this engine has
         gone."""
         self._connect(wait)
+        if attach:
+            watch(self, gauges=_gauges)
         if self._socket is not None:
             with contextlib.suppress(RecordLostError):  # `error` holds it
                 reply = self._ask_state({"do": "query"} if self._looks else {"do": "attach", "engine": self.engine_id})
@@ -384,3 +387,14 @@ def _ints(layers: Iterable[int]) -> list[int]:
     if any(layer >= 2**63 for layer in ids):
         raise ValueError("`layers` must be below 2**63")
     return ids
+
+
+def _gauges(client: LayoutClient) -> list[Sample]:
+    """For operators; nothing where there is no record."""
+    told = []
+    if client.present and not client._leaves:
+        told.append(Sample("eplb_record_lost", client.error is not None, client.rank))
+    if client.found is not None:
+        told.append(Sample("eplb_record_version", client.adopted, client.rank))
+        told.append(Sample("eplb_record_dirty", bool(client.found.dirty), client.rank))
+    return told

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from eplb_core._arrays import check_kind
 from eplb_core.errors import SocketOwnerError
+from eplb_core.exposition import Sample, watch
 from eplb_core.files.reading import remove_unfinished
 from eplb_core.loading.record import wire
 from eplb_core.loading.record.file import save_record
@@ -97,6 +98,7 @@ class LayoutServer(contextlib.AbstractContextManager["LayoutServer"]):
             self._thread = threading.Thread(target=self._loop.run, name=f"eplb record {self.path}", daemon=True)
             self._thread.start()
             undo.pop_all()
+        watch(self, gauges=_gauges)
 
     @property
     def path(self) -> str:
@@ -124,6 +126,14 @@ class LayoutServer(contextlib.AbstractContextManager["LayoutServer"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _gauges(server: LayoutServer) -> list[Sample]:
+    """For operators; nothing of one that was closed."""
+    state = server.state
+    if state is None or not server._thread.is_alive():
+        return []
+    return [Sample("eplb_record_version", state.version), Sample("eplb_record_dirty", bool(state.dirty))]
 
 
 def _most_connections() -> int:
