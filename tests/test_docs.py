@@ -25,6 +25,10 @@ from eplb_core.cli.main import main
 ROOT = Path(__file__).parent.parent
 CLI = ROOT / "docs" / "cli.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIG = {
+    **{"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128},
+    **{"num_experts_per_tok": 8, "num_hidden_layers": 16, "torch_dtype": "bfloat16"},
+}
 BLOCK = re.compile(r"```\n\$ eplb (.*)\n((?:.*\n)*?)```\n")
 
 
@@ -42,6 +46,7 @@ def with_outputs(text: str) -> str:
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(ROOT / "eplb_core" / "data" / "moe128_demo.npz", Path(folder, "trace.npz"))
+        Path(folder, "config.json").write_text(json.dumps(CONFIG))
         os.chdir(folder)  # the outputs name the files as the user does
         try:
             return BLOCK.sub(lambda found: f"```\n$ eplb {found[1]}\n{output_of(found[1])}```\n", text)

@@ -60,7 +60,8 @@ def advise(
         model: Path of a Hugging Face config.json, or what it holds (`read_model`).
         ranks: Numbers of EP ranks to try. Default: 8, or the next power of two whose experts fit, and up to three
             doublings; from fewer where there are fewer than 32 experts.
-        redundant_per_rank: Slots of a rank to try, beyond the fewest with which all ranks hold all experts.
+        redundant_per_rank: Slots of a rank to try, beyond the fewest with which all ranks hold all experts. Without
+            any, the trivial layout is always a candidate, with which the others are compared.
         policies: As for `simulate`. Default: `"none"`, `"auto"`, and `"deepseek"` where torch is installed.
         interval: Windows that the first layout is made from, and between the rebalances of all policies but `"auto"`,
             which decides after every window. Default: 16, or a quarter of the windows where that is less.
@@ -117,7 +118,8 @@ def advise(
     settings = [
         (number, spare, name) for number, spare in frames for name in names if spare in spares or name == "none"
     ]
-    source = Trace(load, holds="load")
+    source = trace if isinstance(trace, Trace) else Trace(load, holds="load")
+    number_of_first = 0
     candidates = []
     for done, (number, spare, name) in enumerate(settings, start=1):
         slots = slots_of(experts.num_experts, number, spare)
@@ -131,7 +133,8 @@ def advise(
             cost=cost,
             window_passes=passes,
         )
-        candidates.append(_candidate(sim, (first, half), memory, spare in spares))
+        number_of_first = sim.first_window
+        candidates.append(_candidate(sim, (first, half), memory))
         if progress is not None:
             progress(done, len(settings))
     advice = Advice(
@@ -140,6 +143,7 @@ def advise(
         cost=cost,
         window_passes=passes,
         windows=(first, half, len(load)),
+        first_window=number_of_first,
         num_layers=load.shape[1],
         pairs_a_window=tokens_a_window(load[half:]),
         memory_share=memory_share,
@@ -239,7 +243,7 @@ def _rank_counts(ranks: Sequence[int] | None, memory: _Memory) -> list[int]:
     return counts
 
 
-def _candidate(sim: Simulation, spans: tuple[int, int], memory: _Memory, asked: bool) -> Candidate:
+def _candidate(sim: Simulation, spans: tuple[int, int], memory: _Memory) -> Candidate:
     first, half = spans
     slots, number = sim.num_slots, sim.topology.num_ranks
     per_rank, least = slots // number, -(-memory.model.num_experts // number)
@@ -255,7 +259,6 @@ def _candidate(sim: Simulation, spans: tuple[int, int], memory: _Memory, asked: 
         buffer_bytes=memory.buffers(slots),
         buffer_growth_bytes=memory.buffers(slots) - memory.buffers(least * number),
         fits=memory.fits(number, slots),
-        asked=asked,
         chosen_on=_judged(sim, first, half),
         judged=_judged(sim, half, len(sim.step_s)),
     )
@@ -290,11 +293,14 @@ def _compared(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     def aims(each: Candidate) -> tuple[float, ...]:
         return each.judged.pass_s, each.gpu_s, each.memory_bytes
 
-    fitting = [aims(each) for each in candidates if each.fits]
+    fitting = [(at, aims(each)) for at, each in enumerate(candidates) if each.fits]
     found = []
-    for each in candidates:
+    for at, each in enumerate(candidates):
         own = aims(each)
-        beaten = any(other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in fitting)
+        beaten = any(  # of equals, the first stays
+            all(a <= b for a, b in zip(other, own, strict=True)) and (other != own or before < at)
+            for before, other in fitting
+        )
         least = each.num_slots - each.redundant_per_rank * each.num_ranks
         found.append(
             replace(
@@ -314,7 +320,7 @@ def _choose(candidates: Sequence[Candidate], limit: float) -> int:
     """
     frames: dict[tuple[int, int], list[int]] = {}
     for at, each in enumerate(candidates):
-        if each.fits and each.asked:
+        if each.fits:
             frames.setdefault((each.num_ranks, each.num_slots), []).append(at)
 
     def seconds(at: int) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from eplb_core._html import table_html, words_html
-from eplb_core._text import filled, number
+from eplb_core._text import number
 from eplb_core.placement.worth.decision import pays, windows_words
 from eplb_core.simulation.advice.model import ModelExperts
 from eplb_core.simulation.hardware import StepCost
@@ -63,16 +64,14 @@ class Candidate:
     """What the redundant slots of all ranks add to them."""
     fits: bool
     """Whether experts and buffers fit in the share of memory that is theirs."""
-    asked: bool
-    """False for what is only there to compare with."""
     chosen_on: Judged
     """On the windows by which candidates were chosen: no figure to quote."""
     judged: Judged
     """On the windows after those, which no layout and no choice has seen before."""
     saved: float = 0.0
-    """Share of a judged pass that is saved beside the same ranks without redundant slots, whose first layout stays."""
+    """Share of a judged pass that is saved beside the same ranks without redundant slots, in the trivial layout."""
     saved_by_moves: float = 0.0
-    """The same beside the same slots, whose first layout stays: what `simulate` compares with."""
+    """The same beside the same slots in the trivial layout: what `simulate` compares with."""
     on_front: bool = False
     """Whether no other that fits is as good in judged pass, GPU-seconds and bytes of a rank, and better in one."""
 
@@ -101,6 +100,8 @@ class Advice:
     """Passes of a window."""
     windows: tuple[int, int, int]
     """The first window to choose on, the first that judges, and how many there are."""
+    first_window: int
+    """What the recording numbers the first of them."""
     num_layers: int
     """Layers of the trace."""
     pairs_a_window: float
@@ -119,8 +120,20 @@ class Advice:
     """The answer in words."""
 
     @property
+    def chosen_on(self) -> str:
+        """The windows to choose on, in words, numbered as the recording does."""
+        first, half, _ = (self.first_window + each for each in self.windows)
+        return windows_words(first, half)
+
+    @property
+    def judged_on(self) -> str:
+        """The windows that judge, in words."""
+        _, half, end = (self.first_window + each for each in self.windows)
+        return windows_words(half, end)
+
+    @property
     def now(self) -> Candidate:
-        """What the chosen one is compared with: its ranks without redundant slots, whose first layout stays."""
+        """What the chosen one is compared with: its ranks without redundant slots, in the trivial layout."""
         ranks = self.candidates[self.chosen].num_ranks
         return next(
             each
@@ -145,7 +158,7 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
-        first, half, end = self.windows
+        first, half, end = (self.first_window + each for each in self.windows)
         return {
             "trace": self.trace,
             "num_layers": self.num_layers,
@@ -165,7 +178,6 @@ class Advice:
         }
 
     def __str__(self) -> str:
-        _, half, end = self.windows
         head, *rows = self._rows()
         widths = (2, 6, 13, 9, 10, 8, 6, 7, 9, 10)
         text = ["".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
@@ -176,11 +188,11 @@ class Advice:
                 "",
                 *(line.rstrip() for line in text),
                 *("", "> recommended; + on the Pareto front of pass, GPU-seconds and memory a rank."),
-                filled(
-                    f"Figures are of {windows_words(half, end)}, pauses counted; saved = beside the same ranks without "
-                    "redundant slots, the first layout kept; MB moved = a window."
+                _filled(
+                    f"Figures are of {self.judged_on}, pauses counted; saved = beside the same ranks without "
+                    "redundant slots, in the trivial layout; MB moved = a window."
                 ),
-                *("\n" + filled(part) for part in self.conclusion.split("\n")),
+                *("\n" + _filled(part) for part in self.conclusion.split("\n")),
             ]
         )
 
@@ -213,11 +225,16 @@ class Advice:
                         f"{each.gpu_s * 1e3:.4g}",
                         number(each.judged.balancedness),
                         f"{each.saved:.1%}",
-                        f"{each.judged.wire_bytes / windows / 1e6:,.1f}",
+                        f"{each.judged.wire_bytes / windows / 1e6:,.0f}",
                         f"{each.memory_bytes / 1e9:.3g}",
                     )
                 )
         return rows
+
+
+def _filled(text: str) -> str:
+    """A paragraph of lines of 80 characters, options whole."""
+    return textwrap.fill(text, 80, break_on_hyphens=False)
 
 
 def _facts(each: Candidate) -> dict[str, Any]:
