@@ -134,19 +134,20 @@ def _facts(sims: Sequence[Simulation], trace: Trace | None) -> dict[str, str]:
         "ranks": f"{topology.num_ranks} on {counted(topology.num_nodes, 'node')} ({each} on each), {alike}",
         "slots": f"{sim.num_slots:,} on each layer, {'' if full else 'up to '}{most} on a rank; "
         f"{spare:,} for further copies of busy experts",
-        "layout": f"starts as {_start_words(sim)} ({sim.digests[0][:12]}) and ends as {sim.digests[-1][:12]} "
-        f"with {sim.policy}",
+        "layout": _layout_words(sim),
         "dispatch": f"{sim.dispatch} (how the copies of an expert share its tokens)",
         "assumed": _assumed(sim),
     }
 
 
-def _start_words(sim: Simulation) -> str:
-    """Whether the replay starts as engines do."""
+def _layout_words(sim: Simulation) -> str:
     slots = sim.first_layout.physical_to_logical_map
     filled = slots[:1].ravel() >= 0
     trivial = (slots[:, filled] == np.arange(filled.sum()) % sim.layout.num_experts).all()
-    return "experts in order, as engines start" if trivial else "the layout that was given"
+    kind = "experts in order, as engines start" if trivial else "the layout that was given"
+    first, last = sim.digests[0], sim.digests[-1]
+    end = "" if first == last else f", and ends as {last[:12]} with {sim.policy}"
+    return f"{'starts' if end else 'stays'} as {kind} ({first[:12]}){end}"
 
 
 def _assumed(sim: Simulation) -> str:
