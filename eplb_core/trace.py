@@ -142,7 +142,8 @@ class Trace(Table):
         return {"window": window, "layer": layer, "expert": expert, "tokens": self.load.ravel()}
 
     def _repr_html_(self) -> str:
-        read = [f"read from {self.path}" if self.path else self.source, *self.notes]
+        # The file's name alone: a notebook that is passed on does not tell folders.
+        read = [self.source, f"file {Path(self.path).name}" if self.path else "", *self.notes]
         read += [f"fault: {fault.text}" for fault in self.faults]
         top_k = f", top {self.top_k}" if self.top_k else ""
         size = f"{self.num_windows:,} windows, {self.num_layers} layers, {self.num_experts} experts{top_k}"

@@ -14,7 +14,7 @@ import numpy as np
 
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_id, check_load, to_reals
 from eplb_core.layout import ExpertLayout
-from eplb_core.metrics import balancedness, mean_of_known, rank_load
+from eplb_core.metrics import mean_of_known, mean_over_top, rank_load
 from eplb_core.placement.affinity.pairs import pair_counts
 from eplb_core.simulation.load.sources import TokenTrace
 from eplb_core.simulation.result import Simulation, averaged, time_over_mean
@@ -167,11 +167,15 @@ def plot_rank_load(sim: Simulation, *, layer: int | None = None) -> Any:
 def plot_before_after(
     before: ExpertLayout, after: ExpertLayout, expert_load: ArrayLike, *, layer: int | None = None
 ) -> Any:
-    """What does a new layout change? The ranks of one layer (default: the least even one), and all layers."""
+    """What does a new layout change? One layer's ranks (default: of the least even one), and the balance of all layers.
+
+    The bars are of all windows together; balancedness is the mean over windows, as in `Placement`, and so is lower.
+    """
     load = check_load(expert_load, "expert_load", (2, 3))
-    load = load if load.ndim == 2 else load.sum(axis=0)
-    ranks = [rank_load(layout, load) / layout.topology.rank_speed for layout in (before, after)]
-    even = [balancedness(each) for each in ranks]
+    load = load if load.ndim == 3 else load[None]
+    by_window = [rank_load(layout, load) for layout in (before, after)]
+    ranks = [each.sum(axis=0) / before.topology.rank_speed for each in by_window]
+    even = [_balance(each, before.topology.rank_speed) for each in by_window]
     if layer is None:
         layer = int(np.nanargmin(even[0])) if not np.isnan(even[0]).all() else 0
     picture = figure(8.0, 3.4)
@@ -182,13 +186,13 @@ def plot_before_after(
     left.bar(at + 0.2, ranks[1][layer] / mean, 0.4, color="0.25", edgecolor="black", linewidth=0.5, label="after")
     left.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
     left.set(xlabel="rank", ylabel="load / mean")
-    left.set_title(f"layer {layer}: {even[0][layer]:.3f} to {even[1][layer]:.3f}", loc="left", fontsize=10)
+    left.set_title(f"layer {layer}: {even[0][layer]:.3f} to {even[1][layer]:.3f} balanced", loc="left", fontsize=10)
     left.legend(frameon=False, fontsize=8)
     order = np.argsort(even[0])
     right.plot(even[0][order], "o", color="0.45", fillstyle="none", markersize=4, label="before")
     right.plot(even[1][order], "s", color="black", markersize=3, label="after")
     right.set(xlabel="layers, least even first", ylabel="balancedness")
-    right.set_title("all layers", loc="left", fontsize=10)
+    right.set_title("all layers, mean over windows", loc="left", fontsize=10)
     right.set_ylim(top=1.01)
     _say_start(right)
     right.legend(frameon=False, fontsize=8)
@@ -322,6 +326,12 @@ def _experts_over_windows(picture: Any, axes: Any, load: FloatArray | IntArray, 
     axes.set_title(f"{named}: load of its experts", loc="left", fontsize=10)
     beyond = "max" if np.nanmax(share) > top else "neither"
     picture.colorbar(image, ax=axes, label="load / mean of the window", extend=beyond)
+
+
+def _balance(rank_loads: FloatArray, speed: FloatArray) -> FloatArray:
+    """Balancedness of each layer, mean over windows with load, `[L]`; NaN without any."""
+    each = mean_over_top(rank_loads.sum(axis=2) / speed.sum(), (rank_loads / speed).max(axis=2))
+    return np.array([mean_of_known(layer) for layer in each.T])
 
 
 def _distance(load: FloatArray | IntArray, *, before: bool) -> FloatArray:

@@ -67,7 +67,8 @@ def test_before_and_after_show_the_least_even_layer(comparison: Comparison) -> N
     sim = comparison["place"]
     left, right = plots.plot_before_after(sim.first_layout, sim.layout, LOAD).axes
     loads = [rank_load(layout, LOAD.sum(axis=0)) for layout in (sim.first_layout, sim.layout)]
-    even = [load.mean(axis=1) / load.max(axis=1) for load in loads]
+    windows = [rank_load(layout, LOAD) for layout in (sim.first_layout, sim.layout)]
+    even = [(load.mean(axis=2) / load.max(axis=2)).mean(axis=0) for load in windows]
     layer = int(even[0].argmin())
     heights = [bar.get_height() for bar in left.patches]
     assert heights == pytest.approx(
