@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 
 import eplb_core
 from eplb_core.cli.main import main
@@ -98,6 +100,19 @@ def test_examples_in_pages_run(name: str) -> None:
     failed, tried = doctest.testfile(str(ROOT / "docs" / name), module_relative=False)
     assert tried >= 4
     assert failed == 0
+
+
+def test_the_properties_of_the_page_on_testing_hold() -> None:
+    """Its blocks of code, one after the other; then each property and the machine."""
+    space: dict[str, Any] = {"__name__": "page"}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.S):
+        exec(code, space)
+    properties = [name for name in space if name.startswith("test_")]
+    assert len(properties) == 3
+    few = settings(max_examples=10, stateful_step_count=5)
+    for name in properties:
+        few(space[name])()
+    run_state_machine_as_test(space["Plain"], settings=few)
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """For users' tests: all ranks in one process, conformance checks of transports, a layout that shows forgotten mappings.
 
 `LocalAgreement.group(R)` and a `LocalCopy` for each rank keep ranks in one process, as threads. Strategies for
-Hypothesis are in `eplb_core.testing.strategies`, a machine that drives an engine is in `eplb_core.testing.machine`. Only
-checks of transports need torch.
+Hypothesis are in `eplb_core.testing.strategies`, a machine that drives an engine is in `eplb_core.testing.machine`.
+Only the checks of transports need torch.
 
 A transport of your own is tested by real processes that are really killed and stopped:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -13,20 +14,27 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import transfers
 from eplb_core.testing.strategies import active_ranks, expert_loads, layouts, topk_ids, topologies
 
+
+def _active(layout: ExpertLayout) -> st.SearchStrategy[list[bool]]:
+    return active_ranks(layout.topology.num_ranks, least=-(-layout.num_experts // layout.slots_per_rank))
+
+
+@cache  # to make a strategy takes longer than to draw from it
+def _loads(num_layers: int, num_experts: int) -> st.SearchStrategy[IntArray]:
+    return expert_loads(num_layers=num_layers, num_experts=num_experts)
+
+
+@cache
+def _ids(num_experts: int) -> st.SearchStrategy[IntArray]:
+    return topk_ids(num_tokens=(0, 6), num_experts=num_experts, top_k=(1, min(3, num_experts)))
+
+
 _MACHINE: st.SearchStrategy[EngineMachine] = st.runner()
 _LAYERS = _MACHINE.flatmap(lambda machine: st.integers(0, machine.layout.num_layers - 1))
 _RANKS = _MACHINE.flatmap(lambda machine: st.sampled_from(np.flatnonzero(machine.active).tolist()))
-_ACTIVE = _MACHINE.flatmap(
-    lambda machine: active_ranks(
-        machine.layout.topology.num_ranks, least=-(-machine.layout.num_experts // machine.layout.slots_per_rank)
-    )
-)
-_LOADS = _MACHINE.flatmap(
-    lambda machine: expert_loads(num_layers=machine.layout.num_layers, num_experts=machine.layout.num_experts)
-)
-_IDS = _MACHINE.flatmap(
-    lambda machine: topk_ids(num_experts=machine.layout.num_experts, top_k=(1, min(4, machine.layout.num_experts)))
-)
+_ACTIVE = _MACHINE.flatmap(lambda machine: _active(machine.layout))
+_LOADS = _MACHINE.flatmap(lambda machine: _loads(machine.layout.num_layers, machine.layout.num_experts))
+_IDS = _MACHINE.flatmap(lambda machine: _ids(machine.layout.num_experts))
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -57,7 +65,11 @@ class EngineMachine(RuleBasedStateMachine):
     """
 
     starts: ClassVar[st.SearchStrategy[ExpertLayout]] = layouts(
-        topology=topologies(num_ranks=(1, 4), num_nodes=(1, 2)), num_experts=(1, 8), empty=False, pairs=False
+        topology=topologies(num_ranks=(1, 4), num_nodes=(1, 2)),
+        num_layers=(1, 2),
+        num_experts=(1, 6),
+        empty=False,
+        pairs=False,
     )
     """Layouts that the engine starts with; shapes that it cannot have are left out here."""
     pairs: ClassVar[bool] = False

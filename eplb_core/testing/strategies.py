@@ -4,12 +4,14 @@ Needs the package hypothesis. All that is drawn is valid and shrinks to what is 
 are all active, expert p in slot p, loads that are almost even. A size is a number, or a pair of the least and the most:
 `num_experts=8` or `num_experts=(1, 8)`.
 
-Counterexamples print as code: `from eplb_core import *` and `from numpy import *` evaluate it. Arrays of more than 512
-numbers repeat their first 512, as whole rows of a layout and whole layers or tokens where these fit.
+Counterexamples print as code, which needs `from eplb_core import ExpertLayout, Topology` and `from numpy import *`.
+Arrays of more than 512 numbers repeat their first 512, as whole rows of a layout and whole layers or tokens where
+these fit.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -332,14 +334,14 @@ def _row(draw: st.DrawFn, frame: _Frame, empty: bool, pairs: bool) -> list[int]:
     return row
 
 
-@st.composite
-def _one_load(draw: st.DrawFn, experts: int, most: int) -> list[int]:
-    """One layer: a level, and how far experts are from it: none, some a little, some far."""
-    level = draw(st.just(min(10, most)) | st.just(0) | st.integers(0, most))
-    near = st.integers(-min(level, 9), min(9, most - level))
-    far = st.integers(-level, most - level)
-    off = draw(st.just([0] * experts) | st.lists(near | far, min_size=experts, max_size=experts))
-    return [level + more for more in off]
+@cache
+def _one_load(experts: int, most: int) -> st.SearchStrategy[list[int]]:
+    """One layer: a level, and how far experts are from it: not at all, a little, far."""
+    level = st.just(min(10, most)) | st.just(0) | st.integers(0, most)
+    near, far = (st.lists(st.integers(-off, off), min_size=experts, max_size=experts) for off in (9, most))
+    return st.tuples(level, st.just([0] * experts) | near | far).map(
+        lambda drawn: [max(0, min(most, drawn[0] + off)) for off in drawn[1]]
+    )
 
 
 def _repeated(block: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
