@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,8 @@ from eplb_core.exposition import METRICS, Key, samples
 
 INTERVAL_S = 5.0
 """Seconds between two writes."""
+_ROOM = 1 << 20
+"""Bytes that must be free: to write into a file that is mapped and cannot grow ends the process."""
 _published: list[Publisher | Collector] = []
 
 
@@ -29,11 +32,18 @@ class Publisher:
 
     Args:
         interval: Seconds; `math.inf`: only when `refresh` is called.
+
+    Raises:
+        OSError: There is no such folder, or no room in it.
     """
 
     def __init__(self, interval: float) -> None:
         import prometheus_client
 
+        folder = os.environ["PROMETHEUS_MULTIPROC_DIR"]
+        free = shutil.disk_usage(folder).free
+        if free < _ROOM:
+            raise OSError(f"PROMETHEUS_MULTIPROC_DIR (={folder}) must have {_ROOM} bytes free, not {free}")
         # In no registry: what serves reads the files, and would tell those of its own process twice.
         make: dict[str, Any] = {"counter": prometheus_client.Counter, "gauge": prometheus_client.Gauge}
         modes: dict[str, dict[str, Any]] = {"counter": {}, "gauge": {"multiprocess_mode": "livemostrecent"}}
@@ -134,7 +144,8 @@ def publish(interval: float = INTERVAL_S) -> Publisher | Collector | None:
         else:
             _published.append(Publisher(interval))
     except Exception as error:
-        hooking.log_once(f"metrics: not given to prometheus_client: {hooking.words(error)}", logging.INFO)
+        level = logging.INFO if isinstance(error, ModuleNotFoundError) else logging.WARNING
+        hooking.log_once(f"metrics: not given to prometheus_client: {hooking.words(error)}", level)
         return None
     return _published[0]
 

@@ -138,8 +138,16 @@ assert 'eplb_read_bytes_total{rank="0"} 9.5' in found, found
 assert 'eplb_moves_off{rank="0"} 1.0' in found, found
 publisher.close()
 assert not publisher._thread.is_alive()
+import os
+for folder, room in (("/nowhere", 0), (os.environ["PROMETHEUS_MULTIPROC_DIR"], 1 << 62)):
+    prometheus._published.clear()
+    os.environ["PROMETHEUS_MULTIPROC_DIR"], prometheus._ROOM = folder, room
+    assert prometheus.publish() is None
 """
-    python(program, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
+    said = python(program, PROMETHEUS_MULTIPROC_DIR=str(tmp_path)).stderr.splitlines()
+    assert [line.partition("metrics: ")[2].partition(":")[0] for line in said[-2:]] == [
+        "not given to prometheus_client"
+    ] * 2
 
 
 # ---- a process that serves itself, and one that has no client --------------------------------------------------------

@@ -42,6 +42,13 @@ def context() -> Context:  # pragma: no cover  needs SGLang: tests/engines
     )
 
 
+def rank() -> int | None:
+    """This process's rank; None before there are groups."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else None
+
+
 def live_metadata() -> Any:  # pragma: no cover  as above
     """The metadata in use, or None."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata

@@ -264,8 +264,10 @@ def _tell(missing: Sequence[str]) -> None:
     """Let operators see which of the parts that were asked for are in effect; `missing`: hooks that are not."""
     without = {hook.part for hook in _hooks() if hook.target in missing}
     active = {*active_parts()} - without
-    hooking.tell_parts({part: part in active for part in context.asked})
-    publish()
+    rank = context.rank()
+    hooking.tell_parts({part: part in active for part in context.asked}, rank)
+    if rank is not None:  # numbers in files keep their labels; `register_after_load` is still to come
+        publish()
 
 
 # ---- placement, maps, tables, update ---------------------------------------------------------------------------------

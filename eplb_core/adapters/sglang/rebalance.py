@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from eplb_core._version import __version__
 from eplb_core.adapters import hooking
+from eplb_core.adapters.prometheus import publish
 from eplb_core.adapters.sglang import context
 from eplb_core.adapters.sglang import moves as sglang_moves
 from eplb_core.adapters.sglang import record as sglang_record
@@ -34,8 +36,9 @@ def register_after_load(original: Callable[..., Any], runner: Any, *args: Any, *
     manager = vars(runner).get("eplb_manager")
     if manager is not None:
         hooking.guarded(_register, hooking.do_nothing, "moves")(runner, manager)
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else None
-        hooking.tell_parts({"moves": bool(_moves)}, rank)
+        with suppress(Exception):  # numbers for operators are no reason to stop an engine
+            hooking.tell_parts({"moves": bool(_moves)}, context.rank())
+            publish()
     return answer
 
 

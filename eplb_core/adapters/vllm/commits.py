@@ -276,12 +276,14 @@ def _tell(state_module: Any, active: Active, state: Any, model_config: Any) -> N
     model_state = state.model_states[model_config.compute_hash()]
     missing = {"policy": state.policy is not active.policy, "dispatch": _SENDER not in vars(model_state)}
     hooking.tell_parts({part: part in active.parts and not missing.get(part) for part in active.asked})
-    publish()
-    rank = state_module.get_ep_group().device_group.rank()
-    set_rank(rank)
-    counts = _Counts(rank, model_state.model.num_local_physical_experts)
-    vars(model_state)[_COUNTS] = counts
-    watch(counts, counters=counts.counters)  # lives on: what was counted stays
+    try:
+        rank = state_module.get_ep_group().device_group.rank()
+        counts = _Counts(rank, model_state.model.num_local_physical_experts)
+        set_rank(rank)
+        vars(model_state)[_COUNTS] = counts
+        watch(counts, counters=counts.counters)  # lives on: what was counted stays
+    finally:
+        publish()  # with the rank, where it is known: numbers in files keep their labels
 
 
 def _write_first_tables(state_module: Any, model_state: Any, sender: _Sender) -> None:

@@ -23,6 +23,9 @@ def test_a_part_whose_hook_did_not_take_effect_is_not_in_effect(monkeypatch: pyt
     monkeypatch.setattr(context, "asked", ["placement", "maps", "tables"])
     monkeypatch.setattr(context, "registered", [targets["placement"], targets["maps"]])
     sglang._tell([targets["maps"]])
+    assert published == []  # no rank yet
+    monkeypatch.setattr(context, "rank", lambda: 0)
+    sglang._tell([targets["maps"]])
     active = {labels[1]: value for (name, labels), value in samples().items() if name == "eplb_part_active"}
     assert active == {"placement": 1.0, "maps": 0.0, "tables": 0.0}
     assert len(published) == 1
