@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 
-import numpy as np
-
 from eplb_core._text import filled, lines, number
 from eplb_core.cli.inputs import DTYPES, cost_of, note, note_faults, ranks_and_current, read_trace, to_json
 from eplb_core.placement.worth.decision import cost_words, tokens_a_window, windows_words
 from eplb_core.simulation.advice.advise import advise as find_advice
 from eplb_core.simulation.advice.model import read_model
-from eplb_core.simulation.hardware import StepCost
+from eplb_core.simulation.hardware import StepCost, on_nodes
 from eplb_core.simulation.progress import progress_bar
 from eplb_core.simulation.result import Records
 from eplb_core.simulation.sweep import sweep as replay_all
-from eplb_core.topology import Topology
 from eplb_core.trace import Trace
 
 
@@ -80,7 +77,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     note_faults(trace)
     cost = cost_of(arguments)
     grid = {
-        "topology": [Topology(rank_to_node=np.arange(ranks) // arguments.ranks_per_node) for ranks in arguments.ranks],
+        "topology": [on_nodes(ranks, arguments.ranks_per_node) for ranks in arguments.ranks],
         "num_slots": arguments.slots,
         "redundant_per_rank": arguments.redundant_per_rank,
         "interval": arguments.interval,

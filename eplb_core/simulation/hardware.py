@@ -35,7 +35,13 @@ class Hardware:
 
     def topology(self, num_ranks: int) -> Topology:
         """Ranks on full nodes of this hardware, and the rest on one more."""
-        return Topology(rank_to_node=np.arange(check_int(num_ranks, "num_ranks", 1)) // self.node_ranks)
+        return on_nodes(num_ranks, self.node_ranks)
+
+
+def on_nodes(num_ranks: int, node_ranks: int) -> Topology:
+    """Ranks on full nodes, and the rest on one more."""
+    alone = Topology(num_ranks)  # refuses what is too many, before an array is made
+    return Topology(rank_to_node=np.arange(alone.num_ranks) // check_int(node_ranks, "node_ranks", 1))
 
 
 HARDWARE = {

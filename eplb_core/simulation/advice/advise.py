@@ -26,6 +26,7 @@ from eplb_core.simulation.replay import simulate
 from eplb_core.simulation.result import Simulation
 from eplb_core.simulation.sweep import slots_of
 from eplb_core.simulation.words import NEARLY
+from eplb_core.topology import Topology
 from eplb_core.trace import Trace, check_trace_load
 
 _NODE, _MOST_RANKS, _TRIED = 8, 64, 4
@@ -40,7 +41,7 @@ def advise(
     model: PathLike | Mapping[str, Any] | ModelExperts,
     ranks: Sequence[int] | None = None,
     redundant_per_rank: Sequence[int] = (0, 1),
-    policies: Sequence[PolicyName] | None = None,
+    policies: PolicyName | Sequence[PolicyName] | None = None,
     interval: int | None = None,
     window_passes: float = 1.0,
     pass_limit_s: float | None = None,
@@ -184,10 +185,10 @@ def _spans(load: Any, interval: int | None) -> tuple[int, int]:
     return first, half
 
 
-def _policies(policies: Sequence[PolicyName] | None) -> list[PolicyName]:
+def _policies(policies: PolicyName | Sequence[PolicyName] | None) -> list[PolicyName]:
     if policies is None:
         return [name for name in BASIC if name != "deepseek" or importlib.util.find_spec("torch") is not None]
-    names = to_list(policies, "policies")
+    names = [policies] if isinstance(policies, str) else to_list(policies, "policies")
     for name in names:
         check_kind(name, "policies", str)
     return ["none", *(name for name in dict.fromkeys(names) if name != "none")]
@@ -222,7 +223,7 @@ def _rank_counts(ranks: Sequence[int] | None, memory: _Memory) -> list[int]:
         return memory.fits(number, slots_of(experts, number, 0))
 
     if ranks is not None:
-        counts = sorted({check_int(each, "ranks", 1) for each in to_list(ranks, "ranks")})
+        counts = sorted({Topology(each).num_ranks for each in to_list(ranks, "ranks")})
         if not counts:
             raise ValueError("`ranks` (=[]) must name one number or more")
         most = experts
@@ -236,7 +237,7 @@ def _rank_counts(ranks: Sequence[int] | None, memory: _Memory) -> list[int]:
         tried = f"{', '.join(map(str, counts))} ranks" if counts else f"up to {counted(most, 'rank')}"
         whole = memory.weights(experts) / 1e9
         raise ValueError(
-            f"`ranks`: the experts ({whole:,.0f} GB in all, {memory.layers} layers) and buffers of "
+            f"`ranks`: the experts ({whole:,.3g} GB in all, {memory.layers} layers) and buffers of "
             f"{memory.buffers(experts) / 1e9:.3g} GB a rank do not fit in {memory.room / 1e9:.3g} GB a rank on "
             f"{tried}; give more `ranks`, or a larger `memory_share` (of a rank's memory)"
         )

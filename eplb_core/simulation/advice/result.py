@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from eplb_core._html import table_html, words_html
 from eplb_core._text import number
+from eplb_core.frames import Table
 from eplb_core.placement.worth.decision import pays, windows_words
 from eplb_core.simulation.advice.model import ModelExperts
 from eplb_core.simulation.hardware import StepCost
@@ -87,8 +90,8 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Advice:
-    """What `advise` found; `print` it."""
+class Advice(Table):
+    """What `advise` found; `print` it. A data frame of it has a row for each candidate, with judged figures."""
 
     trace: str
     """File of the recording, or empty."""
@@ -155,6 +158,14 @@ class Advice:
     def front(self) -> tuple[Candidate, ...]:
         """The Pareto front of judged pass, GPU-seconds and bytes of a rank."""
         return tuple(each for each in self.candidates if each.on_front)
+
+    def _columns(self) -> dict[str, Any]:
+        rows = []
+        for each in self.candidates:
+            row = _facts(each)
+            del row["chosen_on"]  # no figures to quote
+            rows.append({**row, **row.pop("judged")})
+        return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""

@@ -159,6 +159,8 @@ def test_other_models_and_short_recordings_are_refused() -> None:
         advice(skewed(), redundant_per_rank=[])
     with pytest.raises(ValueError, match="`ranks`"):
         advice(skewed(), ranks=[])
+    with pytest.raises(ValueError, match="at most"):
+        advice(skewed(), ranks=[10**12])
     with pytest.raises(ValueError, match=r"`gpu`.*H200"):
         advice(skewed(), gpu="H2")
 
@@ -186,6 +188,9 @@ def test_it_is_a_table_words_and_plain_values() -> None:
     assert facts["pass_limit_s"] is None
     assert facts["recommended"]["judged"]["transfers"] == found.recommended.judged.transfers
     assert len(facts["candidates"]) == 8
+    columns = found._columns()
+    assert columns["pass_s"].tolist() == [each.judged.pass_s for each in found.candidates]
+    assert "chosen_on" not in columns
     page = found._repr_html_()
     assert page.startswith("<div><table>")
     assert "<code>place</code>" in page
