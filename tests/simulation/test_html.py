@@ -262,9 +262,9 @@ addEventListener("load", () => {
     const texts = at => [...page.querySelectorAll(at)].map(each => each.textContent);
     const cells = row => [...row.cells].map(cell => cell.textContent);
     const rows = () => [...page.querySelectorAll("#layers tr")].map(cells);
-    const send = (target, kind, x, y) => {
+    const send = (target, kind, x, y, pointerType = "mouse") => {
       const box = target.getBoundingClientRect();
-      const where = {clientX: box.left + x * box.width, clientY: box.top + y * box.height, bubbles: true, button: 0};
+      const where = {clientX: box.left + x * box.width, clientY: box.top + y * box.height, bubbles: true, pointerType};
       target.dispatchEvent(new view.PointerEvent(kind, where));
       return by("tip").textContent;
     };
@@ -291,6 +291,12 @@ addEventListener("load", () => {
     const box = by("tip").getBoundingClientRect();
     seen.tipInside = box.left >= 0 && box.right <= view.innerWidth && box.width > 0;
     seen.expert = send(by("experts"), "pointermove", 0.95, 0.4);
+    send(by("ranks"), "pointerdown", 0.4, 0.5, "touch");
+    send(by("ranks"), "pointerup", 0.6, 0.5, "touch");
+    send(by("ranks"), "pointerleave", 0.6, 0.5, "touch");
+    seen.touched = [by("from").value, by("tip").textContent];
+    send(by("policy"), "pointerdown", 0.5, 0.5, "touch");
+    seen.touchedElsewhere = by("tip").textContent;
     send(by("ranks"), "pointerdown", 0.4, 0.5);
     send(by("ranks"), "pointermove", 0.6, 0.5);
     send(by("ranks"), "pointerup", 0.6, 0.5);
@@ -406,6 +412,9 @@ def test_the_page_works_in_a_browser(comparison: Comparison, seen: list[Any], at
     tokens = LOAD[int(window) - 20, least]
     assert float(value) == pytest.approx(tokens[int(expert)] / tokens.mean(), rel=0.06, abs=0.01)
     assert found["all"] == ["20", "28"]
+    assert found["touched"][0] == "20"  # a finger reads values, and they stay until it taps elsewhere
+    assert re.match(r"window 2[23]\nrank 1\n", found["touched"][1])
+    assert found["touchedElsewhere"] == ""
     low, high = map(int, found["drawn"])
     assert 20 < low <= high < 28
     assert {low, high} <= set(map(int, found["drawnTicks"])) <= set(range(low, high + 1))
