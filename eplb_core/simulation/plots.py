@@ -15,7 +15,7 @@ import numpy as np
 from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_id, check_load, to_reals
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load
-from eplb_core.placement.affinity.pairs import pair_counts
+from eplb_core.placement.affinity.pairs import check_pairs, pair_counts
 from eplb_core.simulation.load.sources import TokenTrace
 from eplb_core.simulation.result import Simulation, averaged, time_over_mean
 from eplb_core.trace import Trace, check_trace_load, hottest_over_mean
@@ -73,7 +73,7 @@ def plot_load(
             the count over what chance would give. Default: counted where `trace` is tokens.
 
     Raises:
-        ValueError: No load, on that layer, or the shape of `pairs` does not fit.
+        ValueError: No load, none on that layer, or `pairs` are no counts of these experts.
         IndexError: No such layer.
     """
     load = trace.load if isinstance(trace, (Trace, TokenTrace)) else check_trace_load(trace)
@@ -353,7 +353,9 @@ def _pairs_of(pairs: ArrayLike, row: int, shape: tuple[int, ...]) -> FloatArray:
     if counts.shape not in {(experts, experts), (layers, experts, experts)}:
         fits = f"[{experts}, {experts}] or [{layers}, {experts}, {experts}], as `pair_counts` gives"
         raise ValueError(f"`pairs` (shape {list(counts.shape)}) must be {fits}")
-    return counts if counts.ndim == 2 else counts[row]
+    mine = counts if counts.ndim == 2 else counts[row]
+    check_pairs(mine[None], 1, experts)
+    return mine
 
 
 def _used_together(picture: Any, axes: Any, pairs: FloatArray, order: IntArray, named: str) -> None:

@@ -194,6 +194,9 @@ def test_experts_that_tokens_use_together_are_shown_over_chance() -> None:
     assert any(np.array_equal(each.images[0].get_array(), lift, equal_nan=True) for each in given if each.images)
     with pytest.raises(ValueError, match=r"`pairs` \(shape \[3, 3\]\) must be \[4, 4\]"):
         plots.plot_load(tokens.load, pairs=np.zeros((3, 3)))
+    for wrong, match in ((np.full((4, 4), np.nan), "finite"), (np.triu(np.ones((4, 4))), "symmetric")):
+        with pytest.raises(ValueError, match=f"`pairs`.*{match}"):
+            plots.plot_load(tokens.load, pairs=wrong)
     plots.plot_load(tokens.load, pairs=np.zeros((4, 4)))._repr_png_()
 
 

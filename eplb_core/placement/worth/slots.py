@@ -62,7 +62,10 @@ class SlotPlan(Table):
         counts, columns = self.slots_per_rank, self._columns()
         each = ", ".join(f"{size} on {(counts == size).sum()}" for size in self.choices if size in counts)
         now, fewest = float(columns["pass_s"].sum()), float(self.layer_time[0].sum())
-        facts = f"<b>SlotPlan</b>: {counts.sum():,} slots on each rank, all layers together; of a layer: {each}"
+        facts = f"<b>SlotPlan</b>: {counts.sum():,} slots on each rank, all layers together"
+        if not counts.size:
+            return f"<div>{facts}</div>"
+        facts += f"; of a layer: {each}"
         if fewest > 0.0:
             facts += f"; {1.0 - now / fewest:.1%} less time than with {self.choices[0]} on every layer"
         order = np.argsort(-counts, kind="stable")[:HTML_LAYERS].tolist()

@@ -95,3 +95,4 @@ def test_a_notebook_shows_what_slots_are_spent_on() -> None:
     assert "less time than with 3 on every layer" in shown
     without = plan_slots(np.zeros((1, 4)), Topology(2), total_slots=3)._repr_html_()
     assert "less time" not in without
+    assert "<table" not in plan_slots(np.zeros((0, 4)), Topology(2), total_slots=3)._repr_html_()
