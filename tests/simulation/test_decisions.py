@@ -125,13 +125,14 @@ def test_planning_again_never_turns_a_gain_of_one_placement_into_none(name: str)
 def test_advice_says_what_replays_of_the_same_windows_say(name: str) -> None:
     """It takes the policy that a replay of the windows to choose on names, and quotes a replay of the later ones."""
     load = load_of(name)
-    topology, slots, _ = frame(load)
+    topology, _, _ = frame(load)
     model = ModelExperts("any", 2048, 768, load.shape[2], 1, 2.0, "bfloat16", load.shape[1])
     names: Any = ["none", "auto"]
-    advice = advise(load, gpu="H200", model=model, ranks=[topology.num_ranks], redundant_per_rank=[1], policies=names)
+    advice = advise(load, gpu="H200", model=model, ranks=[topology.num_ranks], policies=names)
     first, half, _ = advice.windows
-    options: dict[str, Any] = {"topology": topology, "num_slots": slots, "interval": first, "cost": advice.cost}
     chosen = advice.candidates[advice.chosen]
+    options: dict[str, Any] = {"topology": topology, "num_slots": chosen.num_slots, "interval": first}
+    options["cost"] = advice.cost
     assert compare_policies(load[:half], names, **options).best.policy == chosen.policy
     runs = compare_policies(load, names, score_from=half, **options)
     assert chosen.saved_by_moves == pytest.approx(1.0 - runs[chosen.policy].total_s / runs["none"].total_s, abs=1e-9)

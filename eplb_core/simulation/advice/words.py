@@ -22,14 +22,11 @@ def _verdict(advice: Advice) -> str:
     saved = f"{_less(chosen.saved)} than {without}"
     if chosen.redundant_per_rank and chosen.policy != "none":
         saved += f", and {_less(chosen.saved_by_moves)} than these slots without moves"
-    if chosen.saved < 0.0:
-        return (
-            f"Keep {without}: nothing tried does better. The best found, {_named(chosen)}, takes {saved} on {judged}."
-        )
     if not advice.pays:
-        return (
-            f"Keep {without}: it hardly pays. The best found, {_named(chosen)}, takes {saved} on {judged}; less than "
-            f"{WORTH:.0%} is lost among everything else that differs."
+        why = "it hardly pays to leave it" if chosen.saved >= 0.0 else "what was chosen does worse"
+        text = f"Keep {without}: {why}. {_named(chosen)} takes {saved}, on {judged}"
+        return text + (
+            f"; less than {WORTH:.0%} is lost among everything else that differs." if chosen.saved >= 0.0 else "."
         )
     return f"Take {_named(chosen)}: on {judged} a pass takes {chosen.judged.pass_s * 1e3:.4g} ms, {saved}."
 
