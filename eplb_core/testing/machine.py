@@ -61,7 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
     a rank; inactive ranks receive nothing; as many experts are received as the engine counted; and every expert, from
     every active rank, must be sent to a slot of an active rank that holds it. Batches of tokens with padding are sent
     in between. A failure is an AssertionError that names layer, rank, expert or slot; Hypothesis prints the fewest
-    steps that lead to it, as code.
+    steps that lead to it, as code. Override `teardown` to end what the engine has started.
     """
 
     starts: ClassVar[st.SearchStrategy[ExpertLayout]] = layouts(
@@ -71,7 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         empty=False,
         pairs=False,
     )
-    """Layouts that the engine starts with; shapes that it cannot have are left out here."""
+    """Layouts of one layer or more that the engine starts with; leave shapes out that it cannot have."""
     pairs: ClassVar[bool] = False
     """Whether a rank may hold an expert twice though it does not hold all of them."""
     elastic: ClassVar[bool] = True

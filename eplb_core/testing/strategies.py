@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.control import current_build_context
 from hypothesis.vendor.pretty import IDKey, RepresentationPrinter, for_type_by_name
 
-from eplb_core._arrays import FloatArray, IntArray, check_int
+from eplb_core._arrays import FloatArray, IntArray, check_int, check_kind
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import even_shares
 from eplb_core.topology import Topology
@@ -215,8 +215,10 @@ def topk_ids(
         dtype: Of the ids, a signed one.
 
     Raises:
-        ValueError: A token must have more experts than there are.
+        ValueError: A token must have more experts than there are, or ids cannot be -1.
     """
+    if not np.issubdtype(dtype, np.signedinteger):
+        raise ValueError(f"`dtype` (={np.dtype(dtype)}) must be a signed integer type: padding is -1")
     low, high = size_range(top_k, "top_k")
     least, most = size_range(num_experts, "num_experts")
     if low > most:
@@ -236,7 +238,7 @@ def shares(draw: st.DrawFn, layout: ExpertLayout) -> FloatArray:
 
     Some slots take none; the shares of an expert sum to 1, an empty slot has 0.
     """
-    p2l, experts = layout.physical_to_logical_map, layout.num_experts
+    p2l, experts = check_kind(layout, "layout", ExpertLayout).physical_to_logical_map, layout.num_experts
     count = min(p2l.size, BLOCK)
     drawn = draw(st.lists(st.sampled_from([1.0, 0.0, 2.0, 3.0, 7.0]), min_size=count, max_size=count))
     weight = np.where(p2l >= 0, np.resize(drawn, p2l.shape), 0.0)
@@ -282,6 +284,8 @@ def _frames(
     """What layouts that can be compared have in common."""
     least, most = size_range(num_experts, "num_experts")
     listed = slots_per_rank if isinstance(slots_per_rank, list) else None
+    if listed is not None and min([check_int(slots, "slots_per_rank", 0) for slots in listed], default=0) < 1:
+        raise ValueError(f"`slots_per_rank` (={listed}) must have a number of 1 or more for each rank")
     if topology is None:
         topology = topologies(num_ranks=len(listed)) if listed else topologies()
     low, high = 1, most
@@ -294,9 +298,9 @@ def _frames(
             return high * found.num_ranks
         return sum(listed) if len(listed) == found.num_ranks else 0
 
-    if not isinstance(topology, Topology):
+    if isinstance(topology, st.SearchStrategy):
         topology = draw(topology.filter(lambda found: room(found) >= least))
-    elif room(topology) < least:
+    elif room(check_kind(topology, "topology", Topology)) < least:
         raise ValueError(
             f"`slots_per_rank` (={slots_per_rank}) must have room for `num_experts` (={num_experts}) on {topology}"
         )
@@ -327,9 +331,12 @@ def _row(draw: st.DrawFn, frame: _Frame, empty: bool, pairs: bool) -> list[int]:
     row = []
     for slots in frame.slots:
         held = [next(dealt) for _ in range(slots)]
+        here = set(held)
         for i in [i for i, expert in enumerate(held) if expert == _SPARE]:
-            others = everyone if pairs else [expert for expert in everyone if expert not in held]
-            held[i] = draw(st.sampled_from(others + [-1] * empty or everyone))
+            others = everyone if pairs else [expert for expert in everyone if expert not in here]
+            choices = others + [-1] * empty or everyone
+            held[i] = choices[draw(st.integers(0, len(choices) - 1))]
+            here.add(held[i])
         row += held + [-1] * (max(frame.slots) - slots)
     return row
 

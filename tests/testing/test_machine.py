@@ -233,7 +233,7 @@ class SharedEngine(Engine):
 
 
 def test_a_right_engine_passes() -> None:
-    run(Right, (Phase.generate,), 40)
+    run(Right, examples=30)
 
 
 def test_a_right_engine_of_shared_tokens_passes() -> None:
@@ -261,6 +261,9 @@ def test_engines_that_hold_pairs_and_keep_all_ranks_can_say_so() -> None:
 def test_steps_print_as_code_that_fails_again() -> None:
     class Mine(Right):
         kind = B12MapsAreNotUpdated
+        starts = layouts(
+            topology=topologies(num_ranks=(2, 3)), num_layers=1, num_experts=(2, 4), empty=False, pairs=False
+        )
 
     with pytest.raises(AssertionError) as caught:
         run(Mine, (Phase.generate, Phase.shrink))
