@@ -195,7 +195,7 @@ def plot_before_after(
     right.set_title("all layers, mean over windows", loc="left", fontsize=10)
     right.set_ylim(top=1.01)
     _say_start(right)
-    right.legend(frameon=False, fontsize=8)
+    right.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # hides no point
     _clean(left, right)
     return picture
 
