@@ -29,6 +29,7 @@ HELPERS = {
     "__main__",
     "claims",
     "engine_ranks",
+    "engine_versions",
     "full_grid",
     "measure",
     "moving_gpu_ranks",

@@ -189,7 +189,7 @@ def window_column(columns: Columns) -> str | None:
 def _named(columns: Columns, what: str, given: str | None) -> str | None:
     """The column that is `given`, or the only one that has one of the usual names."""
     if given is not None:
-        if not isinstance(given, str) or given not in columns:
+        if given not in list(columns):  # a list cannot be looked up in a dict
             raise ValueError(f"`{what}` (={plain(str(given), 80)!r}) must be one of the columns {_listed(columns)}")
         return given
     known = [name for name in columns if re.sub(r"\W+", "_", name.strip().lower()) in _NAMES[what].split()]
@@ -205,7 +205,7 @@ def _wide_columns(
 ) -> list[str] | None:
     """The columns of the experts in order, or None if the table is long."""
     if tokens is not None and not isinstance(tokens, str):
-        if missing := [name for name in tokens if not isinstance(name, str) or name not in columns]:
+        if missing := [name for name in tokens if name not in list(columns)]:
             raise ValueError(f"`tokens` names {_listed(missing)}, which are not among the columns {_listed(columns)}")
         return list(tokens)
     if tokens is not None or names["expert"] is not None:

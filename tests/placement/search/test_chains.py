@@ -26,7 +26,13 @@ def test_no_row_within_the_budget_is_worth_more(kind: str) -> None:
 
 
 def solve(
-    load: Sequence[float], rows: list[int], ranks: int, budget: int, *, speed: object = None, **options: object
+    load: Sequence[float],
+    rows: list[int],
+    ranks: int,
+    budget: int,
+    *,
+    speed: Sequence[float] | None = None,
+    **options: object,
 ) -> eplb.Placement:
     live = ExpertLayout([rows], len(load), topology=Topology(ranks, rank_speed=speed))
     return eplb.place(
