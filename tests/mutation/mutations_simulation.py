@@ -46,6 +46,12 @@ MUTATIONS = [
         f"{TESTS}/test_compare.py::test_only_rebalances_that_move_something_are_counted",
     ),
     (
+        f"{SIMULATION}/advice/advise.py",
+        "chosen_on=_judged(sim, first, half)",
+        "chosen_on=_judged(sim, first, len(sim.step_s))",
+        f"{TESTS}/advice/test_advise.py::test_the_choice_has_not_seen_the_windows_that_judge_it",
+    ),
+    (
         "eplb_core/placement/worth/decision.py",
         "half = len(load) // 2",
         "half = 0",

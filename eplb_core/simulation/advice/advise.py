@@ -88,7 +88,7 @@ def advise(
         >>> config = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 4, "num_experts_per_tok": 1,
         ...           "num_hidden_layers": 1, "torch_dtype": "bfloat16"}
         >>> windows = np.array([[[100, 100, 1, 1]]] * 4) * 1000
-        >>> advice = advise(windows, gpu="H200", model=config, ranks=[2], policies=["none", "auto"])
+        >>> advice = advise(windows, gpu="H200", model=config, ranks=[2], redundant_per_rank=[0], policies="auto")
         >>> advice.recommended.policy, round(advice.recommended.saved, 2)
         ('auto', 0.49)
     """
