@@ -222,7 +222,7 @@ FAULTS = {
 def test_faults_are_found(fault: type[Any]) -> None:
     machine = type("Faulty", (Right,), {"kind": fault, "shared_tokens": fault is C1EachRankPicksItsOwn})
     with pytest.raises(AssertionError, match=FAULTS[fault]):
-        run(machine)
+        run(machine, examples=200)
 
 
 class SharedEngine(Engine):
