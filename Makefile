@@ -66,7 +66,8 @@ soak-moves: $(READY)
 
 # A static site of docs/, notebooks/ and the docstrings; fails if a link is dead.
 docs: $(READY)
-	$(BIN)/python -m docs.site.build --out site
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/python -m sphinx --quiet --fail-on-warning -b html -c docs/site . site
 
 # All tests, then the quick ones once more with kernels as plain Python, whose lines count too; overflow is meant there.
 coverage: compiled

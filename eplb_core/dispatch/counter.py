@@ -107,7 +107,7 @@ class LoadCounter:
         """Set whether later calls count: off for dummy passes, warm-up and capture. One launch, no wait.
 
         Returns:
-            For `with load.recording(False): ...`: at its end, by an error too, calls count as they did before.
+            A context: at its end, by an error too, calls count as they did before.
         """
         former = Recording(self, self._is_on)
         self._is_on = check_flag(on, "on")

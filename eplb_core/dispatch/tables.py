@@ -53,16 +53,18 @@ class DispatchTables:
     """Hold, for one source rank, which slot each token goes to on every layer; installed in place while serving.
 
     Modes (docs/dispatch.md says which to choose):
-        static: one slot for each expert, by SGLang's rule on each layer by itself.
-        even: one slot for each expert, this rank's part of `even_dispatch_table`.
-        random: drawn anew for every token and call, also when a CUDA graph is replayed; seeded, reproducible.
-        row: by token row, layer and expert alone: the same on every rank, for engines whose ranks share all tokens.
-        weighted: as row, starting elsewhere on every rank, for engines that send tokens to experts.
-        near: a token goes to as few nodes besides its rank's as hold all its experts, and there as weighted: for slow
-            links between nodes, 8 at most, and layouts of `place(pairs=)`.
-        quota: solved per batch: ranks sum their counts by `all_reduce`, then get as even loads as the layout allows.
-        fewest: solved per batch: one slot for each expert used, so that few slots are used on every rank.
-        fake: ids are replaced by every expert in turn, from another one on each rank, for benchmarks.
+
+    - static: one slot for each expert, by SGLang's rule on each layer by itself.
+    - even: one slot for each expert, this rank's part of `even_dispatch_table`.
+    - random: drawn anew for every token and call, also when a CUDA graph is replayed; seeded, reproducible.
+    - row: by token row, layer and expert alone: the same on every rank, for engines whose ranks share all tokens.
+    - weighted: as row, starting elsewhere on every rank, for engines that send tokens to experts.
+    - near: a token goes to as few nodes besides its rank's as hold all its experts, and there as weighted: for slow
+      links between nodes, 8 at most, and layouts of `place(pairs=)`.
+    - quota: solved per batch: ranks sum their counts by `all_reduce`, then get as even loads as the layout allows.
+    - fewest: solved per batch: one slot for each expert used, so that few slots are used on every rank.
+    - fake: ids are replaced by every expert in turn, from another one on each rank, for benchmarks.
+
     All but the static modes split an expert's tokens by `shares` (equal by default), quota and fewest by the batch.
 
     The same choice elsewhere: mode "quota" is `dispatch="weighted"` of `place` and `simulate`; mode "weighted" with the

@@ -16,7 +16,7 @@ class Region(NamedTuple):
     nbytes: int
     """Length in bytes."""
     device: str
-    """`"cpu"`, or a CUDA device such as `"cuda:0"`."""
+    """"cpu", or a CUDA device such as "cuda:0"."""
     handle: Any = None
     """For memory of another process: what the transport needs beside the address, such as `IpcMemory`; else None."""
 
