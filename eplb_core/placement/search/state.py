@@ -61,6 +61,22 @@ class Work(NamedTuple):
     """What it costs the others to take one expert `[R]`."""
     after: FloatArray
     """Power of the two ranks after each exchange, then its net gain by transfer `[P]`."""
+    most: FloatArray
+    """Power that an exchange with each of them takes away at most `[R]`."""
+    tilt: FloatArray
+    """How power falls with load that goes to each of them `[T, R]`."""
+    lift: FloatArray
+    """What that makes of the load of one slot of the fullest rank `[R]`."""
+    drop: FloatArray
+    """What that makes of the load of each of their slots `[P]`."""
+    near: IntArray
+    """Exchanges that may be better than what was found `[P]`, the first n; then the same of their slots."""
+    near_share: FloatArray
+    """Shares in one window `[P]`."""
+    near_time: FloatArray
+    """Times of the ranks in one window `[P]`."""
+    near_pace: FloatArray
+    """Paces of the ranks `[P]`."""
     gift_slot: IntArray
     """Slots that can be given away `[P]`."""
     gift_time: FloatArray
@@ -109,6 +125,14 @@ def new_work(num_windows: int, experts: int, pace: FloatArray, stride: int) -> W
         np.zeros(by_window),
         np.zeros(slots),
         np.zeros(ranks),
+        np.zeros(slots),
+        np.zeros(ranks),
+        np.zeros((num_windows, ranks)),
+        np.zeros(ranks),
+        np.zeros(slots),
+        np.zeros(slots, np.int64),
+        np.zeros(slots),
+        np.zeros(slots),
         np.zeros(slots),
         np.zeros(slots, np.int64),
         np.zeros(by_window),
