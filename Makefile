@@ -67,7 +67,7 @@ soak-moves: $(READY)
 # A static site of docs/, notebooks/ and the docstrings; fails if a link is dead.
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	$(BIN)/python -m sphinx --quiet --fail-on-warning -b html -c docs/site . site
+	$(BIN)/python -m sphinx --quiet --fail-on-warning -b html -c docs/site . build/site
 
 # All tests, then the quick ones once more with kernels as plain Python, whose lines count too; overflow is meant there.
 coverage: compiled
@@ -135,4 +135,4 @@ engines: $(READY) .engines/sglang/.installed .engines/vllm/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) site .peers .mutants benchmark_results .engines .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build .peers .mutants benchmark_results .engines .pytest_cache .mypy_cache .ruff_cache
