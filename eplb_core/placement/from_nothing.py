@@ -21,7 +21,7 @@ _SOME_GAIN = 1e-9
 # With no more slots than these it takes little time to try which should stay empty.
 _FEW_SLOTS = 64
 # So far below the bound a layer on few slots is searched with this effort; where ranks differ, with any distance.
-_FAR, _FAR_EFFORT = 0.02, 20.0
+_FAR, _FAR_EFFORT = 0.02, 64.0
 # Steps of a layer that is placed from nothing for several windows, at effort 1.
 _FREE_STEPS = 128
 
