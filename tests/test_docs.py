@@ -139,7 +139,17 @@ def test_the_site_is_made_without_a_warning(tmp_path: Path) -> None:
     """Of a dead link, say, or a docstring that is not shown as meant."""
     for name in ("sphinx", "furo", "myst_nb"):
         pytest.importorskip(name, reason="the site needs Sphinx: pip install -e '.[docs]'")
-    command = [sys.executable, "-m", "sphinx", "-q", "--fail-on-warning", "-c", "docs/site", ".", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "--fail-on-warning",
+        "-c",
+        "docs/site",
+        ".",
+        str(tmp_path / "site"),
+    ]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stderr == ""
     assert 'href="../build/reference/first.html#eplb_core.place"' in (tmp_path / "docs" / "api.html").read_text("utf-8")
     assert (tmp_path / "index.html").is_file()

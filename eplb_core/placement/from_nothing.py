@@ -20,7 +20,7 @@ from eplb_core.placement.windows import Load
 _SOME_GAIN = 1e-9
 # With no more slots than these it takes little time to try which should stay empty.
 _FEW_SLOTS = 64
-# So far below the bound a layer on few slots is searched with this effort; where ranks differ, with any distance.
+# A layer on few slots that ends so far below its bound is searched with this effort.
 _FAR, _FAR_EFFORT = 0.02, 64.0
 # Steps of a layer that is placed from nothing for several windows, at effort 1.
 _FREE_STEPS = 128
@@ -48,7 +48,11 @@ def solve(problem: Problem, load: Load, effort: float, *, free: bool) -> tuple[I
         done = _try_all(problem, problem.capacity, load, short, effort, p2l, reached)
         short &= ~done | problem.weighted  # solved shares are only nearly the best of their row
     elif not further:
-        far = short & (reached < bound - (_FAR if ranks_alike(problem) else 0.0))  # or more slots could be worse
+        # What effort 1 reaches decides, so that more effort is never worse; where ranks differ, any layer that ends below
+        # its bound is asked, so that more slots are not.
+        usual, limit = (p2l, bound) if effort == 1.0 else _solve_slots(problem, load, 1.0, free=free)
+        slack = _FAR if ranks_alike(problem) else _SOME_GAIN
+        far = load.known & (score_rows(problem, load, usual) < limit - slack)
         if far.any():
             rows, scratch = p2l.copy(), new_scratch(problem.num_experts, problem.topology.num_ranks, problem.stride)
             solve_layers(problem, load.total, ~far, max(effort, _FAR_EFFORT), scratch, rows, np.zeros_like(bound))
