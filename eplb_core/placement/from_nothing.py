@@ -48,8 +48,8 @@ def solve(problem: Problem, load: Load, effort: float, *, free: bool) -> tuple[I
         done = _try_all(problem, problem.capacity, load, short, effort, p2l, reached)
         short &= ~done | problem.weighted  # solved shares are only nearly the best of their row
     elif not further:
-        # What effort 1 reaches decides, so that more effort is never worse; where ranks differ, any layer that ends below
-        # its bound is asked, so that more slots are not.
+        # What effort 1 reaches decides, so that more effort is never worse. Where ranks differ any layer below its
+        # bound is asked, so that more slots are not.
         usual, limit = (p2l, bound) if effort == 1.0 else _solve_slots(problem, load, 1.0, free=free)
         slack = _FAR if ranks_alike(problem) else _SOME_GAIN
         far = load.known & (score_rows(problem, load, usual) < limit - slack)
