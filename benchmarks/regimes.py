@@ -5,6 +5,7 @@
     python -m benchmarks.regimes --merge part*.json --json regimes.json
     python -m benchmarks.regimes --policy balancer --json new.json         # then --merge part*.json new.json: later
                                                                            # rows stand in place of earlier ones
+    python -m benchmarks.regimes --speed                                   # what a call takes of one core
 
 A fixed setting calls `place` from the live layout every so many windows, on so many of the last ones (`history`), which
 all weigh the same or lose half of their weight over half of them, with one price. All settings of the grid are
@@ -26,6 +27,8 @@ import argparse
 import itertools
 import json
 import math
+import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -56,6 +59,10 @@ MIN_GAIN, FIRST_PRICE = 0.002, 1e-6
 QUICK = ("recorded", "switches, 20", "prefill, decode")
 KNOWN = 8
 """Windows that clairvoyance sees."""
+LARGE = (58, 256, 32, 288)
+"""Layers, experts, ranks and slots where calls are timed."""
+FULL, SETTLE = 150, 20
+"""Windows that fill the memory, and calls before any is timed: at the first, all layers are looked at."""
 
 
 class Model(NamedTuple):
@@ -415,6 +422,46 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
             yield from rows
 
 
+def speed(calls: int) -> Row:
+    """Milliseconds of this thread for `observe` and `propose`, full memory: minimum, median and most of so many calls.
+
+    Of even traffic, of one whose experts' loads change by 2% each window, and of the windows after a sudden change,
+    in which all layers are looked at.
+    """
+    layers, experts, ranks, slots = LARGE
+    times: dict[str, list[float]] = defaultdict(list)
+    for drift, changes in ((0.0, False), (0.02, False), (0.0, True)):
+        rng = np.random.default_rng(0)
+        balancer = eplb.Balancer(eplb.Topology(ranks), num_slots=slots)
+        live = eplb.ExpertLayout.trivial(layers, experts, num_slots=slots, topology=eplb.Topology(ranks))
+        fondness = rng.gamma(2.0, 1.0, (layers, experts))
+        for window in range(FULL + SETTLE + calls):
+            fondness = fondness * np.exp(drift * rng.normal(size=fondness.shape))
+            if changes and window == FULL + SETTLE:
+                fondness = rng.permuted(fondness, axis=1)
+            load = rng.poisson(fondness / fondness.sum(axis=1, keepdims=True) * 8 * TOKENS)
+            start = time.thread_time()
+            balancer.observe(load)
+            seen = time.thread_time()
+            if window < FULL:
+                continue
+            placed = balancer.propose(live)
+            end, live = time.thread_time(), placed.layout
+            if window >= FULL + SETTLE:
+                moves = "something moves" if placed.transfers.any() else "nothing moves"
+                times["observe"].append(1e3 * (seen - start))
+                times[f"propose, {'after a change' if changes else moves}"].append(1e3 * (end - seen))
+    return {
+        what: {
+            "calls": len(each),
+            "min_ms": round(min(each), 2),
+            "median_ms": round(statistics.median(each), 2),
+            "max_ms": round(max(each), 2),
+        }
+        for what, each in times.items()
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = measure.parser("regimes", __doc__, quick="three regimes, one layer, 24 windows, one setting, one seed")
     parser.add_argument("-n", "--processes", type=int, default=1)
@@ -424,8 +471,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--olmoe", type=Path, help="olmoe_domains.npz: `load [6, 3, 64]`")
     parser.add_argument("--only", default="", help="regimes with this in their name")
     parser.add_argument("--policy", default="", choices=("balancer", "clairvoyant", "fixed"), help="this alone")
+    parser.add_argument("--speed", action="store_true", help="what calls take of one core, in place of regimes")
     options = parser.parse_args(argv)
     measure.one_thread()
+    if options.speed:
+        took = speed(4 if options.quick else 60)
+        head = ["58 layers x 256 experts, 128 windows", "calls", "min ms", "median ms", "most ms"]
+        cells = [[what, *(f"{one[name]:.4g}" for name in one)] for what, one in took.items()]
+        print(measure.table(head, cells))
+        measure.write_json(options.json, {"shape": LARGE, "speed": took})
+        return 0
     parts: list[Row] = []
     if options.merge:
         rows, parts = merged([json.loads(path.read_text("utf-8")) for path in options.merge])
