@@ -300,7 +300,8 @@ def _soak_moves(record: Record) -> Iterator[Claim]:
 def _simulation(record: Record) -> Iterator[Claim]:
     for part in record["rows"].values():
         shape = ", ".join(f"{number:,}" for number in part["trace"])
-        yield Claim(f"replay of [{shape}] windows, layers, experts; {len(part['rows'])} policies", part["cpu_s"], "s")
+        many = "one policy" if len(part["rows"]) == 1 else f"{len(part['rows'])} policies"
+        yield Claim(f"replay of [{shape}] windows, layers, experts; {many}", part["cpu_s"], "s")
 
 
 def _startup(record: Record) -> Iterator[Claim]:
@@ -333,6 +334,12 @@ def _engines_sglang(record: Record) -> Iterator[Claim]:
                 yield Claim(f"{said}, {name}: transfers", row["transfers"], "", theirs["transfers"], "SGLang's own")
                 yield Claim("... balance", row["balance"], "", theirs["balance"], "SGLang's own", True)
                 break
+
+
+def _engine_versions(record: Record) -> Iterator[Claim]:
+    whole = [row for row in record["rows"] if row["parts"] and all(part["status"] == "works" for part in row["parts"])]
+    said = f"of {len(record['rows'])} versions of vLLM and SGLang, those in which all parts of the plug-ins work"
+    yield Claim(said, len(whole))
 
 
 def _engine(record: Record) -> Iterator[Claim]:
@@ -472,6 +479,7 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "engines": _engines,
     "engines_sglang": _engines_sglang,
     "engines_vllm": _engines,
+    "engine_versions": _engine_versions,
     "engine": _engine,
     "soak_engine": _soak_engine,
     "soak_engine_shared": _soak_engine,
