@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
+from eplb_core._text import plain
 from eplb_core._version import __version__
 
 Owner = TypeVar("Owner")
@@ -232,7 +233,7 @@ def _tell(told: dict[Key, float], numbers: Callable[..., Iterable[Sample]], *own
             _add(more, sample)
     except Exception as error:
         _errors[0] += 1
-        what = f"{getattr(numbers, '__qualname__', numbers)!s}: {type(error).__name__}: {error}"
+        what = f"{getattr(numbers, '__qualname__', type(numbers).__name__)}: {plain(error)}"
         if what not in _logged and len(_logged) < 100:
             _logged.add(what)
             logging.getLogger("eplb_core").warning("eplb_core: numbers for operators are left out: %s", what)

@@ -60,6 +60,21 @@ def test_what_does_not_know_its_rank_has_that_of_the_process() -> None:
     del owner
 
 
+class _Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_error_that_has_no_text_is_counted_too() -> None:
+    def wrong(_: Owner) -> list[Sample]:
+        raise _Unprintable
+
+    owner = Owner(0, 5.0)
+    watch(owner, gauges=wrong)
+    told = samples()
+    assert (told[READ, ("0",)], told["eplb_metrics_errors_total", ("",)]) == (5.0, 1)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
