@@ -24,7 +24,8 @@ root_doc = "README"
 include_patterns = ["README.md", "CHANGELOG.md", "docs/*.md", "notebooks/*.ipynb", "build/reference/*.rst"]
 html_theme = "furo"
 html_title = f"eplb_core {release}"
-html_show_sphinx = False
+html_static_path, html_css_files = ["static"], ["wide.css"]
+html_show_sphinx = html_show_copyright = False
 myst_heading_anchors = 4
 nb_execution_mode = "off"
 default_role = "py:obj"  # in docstrings a name that has an entry leads there
