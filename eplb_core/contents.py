@@ -271,7 +271,8 @@ def _other_axis(whole: AnyArray) -> Contents | None:
                 continue
             # Windows that are all alike have equal totals, too.
             unlike = lines.std(axis=along).mean() > UNLIKE * lines.mean()
-            if unlike and (_spread(totals if along == 2 else totals.T) <= EQUAL).all():
+            used = (totals > 0).mean() > 0.5  # experts that always or never get all tokens have equal totals, too
+            if unlike and used and (_spread(totals if along == 2 else totals.T) <= EQUAL).all():
                 what = "windows and layers seem swapped" if axis == 2 else f"its {name} axis seems to be the experts"
                 return Contents("other", f"totals are equal along another axis than a load's: {what}", axis != 2)
     return None

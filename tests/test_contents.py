@@ -116,6 +116,12 @@ def test_a_map_is_known_by_rows_that_hold_every_expert(more: int) -> None:
     assert contents_of(layout.replica_count).kind == ("other" if more in (4,) else "load")
 
 
+def test_experts_that_take_all_tokens_or_none_are_a_load_of_one_layer() -> None:
+    load = np.zeros((8, 1, 128), np.int64)
+    load[:, 0, [3, 40, 7, 99]] = np.arange(100, 900, 100)[[3, 0, 5, 1, 7, 2, 6, 4]][:, None]
+    assert contents_of(load).kind == "load"
+
+
 def test_axes_in_another_order_are_known_by_totals_along_another_axis() -> None:
     uneven = LOAD * np.arange(1, 17)[:, None, None]
     for order in ((0, 2, 1), (2, 0, 1), (2, 1, 0), (1, 2, 0)):
