@@ -190,8 +190,9 @@ def _as_load(whole: AnyArray, rows: AnyArray, totals: FloatArray, is_load: bool)
     if found is not None:
         return found
     total = totals.mean()
-    # Softmax, top-k weights of a router that scales them, or shares of a mean expert.
-    is_share = abs(total - 1.0) < 1e-3 or (total < 1.001 * experts and (rows != np.floor(rows)).any())
+    # Softmax, percent, top-k weights of a router that scales them, or shares of a mean expert.
+    as_share = total < 1.001 * experts or abs(total - 100.0) < 1e-3
+    is_share = abs(total - 1.0) < 1e-3 or (as_share and (rows != np.floor(rows)).any())
     if is_share and rows.dtype.kind == "f" and totals.size > 1 and (abs(totals - total) < 1e-3 * total).all():
         what = f"every row adds up to {total:.4g}: shares or probabilities, not tokens"
         return Contents("other", what, False)

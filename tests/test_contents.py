@@ -116,6 +116,11 @@ def test_a_map_is_known_by_rows_that_hold_every_expert(more: int) -> None:
     assert contents_of(layout.replica_count).kind == ("other" if more in (4,) else "load")
 
 
+def test_percent_are_shares() -> None:
+    found = contents_of(100.0 * LOAD / LOAD.sum(axis=2, keepdims=True))
+    assert (found.kind, found.sure) == ("other", False)
+
+
 def test_experts_that_take_all_tokens_or_none_are_a_load_of_one_layer() -> None:
     load = np.zeros((8, 1, 128), np.int64)
     load[:, 0, [3, 40, 7, 99]] = np.arange(100, 900, 100)[[3, 0, 5, 1, 7, 2, 6, 4]][:, None]

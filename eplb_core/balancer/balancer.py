@@ -147,10 +147,9 @@ class Balancer:
                 f"`load` ({layers} layers, {experts} experts) must be as before, {known}; another model needs another "
                 "Balancer"
             )
-        if self._memory is None:
-            self._memory = Memory(layers, experts)
         for window in windows:
             if window.max() > 0.0:
+                self._memory = self._memory or Memory(layers, experts)  # of nothing there is none
                 self._memory.add(window)
 
     def propose(self, live: ExpertLayout, *, frozen: ArrayLike | None = None, **options: Any) -> Placement:

@@ -54,6 +54,14 @@ def live_through(bal: Balancer, load: npt.NDArray[np.int64], live: ExpertLayout)
     return seen, moved
 
 
+def test_windows_without_load_are_as_none() -> None:
+    bal, live = balancer(), trivial()
+    bal.observe(np.zeros((2, LAYERS, EXPERTS)))
+    assert bal.propose(live).layout is live
+    assert bal.digest == balancer().digest
+    assert bal.report().windows == 0
+
+
 def test_nothing_observed_is_no_reason_to_move() -> None:
     placed = balancer().propose(trivial())
     assert placed.layout == trivial()
