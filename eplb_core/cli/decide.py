@@ -7,6 +7,7 @@ import importlib.util
 
 from eplb_core._text import filled, lines, number
 from eplb_core.cli.inputs import DTYPES, cost_of, note, note_faults, ranks_and_current, read_trace, to_json
+from eplb_core.files.reading import write_atomic
 from eplb_core.placement.worth.decision import cost_words, tokens_a_window, windows_words
 from eplb_core.simulation.advice.advise import advise as find_advice
 from eplb_core.simulation.advice.model import read_model
@@ -41,6 +42,9 @@ def advise(arguments: argparse.Namespace) -> int:
             progress=step,
         )
     print(to_json(advice.to_dict()) if arguments.json else lines(str(advice)))
+    if arguments.report is not None:
+        write_atomic(arguments.report, advice.to_html().encode(errors="replace"))
+        note(f"wrote {arguments.report}")
     return 0
 
 

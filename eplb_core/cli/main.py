@@ -142,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         default=128,
         help="tokens of a rank that all-to-all buffers hold for every slot; 0: they do not grow (default: 128)",
     )
+    best.add_argument("--report", metavar="FILE", help="also write a page, .html")
 
     gain = _command(commands, "gain", decide.gain, "how many redundant slots pay, judged on the later half of a load")
     _traces(gain, "recorded load", stream=False)

@@ -79,7 +79,9 @@ def test_advise_prints_the_advice_of_the_library(trace: str, model: str, eplb: C
     said = eplb(*command)
     assert said.out == f"{found}\n"
     assert "..." in said.err
-    assert eplb(*command, "--json").facts == json.loads(to_json(found.to_dict()))
+    page = Path(model).with_name("page.html")
+    assert eplb(*command, "--json", "--report", str(page)).facts == json.loads(to_json(found.to_dict()))
+    assert page.read_text("utf-8") == found.to_html()
     assert eplb(*command, "--pass-ms", "1e-9", status=2).err.count("`pass_limit_s`") == 1
     assert "--gpu" in eplb.exits("advise", trace, "--model", model).err
     Path(model).write_text("{}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eplb_core._html import table_html, words_html
+from eplb_core._html import PAGE, Point, points_svg, table_html, words_html
 from eplb_core._text import number
 from eplb_core.frames import Table
 from eplb_core.placement.worth.decision import pays, windows_words
@@ -213,8 +213,31 @@ class Advice(Table):
 
     def _repr_html_(self) -> str:
         head, *rows = self._rows()
-        words = "".join(f"<p>{words_html(part)}</p>" for part in self.conclusion.split("\n"))
-        return f"<div>{table_html(head, rows)}{words}</div>"
+        first, *others = (f"<p>{words_html(part)}</p>" for part in self.conclusion.split("\n"))
+        legend = "<p>A ring: recommended. Black: on the Pareto front; grey: not; pale: not within the limits.</p>"
+        about = words_html(f"{self.trace or 'a load in memory'}; {self.model.text}; figures are of {self.judged_on}")
+        parts = (f"<p>{about}</p>", f"<b>{first}</b>", self._picture(), legend, table_html(head, rows), *others)
+        return f"<div>{''.join(parts)}</div>"
+
+    def to_html(self) -> str:
+        """A page of its own: the recommendation, all candidates in a picture, the table, the reasons."""
+        return PAGE.format(title="Ranks, slots and a policy for a recorded load", body=self._repr_html_())
+
+    def _picture(self) -> str:
+        """Each candidate by its pass and its GPU-seconds; a pointer that rests on one reads its figures."""
+        points = [
+            Point(
+                each.judged.pass_s * 1e3,
+                each.gpu_s * 1e3,
+                f"{each.num_ranks} ranks of {each.slots_per_rank} slots, {each.policy}: "
+                f"{each.judged.pass_s * 1e3:.4g} ms a pass, {each.gpu_s * 1e3:.4g} GPU-ms, "
+                f"{each.memory_bytes / 1e9:.3g} GB a rank",
+                "#111" if each.on_front else "#999" if each.fits else "#ddd",
+                each is self.recommended,
+            )
+            for each in sorted(self.candidates, key=lambda one: one.on_front)
+        ]
+        return points_svg(points, "ms a pass", "GPU-ms: ranks x pass")
 
     def _rows(self) -> list[Sequence[str]]:
         """The head, the front, and all policies on the ranks and slots of the chosen and of today's."""

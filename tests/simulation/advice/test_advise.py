@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -192,5 +193,11 @@ def test_it_is_a_table_words_and_plain_values() -> None:
     assert columns["pass_s"].tolist() == [each.judged.pass_s for each in found.candidates]
     assert "chosen_on" not in columns
     page = found._repr_html_()
-    assert page.startswith("<div><table>")
     assert "<code>place</code>" in page
+    labels = re.findall("<title>(.*?)</title>", page)
+    assert len(labels) == len(found.candidates)
+    assert sum(f"{each.gpu_s * 1e3:.4g} GPU-ms" in " ".join(labels) for each in found.candidates) == len(labels)
+    assert page.count("<circle") == len(labels) + 1  # a ring around the recommended one
+    assert found.to_html().count(page) == 1
+    hostile = replace(found, trace="<script>x</script>").to_html()
+    assert "<script" not in hostile
