@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +80,8 @@ def page(records: Mapping[str, Record], *, where: str) -> str:
     for on_gpu, title in ((False, "On a processor"), (True, "On GPUs")):
         if rows[on_gpu]:
             head = ["claim", "ours", "beside", "times better", "record, commit"]
-            parts.append(f"## {title}\n\n{'; '.join(machines[on_gpu])}.\n\n{measure.table(head, rows[on_gpu])}\n")
+            on = textwrap.fill(f"{'; '.join(machines[on_gpu])}.", 120)
+            parts.append(f"## {title}\n\n{on}\n\n{measure.table(head, rows[on_gpu])}\n")
     return "\n".join(parts)
 
 
