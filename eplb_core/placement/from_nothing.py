@@ -146,8 +146,13 @@ def _try_unsplit(
         solve_layers(once, load.total, ~far, 1.0, scratch, rows, np.zeros_like(bound))
         rows[~far] = p2l[~far]
         _balance_windows(problem, load, rows, 1.0, ~far)
-        for each in (rows, usual):
-            if p2l.shape[1] <= _FEW_SLOTS and not is_tiny(problem):
+        starts = [rows, usual]
+        few = p2l.shape[1] <= _FEW_SLOTS and not is_tiny(problem)
+        if few:  # what is even with equal shares lies elsewhere
+            starts.append(p2l.copy())
+            solve_layers(problem, load.total, ~far, _FAR_EFFORT, scratch, starts[-1], np.zeros_like(bound))
+        for each in starts:
+            if few:
                 polish(problem, load, far, bound, each)
             _take_better(problem, load, each, far, p2l, reached)
 

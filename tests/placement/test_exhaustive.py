@@ -102,7 +102,7 @@ def test_what_needs_several_changes_at_once_is_found(problem: Problem, dispatch:
 
 
 @pytest.mark.parametrize(
-    ("problem", "best"),
+    ("problem", "dispatch", "best"),
     [
         (
             Problem(
@@ -110,10 +110,25 @@ def test_what_needs_several_changes_at_once_is_found(problem: Problem, dispatch:
                 [0.25, 0.25, 3, 0.25, 1, 3],
                 [4, 3, 5, 5, 3, 4],
             ),
+            "even",
             0.963,
         ),  # was 0.661
-        (Problem([33.0, 27, 19, 29, 15, 18, 18, 14], [3.0, 0.25, 3, 0.25, 0.5], [4, 3, 1, 3, 1]), 0.426),  # was 0.301
+        (
+            Problem([33.0, 27, 19, 29, 15, 18, 18, 14], [3.0, 0.25, 3, 0.25, 0.5], [4, 3, 1, 3, 1]),
+            "even",
+            0.426,
+        ),  # was 0.301
+        (
+            Problem([56.0, 15, 11, 14, 14, 5, 4, 6], [1.0, 0.5, 0.5, 2.0, 1.0], [2, 4, 2, 4, 1]),
+            "weighted",
+            0.9999,
+        ),  # was 0.909
+        (
+            Problem([14.0, 61, 8, 9, 8, 4, 748, 16, 13, 78, 1, 20, 21, 6], [1.0, 1.0, 1.0, 1.0], [5, 4, 4, 4]),
+            "weighted",
+            0.9999,
+        ),  # was 0.931
     ],
 )
-def test_few_slots_of_very_unlike_ranks_are_searched_longer(problem: Problem, best: float) -> None:
-    assert problem.reached("even", 1.0) >= best
+def test_few_slots_far_from_their_bound_are_searched_longer(problem: Problem, dispatch: str, best: float) -> None:
+    assert problem.reached(dispatch, 1.0) >= best
