@@ -26,6 +26,7 @@ _NAMES = {
     "expert": "expert expert_id expert_index expert_idx logical_expert logical_expert_id",
     "tokens": "tokens num_tokens token_count count counts load expert_load",
 }
+_MISSING = ("None", "nan", "NaT", "<NA>")
 _WIDE = re.compile(r"(?:(?:logical_)?expert[_ ]?|e)?(\d+)")
 
 
@@ -231,8 +232,12 @@ def _in_order(columns: Columns, name: str | None, rows: int) -> tuple[tuple[str,
     if name is None:
         return (), np.zeros(rows, np.int64)
     column = columns[name]
-    if column.dtype.kind in "fOM" and (column != column).any():  # NaN, and what stands for a missing value
-        raise ValueError(f"`{name}` must say the window of every row; {int((column != column).sum())} are missing")
+    if column.dtype.kind == "O":
+        missing = sum(not isinstance(value, str) and str(value) in _MISSING for value in column)
+    else:
+        missing = int((column != column).sum())  # NaN
+    if missing:
+        raise ValueError(f"`{name}` must say the window of every row; {missing} are missing")
     values, first, at = np.unique(
         column.astype(str) if column.dtype.kind == "O" else column, return_index=True, return_inverse=True
     )

@@ -78,6 +78,7 @@ def test_windows_keep_the_order_of_texts_and_sort_numbers_and_times() -> None:
         ({"layer": np.full(24, 0.5)}, TypeError, r"`layer` \(float64\) must be ids"),
         ({"expert": -AT[2]}, TypeError, "`expert`"),
         ({"window": np.full(24, np.nan)}, ValueError, "24 are missing"),
+        ({"window": np.array(["a", None, "b", "None"] * 6, dtype=object)}, ValueError, "6 are missing"),
         ({"window": AT}, ValueError, "columns of one length"),
         ({"window": AT[0][:5]}, ValueError, "columns of one length"),
     ],
