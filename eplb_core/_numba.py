@@ -68,8 +68,8 @@ def _say_that_it_compiles() -> None:
         return
     with contextlib.suppress(OSError, ValueError):  # no plan fails because its log is full or closed
         print(
-            "eplb_core: this call waits while its kernels are compiled, about 10 s, once after an installation: later "
-            f"processes load them from disk ({QUIET}=1 hides this line)",
+            "eplb_core: this call waits while its kernels are compiled, 10 s to a minute, once after an installation: "
+            f"later processes load them from disk ({QUIET}=1 hides this line)",
             file=sys.stderr,
             flush=True,
         )

@@ -124,7 +124,7 @@ def _scored_words(trace: Trace, first: int, cost: StepCost | None, passes: float
     load = tokens_a_window(trace.load[first:])
     words, memory = cost_words(None, passes, load), ""
     if cost is not None:
-        words = cost_words(cost.model, passes, load, cost.assumed)
+        words = cost_words(cost.model, passes, load, cost.assumed, all_to_all=cost.token_bytes > 0.0)
         memory = " ms a pass count pauses; GB a rank are those of redundant experts."
     return (
         "bal. = sum of the ranks' mean loads / sum of the fullest ranks' loads, on windows that no layout was made "

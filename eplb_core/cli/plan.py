@@ -164,7 +164,7 @@ def conclude_plan(facts: dict[str, Any]) -> str:
     before, after = facts["windows_before"]["total"], facts["windows_after"]["total"]
     if math.isnan(before) or math.isnan(after):
         return "The trace has no load, so every layout is equally good. Record again while the engine serves."
-    was = "the live layout" if facts["before_is"] == "current" else "the trivial layout"
+    was = "the live layout" if facts["before_is"] == "current" else f"the trivial layout of {facts['num_slots']} slots"
     fitted, unseen = 1.0 - before / after, facts.get("unseen")
     works = f"the average rank works {after:.0%} of the fullest rank's time ({before:.0%} with {was})"
     if unseen is None:

@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eplb_core._text import filled, lines
 from eplb_core.cli.inputs import cost_of, note, note_faults, ranks_and_current, read_trace, to_json
 from eplb_core.cli.plan import make_plan, plan_text, unseen_words
 from eplb_core.cli.streams import open_stream
 from eplb_core.files.formats import demo_trace
 from eplb_core.simulation.compare import Comparison
-from eplb_core.simulation.hardware import LINKS
+from eplb_core.simulation.hardware import HARDWARE, LINKS
 from eplb_core.simulation.html import write_report
 from eplb_core.simulation.load.sources import TraceStream
 from eplb_core.simulation.policies import BASIC, PolicyName
@@ -35,6 +37,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     stream, trace = open_stream(arguments) if arguments.stream else (None, read_trace(arguments))
     note_faults(trace)
     topology, current = ranks_and_current(arguments, trace)
+    _note_nodes(topology, arguments.hardware)
     options: SimulateOptions = {
         "topology": topology,
         "num_slots": arguments.slots,
@@ -61,6 +64,16 @@ def simulate(arguments: argparse.Namespace) -> int:
         if arguments.report is not None:
             print(lines(f"wrote   {arguments.report}"))
     return 0
+
+
+def _note_nodes(topology: Topology, hardware: str | None) -> None:
+    """Point out a node of more ranks than the hardware's fast links join; `eplb advise` fills nodes."""
+    if hardware is None:
+        return
+    most, joined = int(np.bincount(topology.rank_to_node).max()), HARDWARE[hardware].node_ranks
+    if most > joined:
+        nodes = -(-topology.num_ranks // joined)
+        note(f"{most} ranks are counted as one node, where {hardware} joins {joined} (--nodes {nodes})")
 
 
 def _policies_that_fit(topology: Topology, slots: int | None) -> list[PolicyName]:

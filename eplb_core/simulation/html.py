@@ -22,7 +22,7 @@ from eplb_core.errors import MAX_TEXT
 from eplb_core.files.reading import PathLike, write_atomic
 from eplb_core.metrics import mean_of_known
 from eplb_core.simulation.result import Simulation, averaged, summary_table, time_over_mean
-from eplb_core.simulation.words import decide, recommended
+from eplb_core.simulation.words import decide, recommended, starts_trivial
 from eplb_core.trace import Trace
 
 # What the page draws: a screen has no more room, and a mail no room for more than a megabyte.
@@ -122,7 +122,7 @@ def _facts(sims: Sequence[Simulation], trace: Trace | None) -> dict[str, str]:
     facts["windows"] = f"{last - first + 1:,}, numbered {first} to {last}"
     if trace is not None:
         told = (Path(trace.path).name, trace.source, *trace.notes)
-        facts["recording"] = "; ".join(text for text in told if text) or "not named"
+        facts["recording"] = "; ".join(text for text in told if text and not _said(text, told)) or "not named"
         if trace.windows and not trace.windows[0].isdecimal():
             facts["windows"] += f', "{trace.windows[0]}" to "{trace.windows[-1]}"'
         dated = trace.windows and all(re.match(r"\d{4}-\d\d-\d\d", trace.windows[at]) for at in (0, -1))
@@ -140,11 +140,13 @@ def _facts(sims: Sequence[Simulation], trace: Trace | None) -> dict[str, str]:
     }
 
 
+def _said(text: str, told: Sequence[str]) -> bool:
+    """Whether another of the texts begins with this one, as a note does with the name of its array."""
+    return any(other.startswith(text) for other in told if other is not text)
+
+
 def _layout_words(sim: Simulation) -> str:
-    slots = sim.first_layout.physical_to_logical_map
-    filled = slots[:1].ravel() >= 0
-    trivial = (slots[:, filled] == np.arange(filled.sum()) % sim.layout.num_experts).all()
-    kind = "experts in order, as engines start" if trivial else "the layout that was given"
+    kind = "experts in order, as engines start" if starts_trivial(sim) else "the layout that was given"
     first, last = sim.digests[0], sim.digests[-1]
     end = "" if first == last else f", and ends as {last[:12]} with {sim.policy}"
     return f"{'starts' if end else 'stays'} as {kind} ({first[:12]}){end}"
@@ -153,10 +155,13 @@ def _layout_words(sim: Simulation) -> str:
 def _assumed(sim: Simulation) -> str:
     if sim.cost is None:
         return "a token takes the same time on every layer; nothing else takes time: moves are free"
-    text = f"{sim.cost.assumed or 'the cost model that was given'}; {sim.window_passes:g} passes in a window"
+    text = f"{sim.cost.assumed or 'the cost model that was given'}; "
+    text += f"{sim.window_passes:g} pass{'es' * (sim.window_passes != 1.0)} in a window"
+    timed = "the experts"
     if sim.cost.token_bytes:
         text += "; tokens come from all ranks in equal parts"
-    return text + ("" if sim.cost.model.layer_s else "; attention and all else but the experts are left out")
+        timed += " and their all-to-all"
+    return text + ("" if sim.cost.model.layer_s else f"; attention and all else but {timed} are left out")
 
 
 # ---- what is drawn ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from eplb_core._text import number
+import numpy as np
+
+from eplb_core._text import counted, number
 from eplb_core.placement.worth.decision import WORTH, cost_words, pays, windows_words
 from eplb_core.simulation.result import Simulation
 
@@ -58,7 +60,7 @@ def decide(simulations: Sequence[Simulation]) -> tuple[str, str]:
             f"Less than {WORTH:.0%} is lost among everything else that differs. {_weighed(best)}",
         )
     text = f"Take `{best.policy}`: on windows it had not seen, {works}, and {change}."
-    return text, f"{_moves(best)}{_dearer(best, simulations)} {_weighed(best)}"
+    return text, f"{_moves(best)}{_dearer(best, simulations)}{_blind(kept)} {_weighed(best)}"
 
 
 def _weighed(sim: Simulation) -> str:
@@ -68,8 +70,11 @@ def _weighed(sim: Simulation) -> str:
     every = f"plans are made every {sim.interval} windows from the last {sim.history}"
     if sim.policy == "auto":
         every = "`auto` decides after every window, from those before it"
-    model, assumed = (None, "") if sim.cost is None else (sim.cost.model, sim.cost.assumed)
-    return f"Scored are {scored}; {every}. {cost_words(model, sim.window_passes, float(load), assumed)}"
+    weighed = cost_words(None, sim.window_passes, float(load))
+    if sim.cost is not None:
+        model, sent = sim.cost.model, sim.cost.token_bytes > 0.0
+        weighed = cost_words(model, sim.window_passes, float(load), sim.cost.assumed, all_to_all=sent)
+    return f"Scored are {scored}; {every}. {weighed}"
 
 
 def _moves(sim: Simulation) -> str:
@@ -99,6 +104,24 @@ def _moves(sim: Simulation) -> str:
         if not math.isinf(sim.cost.memory_bytes):
             text += f", {sim.memory_bytes / sim.cost.memory_bytes:.1%} of its memory"
     return text + "."
+
+
+def _blind(kept: Simulation) -> str:
+    """That a layout which nobody planned may be worse with redundant slots than without."""
+    spare = kept.num_slots - kept.layout.num_experts
+    if not spare or not starts_trivial(kept):
+        return ""
+    return (
+        f" `{kept.policy}` fills {counted(spare, 'redundant slot')} a layer without a plan; `eplb gain` and `eplb "
+        "advise` compare with none redundant."
+    )
+
+
+def starts_trivial(sim: Simulation) -> bool:
+    """Whether the first layout holds experts in order, then again from the first, as engines start."""
+    slots = sim.first_layout.physical_to_logical_map
+    filled = slots[:1].ravel() >= 0
+    return bool((slots[:, filled] == np.arange(filled.sum()) % sim.layout.num_experts).all())
 
 
 def _dearer(best: Simulation, simulations: Sequence[Simulation]) -> str:

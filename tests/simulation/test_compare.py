@@ -75,6 +75,7 @@ def test_without_a_cost_fewer_transfers_win_within_a_hundredth_of_balance() -> N
     assert "layers take 40.0% less time than with `none` (60%)" in runs.conclusion
     assert "It moves 1 expert, once, before window 2. `swap` moves 4 times as many" in runs.conclusion
     assert "Scored are windows 2-5; plans are made every 2 windows from the last 2." in runs.conclusion
+    assert "`none` fills 2 redundant slots a layer without a plan" in runs.conclusion
     assert str(runs).startswith(table(runs)[:10])
     said = str(runs).split("\n\n")[-1]
     assert " ".join(said.split()) == runs.conclusion

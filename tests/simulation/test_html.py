@@ -143,19 +143,20 @@ def test_the_page_says_what_it_is_about(comparison: Comparison) -> None:
 
 def test_dates_speeds_and_hardware_are_said_where_they_are_known() -> None:
     days = tuple(f"2026-05-{day:02d}" for day in range(1, 10))
-    trace = Trace(LOAD, days, path="folder/load.csv", source="a table", notes=("columns were guessed",))
+    trace = Trace(LOAD, days, path="folder/load.csv", source="a table", notes=("a table: columns were guessed",))
     topology = Topology(rank_to_node=[0, 0, 0, 1], rank_speed=[1, 1, 0.5, 1])
     start = ExpertLayout.trivial(3, 8, topology=topology, num_slots=10)
     start = ExpertLayout(start.physical_to_logical_map[:, ::-1], 8, topology=topology)
     sim = simulate(trace, topology=topology, num_slots=10, current=start, interval=3, cost=cost_preset("H200"))
     facts = facts_of(report_html([sim], trace=trace))
     assert facts["recorded"] == "2026-05-01 to 2026-05-09"
-    assert facts["recording"] == "load.csv; a table; columns were guessed"
+    assert facts["recording"] == "load.csv; a table: columns were guessed"  # once
     assert facts["ranks"] == "4 on 2 nodes (1 to 3 on each), of speeds 0.5 to 1"
     assert "up to 3 slots" in facts["slots"]
     assert facts["hardware"] == "H200 SXM"
     assert sim.cost is not None
-    assert facts["assumed"].startswith(sim.cost.assumed)
+    assert facts["assumed"].startswith(f"{sim.cost.assumed}; 1 pass in a window")
+    assert facts["assumed"].endswith("the experts and their all-to-all are left out")
     assert "in order" not in facts["layout"]
     assert data_of(report_html([sim], trace=trace))["names"] == list(days)
     stream = report_html([sim], trace=Trace(LOAD[:1], path="day.npy", format="stream"))  # whose first window is known

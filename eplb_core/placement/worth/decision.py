@@ -37,7 +37,9 @@ def windows_words(first: int, end: int) -> str:
     return f"window {first}" if end - first == 1 else f"windows {first}-{end - 1}"
 
 
-def cost_words(model: CostModel | None, passes: float, load_a_window: float, hardware: str = "") -> str:
+def cost_words(
+    model: CostModel | None, passes: float, load_a_window: float, hardware: str = "", *, all_to_all: bool = False
+) -> str:
     """What time is counted in, and which numbers were assumed for it.
 
     Args:
@@ -45,12 +47,14 @@ def cost_words(model: CostModel | None, passes: float, load_a_window: float, har
         passes: Passes of a window.
         load_a_window: Tokens of an expert that a layer computes in a window, all experts together, in the mean.
         hardware: What the numbers are of, where that is known.
+        all_to_all: Say that the time of the all-to-all is in it, too.
     """
     if model is None:
         return "Time is counted in tokens of the fullest rank; moves are free."
     parts = [f"{model.token_s * 1e6:.3g} us a token", f"{model.expert_s * 1e6:.3g} us an active expert"]
     parts += [f"{model.expert_bytes / 1e6:.3g} MB an expert"] if model.expert_bytes else []
-    text = f"Time is counted by {f'{hardware}: ' if hardware else 'the cost given: '}{', '.join(parts)}; "
+    whose = "that of experts and of their all-to-all, without attention, " if all_to_all else "counted "
+    text = f"Time is {whose}by {f'{hardware}: ' if hardware else 'the cost given: '}{', '.join(parts)}; "
     text += f"a window is {passes:g} pass{'es' * (passes != 1.0)} of {load_a_window / passes:,.0f} token-expert pairs"
     return text + " a layer" + (" (`window_passes`)." if passes == 1.0 else ".")
 
