@@ -98,6 +98,9 @@ def read_model(config: PathLike | Mapping[str, Any], *, weight_bytes: float | No
             break
     reader = _Reader(source, part)
     experts = reader.whole(_EXPERTS, "a model with experts")
+    top_k = reader.whole(_TOP_K, "experts of a token")
+    if top_k > experts:
+        raise _bad(source, f"expected at most {experts} experts of a token, as many as a layer has, found {top_k}")
     layers = _moe_layers(part, reader.whole(("num_hidden_layers", "num_layers", "n_layer"), "layers"))
     size, weights = (weight_bytes, f"{weight_bytes:g} bytes a weight") if weight_bytes else _weights(source, part)
     if layers < 1:
@@ -107,7 +110,7 @@ def read_model(config: PathLike | Mapping[str, Any], *, weight_bytes: float | No
         hidden_size=reader.whole(("hidden_size", "d_model"), "values of a token"),
         intermediate_size=reader.whole(_INNER, "values inside of an expert"),
         num_experts=experts,
-        top_k=reader.whole(_TOP_K, "experts of a token"),
+        top_k=top_k,
         weight_bytes=size,
         weights=weights,
         num_layers=layers,
@@ -150,7 +153,8 @@ def _moe_layers(config: Mapping[str, Any], layers: int) -> int:
     every = max(number("decoder_sparse_step", 1), 1)
     between = max(number("interleave_moe_layer_step", 1), 1)
     period, offset = max(number("expert_layer_period", 1), 1), number("expert_layer_offset", 0)
-    dense = config.get("mlp_only_layers") or ()
+    dense = config.get("mlp_only_layers")
+    dense = dense if isinstance(dense, list | tuple) else ()
     step = max(frequency, 1) if isinstance(frequency, int) else 1
     return sum(
         1

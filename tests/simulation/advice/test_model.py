@@ -105,11 +105,16 @@ def test_a_quantization_says_the_bytes_of_a_weight(quantization: dict[str, Any],
         ({"torch_dtype": "auto"}, "--dtype"),
         ({"quantization_config": {"quant_method": "secret"}}, "secret.*--dtype"),
         ({"first_k_dense_replace": 99}, "layers with experts"),
+        ({"num_experts_per_tok": 9}, "at most 8 experts"),
     ],
 )
 def test_what_names_no_experts_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(FileFormatError, match=words):
         read_model({**MIXTRAL, **change})
+
+
+def test_layers_without_experts_that_are_no_list_are_passed_over() -> None:
+    assert read_model({**MIXTRAL, "mlp_only_layers": 5}) == read_model(MIXTRAL)
 
 
 def test_a_file_that_is_no_config_is_refused_by_its_name(tmp_path: Path) -> None:
