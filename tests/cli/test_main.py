@@ -596,7 +596,7 @@ def test_the_dimensions_of_the_model_are_given_or_said_to_be_assumed(trace: str,
     assert "one node" not in given.err
     assert "their all-to-all, without attention, by H200" in " ".join(given.out.split())
     assert "experts of 512 x 256 at 2 bytes a weight" in " ".join(given.out.split())
-    wide = eplb("simulate", trace, "--ranks", "16", "--slots", "16", "--policy", "none", "--hardware", "H200")
+    wide = eplb("simulate", trace, *some, "--ranks", "16", "--nodes", "1", "--slots", "16")
     assert "16 ranks are counted as one node, where H200 joins 8 (--nodes 2)" in wide.err
     alone = eplb("simulate", trace, *PLACE, "--hidden", "512", status=2)
     assert "--hardware NAME" in alone.err
