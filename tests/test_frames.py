@@ -68,7 +68,7 @@ def test_windows_keep_the_order_of_texts_and_sort_numbers_and_times() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"extra": AT[0]}, ValueError, "columns extra are no window"),
+        ({"extra": AT[0]}, ValueError, "columns extra are no `window"),
         ({"count": AT[0]}, ValueError, "columns tokens, count could each be the tokens"),
         ({"window": None}, ValueError, r"twice for the same window, layer and expert \(first: \[0, 0, 0\]\)"),
         ({"expert": None}, ValueError, "no column is known as `expert`"),
@@ -91,7 +91,7 @@ def test_what_is_no_long_table_is_refused(change: dict[str, Any], error: type[Ex
 
 def test_what_is_no_wide_table_is_refused() -> None:
     for change, match in (
-        ({"note": [1] * 6}, "columns note are no window"),
+        ({"note": [1] * 6}, "columns note are no `window"),
         ({"expert_5": [1] * 6}, "4 is missing"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -50,7 +50,7 @@ def test_the_rows_that_pandas_counted_are_no_column(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", {"": np.arange(24), **LONG})
     assert load_trace(path).load.tolist() == LOAD.tolist()
     path = write(tmp_path / "b.csv", {"": np.arange(24) * 2, **LONG})
-    with pytest.raises(FileFormatError, match="are no window, layer"):
+    with pytest.raises(FileFormatError, match="are no `window`, `layer"):
         load_trace(path)
 
 

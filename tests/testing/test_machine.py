@@ -40,6 +40,7 @@ def run(machine: type[EngineMachine], phases: tuple[Phase, ...] = (Phase.generat
     run_state_machine_as_test(
         machine,
         settings=settings(
+            print_blob=False,
             max_examples=examples,
             stateful_step_count=8,
             phases=phases,

@@ -224,7 +224,7 @@ def test_counterexamples_evaluate(strategy: st.SearchStrategy[Any]) -> None:
     """The argument that a failed test prints is the value that it had."""
     values = []
 
-    @settings(database=None, phases=[Phase.generate])
+    @settings(database=None, phases=[Phase.generate], print_blob=False)
     @given(strategy)
     def fails(value: Any) -> None:
         values.append(value)
@@ -243,7 +243,7 @@ def test_counterexamples_evaluate(strategy: st.SearchStrategy[Any]) -> None:
 
 
 def test_a_layout_prints_as_its_constructor() -> None:
-    @settings(database=None, phases=[Phase.generate, Phase.shrink])
+    @settings(database=None, phases=[Phase.generate, Phase.shrink], print_blob=False)
     @given(layouts(topology=topologies(num_ranks=2, num_nodes=1), num_experts=3, slots_per_rank=2))
     def fails(layout: ExpertLayout) -> None:
         assert layout.num_experts < 3
