@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ MEMORY = Path("/dev/shm")
 class Part(NamedTuple):
     """What some schedules gave."""
 
+    schedules: int
+    """How many ran."""
     events: Counter[str]
     hits: Counter[Hit]
     calls: int
@@ -39,13 +42,16 @@ class Part(NamedTuple):
     """The first schedule that showed a fault, and which."""
 
 
-def run_some(seeds: range) -> Part:
-    """These schedules, one after the other."""
+def run_some(seeds: range, until: float) -> Part:
+    """These schedules, one after the other, as long as the clock is before `until`, in seconds since the epoch."""
     log, handler = logging.getLogger("eplb_core"), NoExceptions()
     log.handlers, log.propagate = [handler], False
-    injector, events = Injector(), Counter[str]()
+    injector, events, ran = Injector(), Counter[str](), 0
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder, injector.installed():
         for seed in seeds:
+            if time.time() > until:
+                break
+            ran += 1
             try:
                 events += schedule(seed, Path(folder), injector).events
                 met = handler.met[0] if handler.met else ""
@@ -53,8 +59,8 @@ def run_some(seeds: range) -> Part:
                 injector.process = None
                 met = f"{type(error).__name__}: {error}"
             if met:
-                return Part(events, injector.hits, injector.calls, f"seed {seed}: {met}")
-    return Part(events, injector.hits, injector.calls)
+                return Part(ran, events, injector.hits, injector.calls, f"seed {seed}: {met}")
+    return Part(ran, events, injector.hits, injector.calls)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,14 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedules", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("-n", "--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no more schedules after this time")
     options = parser.parse_args(argv)
-    count = 200 if options.quick else options.schedules
-    last = options.seed + count
+    last = options.seed + (200 if options.quick else options.schedules)
     chunks = [range(start, min(start + CHUNK, last)) for start in range(options.seed, last, CHUNK)]
     events, hits, calls, failed = Counter[str](), Counter[Hit](), 0, list[str]()
-    start = time.perf_counter()
+    count, start = 0, time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for part in pool.imap_unordered(run_some, chunks):
+        for part in pool.imap_unordered(partial(run_some, until=time.time() + options.seconds), chunks):
+            count += part.schedules
             events, hits, calls = events + part.events, hits + part.hits, calls + part.calls
             failed += [part.failed] * bool(part.failed)
             for line in [part.failed] * bool(part.failed):
