@@ -71,6 +71,7 @@ _HOMES = {
     "stream_trace sweep",
     "trace": "Trace",
     "placement.affinity.pairs": "pair_counts",
+    "placement.affinity.sends": "Sends count_sends",
     "placement.worth.slots": "SlotPlan plan_slots",
     "placement.worth.costs": "CostModel",
     "placement.worth.decide": "Verdict should_rebalance",

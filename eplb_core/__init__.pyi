@@ -80,6 +80,8 @@ from eplb_core.metrics import rank_load as rank_load
 from eplb_core.metrics import total_balancedness as total_balancedness
 from eplb_core.metrics import transfers as transfers
 from eplb_core.placement.affinity.pairs import pair_counts as pair_counts
+from eplb_core.placement.affinity.sends import Sends as Sends
+from eplb_core.placement.affinity.sends import count_sends as count_sends
 from eplb_core.placement.deepseek import rebalance_experts as rebalance_experts
 from eplb_core.placement.elastic import drop_ranks as drop_ranks
 from eplb_core.placement.elastic import lost_experts as lost_experts

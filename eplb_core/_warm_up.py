@@ -43,7 +43,9 @@ _LOAD = np.array([[3, 1, 2, 1], [1, 1, 1, 4]])
 
 
 def _warm_place() -> None:
+    from eplb_core.metrics import even_shares
     from eplb_core.placement.affinity.pairs import pair_counts
+    from eplb_core.placement.affinity.sends import count_sends
     from eplb_core.placement.place import place
     from eplb_core.placement.spend import spend_budget
     from eplb_core.placement.worth.decide import should_rebalance
@@ -54,6 +56,7 @@ def _warm_place() -> None:
     pairs = pair_counts([[[0, 1], [0, 1]], [[2, 3], [2, 3]]] * 16, 4)
     place(_LOAD, _TOPOLOGY, num_slots=6, pairs=pairs, effort=0.001)
     place(_LOAD, _TOPOLOGY, num_slots=6, pairs=pairs, effort=0.001, current=live)
+    count_sends(live, [[[0, 1], [2, 3]]], shares=even_shares(live))
     uneven = ExpertLayout([[0, -1, -1, 1, 2, 3]] * 2, num_experts=4, topology=_TOPOLOGY)  # rank 1 has 2 of the 5 slots
     place(_LOAD, _TOPOLOGY, num_slots=5, current=uneven, max_node_transfers=[[-1, 1], [1, -1]])
     place(_LOAD, Topology(rank_to_node=[0, 1], rank_speed=[1.0, 2.0]), num_slots=6)

@@ -22,6 +22,7 @@ from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known
 from eplb_core.placement.affinity.near import TRAFFIC_PRICE, Near, Rows, bring_near
 from eplb_core.placement.affinity.pairs import check_pairs
+from eplb_core.placement.affinity.sends import bound_sends, predict_sends
 from eplb_core.placement.from_current import choose_rows, start_from
 from eplb_core.placement.from_nothing import solve
 from eplb_core.placement.problem import (
@@ -67,19 +68,35 @@ class Placement(Table):
     senders: IntArray | None = None
     """Where links have limits: the rank that each slot's expert comes from within them, int64 `[L, P]`; -1 where the
     rank has it already, and where it must come although no link has room. Else None."""
+    nodes_per_token: FloatArray | None = None
+    """Where `pairs` were given: nodes that a token reaches with dispatch mode "near", its own included where that
+    computes any of its experts, float64 `[L]`. Predicted as `sends_per_token` is. Else None."""
+    sends_per_token: FloatArray | None = None
+    """Where `pairs` were given: nodes besides its own that a token reaches so, predicted by tokens made from the pairs,
+    float64 `[L]`; NaN where the pairs' diagonal does not say how many experts a token has, and on more than 8 nodes."""
+    sends_bound: FloatArray | None = None
+    """Proven lower limit of `sends_per_token` over all layouts of these slots, for tokens that have these pairs,
+    float64 `[L]`; NaN without pairs. It is loose: a token's second node is not in it."""
 
     def _columns(self) -> Columns:
-        return {
+        columns = {
             "layer": np.arange(len(self.balancedness)),
             "balancedness": self.balancedness,
             "bound": self.bound,
             "transfers": self.transfers,
         }
+        if self.nodes_per_token is not None and self.sends_per_token is not None and self.sends_bound is not None:
+            columns["nodes_per_token"] = self.nodes_per_token
+            columns["sends_per_token"] = self.sends_per_token
+            columns["sends_bound"] = self.sends_bound
+        return columns
 
     def __repr__(self) -> str:
         mean, bound = (mean_of_known(each) for each in (self.balancedness, self.bound))
+        sends = "" if self.sends_per_token is None else f", sends_per_token={mean_of_known(self.sends_per_token):.3f}"
         return (
-            f"Placement({self.layout!r}, balancedness={mean:.4f}, bound={bound:.4f}, transfers={self.transfers.sum()})"
+            f"Placement({self.layout!r}, balancedness={mean:.4f}, bound={bound:.4f}, "
+            f"transfers={self.transfers.sum()}{sends})"
         )
 
     def _repr_html_(self) -> str:
@@ -89,6 +106,8 @@ class Placement(Table):
         known = int(np.isfinite(balance).sum())
         if known:
             facts += f", balancedness {mean_of_known(balance):.4f} on average, bound {mean_of_known(bound):.4f}"
+        if self.sends_per_token is not None and np.isfinite(self.sends_per_token).any():
+            facts += f", a token reaches {mean_of_known(self.sends_per_token):.2f} other nodes"
         worst = np.argsort(balance, kind="stable")[: min(HTML_LAYERS, known)].tolist()  # NaN comes last
         rows = [[layer, f"{balance[layer]:.4f}", f"{bound[layer]:.4f}", self.transfers[layer]] for layer in worst]
         table = table_html(["least even layers", "balancedness", "bound", "transfers"], rows) if rows else ""
@@ -166,10 +185,11 @@ def place(
             more transfers than it is worth): multiplies the work that the search may do, and divides the distance from
             the bound at which it stops. 1 stops at 0.001. At most 10,000.
         pairs: Tokens that use two experts together, `[L, E, E]`, as `pair_counts` counts them; symmetric, not negative;
-            the diagonal is left out, and so is the unit. Experts that are used together then come to the same nodes, so
-            that tokens reach fewer (dispatch mode "near"), while ranks stay about as even: a rank costs only what it
-            has above 1.01 of an even load. No effect on one node, with locality "group", and on layers whose pairs are
-            all 0 or what chance makes of them. Pairs of other tokens than the load's are as good as they are alike.
+            the diagonal, tokens that use the expert, counts for `sends_per_token` alone, and the unit for nothing.
+            Experts that are used together then come to the same nodes, so that tokens reach fewer (dispatch mode
+            "near"), while ranks stay about as even: a rank costs only what it has above 1.01 of an even load. No effect
+            on one node, with locality "group", and on layers whose pairs are all 0 or what chance makes of them. Pairs
+            of other tokens than the load's are as good as they are alike.
             Transfers for their sake need to be worth `transfer_price`, but not `min_gain`.
         traffic_price: Balancedness that a token's send to another node than its own is worth, on average over tokens, 0
             or more: the time of such a send, by that of a token's experts (`StepCost.traffic_price` of
@@ -242,19 +262,24 @@ def place(
             )
     chosen, each = _share_out(reached, transfers, total), np.arange(layers)
     found = Rows(p2l[chosen, each], reached[chosen, each], transfers[chosen, each], senders[chosen, each])
+    sends_bound = np.full(layers, np.nan)
     if near is not None and layers:
         was = None if current is None else current.physical_to_logical_map
         spare = None if total is None else max(total - int(found.received.sum()), 0) // layers
         for rows, capacity in frames:
             problem = state_problem(experts, topology, capacity, stride, locality, num_groups, active_ranks, dispatch)
             bring_near(found, rows, was, problem, whole, near, terms, spare)
+            sends_bound[rows] = bound_sends(topology, problem.capacity, near.pairs.take(rows))
+    layout = ExpertLayout._of_valid(found.p2l, experts, topology)
+    sends = None if near is None else predict_sends(layout, near.pairs)
     return Placement(
-        ExpertLayout._of_valid(found.p2l, experts, topology),
+        layout,
         read_only(found.balance),
         read_only(bound),
         read_only(found.received),
         dispatch,
         read_only(found.senders) if terms.limited else None,
+        *(() if sends is None else (sends.nodes, sends.sends, read_only(sends_bound))),
     )
 
 

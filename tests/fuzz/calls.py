@@ -21,7 +21,7 @@ from eplb_core.loading.transports import LocalCopy
 LEFT_OUT = {
     "protocols, of which each engine has its own": "Agreement Transport",
     "plain data that the library makes": "Advice BalancerReport Caps GainReport LayerTables MigratorStatus Placement "
-    "PullPlan SlotPlan Verdict LayoutRecord.of_state LayoutRecord.restarted LayoutRecord.revert",
+    "Sends PullPlan SlotPlan Verdict LayoutRecord.of_state LayoutRecord.restarted LayoutRecord.revert",
     "checked where it is used": "Region ReadBatch",
     "a device or a package that this machine need not have": "CudaIpc Mooncake Nixl",
     "a group of processes": "GroupAgreement TorchDistributed",
@@ -199,6 +199,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "SharedMemory.read": {"rank": 0},
     "SlotResolver": {"num_shared": 1},
     "StepCost": {"token_bytes": 1.0, "memory_bytes": 1e9},
+    "count_sends": {"topk_ids": np.array([[[0, 1], [2, 3]]])},
     "TokenTrace": {"topk_ids": np.array([[[0, 1]], [[2, 3]]])},
     "Topology": {"num_ranks": 4, "num_nodes": 2, "rank_speed": [1.0, 1.0, 0.5, 1.0]},
     "Topology of nodes": {"num_ranks": None, "rank_to_node": [0, 0, 1, 1], "rank_speed": np.ones(4)},

@@ -40,8 +40,8 @@ def pair_counts(topk_ids: ArrayLike, num_experts: int) -> IntArray:
         num_experts: Logical experts E.
 
     Returns:
-        int64 `[E, E]`, or `[L, E, E]` for three dimensions: tokens that use both experts. Symmetric; the diagonal is 0,
-        since no expert is a pair with itself.
+        int64 `[E, E]`, or `[L, E, E]` for three dimensions: tokens that use both experts, and in the diagonal those
+        that use the expert. Symmetric.
 
     Raises:
         IndexError: An id is below -1 or not below E.
@@ -53,7 +53,7 @@ def pair_counts(topk_ids: ArrayLike, num_experts: int) -> IntArray:
 
     Example:
         >>> pair_counts([[0, 2], [2, 1], [0, 2], [-1, 1]], num_experts=3).tolist()
-        [[0, 0, 2], [0, 0, 1], [2, 1, 0]]
+        [[2, 0, 2], [0, 2, 1], [2, 1, 3]]
     """
     experts = check_int(num_experts, "num_experts", 1)
     count_topk(topk_ids, experts)  # checks every id
@@ -77,6 +77,7 @@ def _count(ids: IntArray, counts: IntArray) -> None:
                     twice = twice or ids[token, layer, j] == e
                 if twice:
                     continue
+                counts[layer, e, e] += 1
                 for j in range(i):
                     f = ids[token, layer, j]
                     again = f < 0
@@ -94,10 +95,20 @@ class Pairs(NamedTuple):
     """Pairs `[L, E, E]`, each layer's largest scaled to 30 bits; the diagonal is 0."""
     unit: FloatArray
     """Tokens that 1 in `use` stands for `[L]`."""
+    tokens: FloatArray
+    """Tokens that use each expert: the diagonal as given `[L, E]`."""
 
     def take(self, layers: BoolArray) -> Pairs:
         """Pairs of some layers."""
-        return self if layers.all() else Pairs(self.use[layers], self.unit[layers])
+        return self if layers.all() else Pairs(self.use[layers], self.unit[layers], self.tokens[layers])
+
+    def width(self, layer: int) -> int:
+        """Experts of a token on average, 2 or more; 0 where the diagonal does not say it."""
+        tokens, pairs = self.tokens[layer], self.use[layer] * self.unit[layer]
+        if not tokens.any() or (pairs.max(axis=1, initial=0.0) > tokens).any():
+            return 0
+        width = round(1.0 + float(pairs.sum() / tokens.sum()))
+        return min(max(width, 2), int(tokens.shape[0]))
 
     def speak(self) -> BoolArray:
         """Which layers have pairs that chance does not explain `[L]`."""
@@ -107,7 +118,7 @@ class Pairs(NamedTuple):
 
 
 def check_pairs(pairs: ArrayLike, layers: int, experts: int) -> Pairs:
-    """Check counts `[L, E, E]`, of tokens or in any other unit; the diagonal is left out."""
+    """Check counts `[L, E, E]`, of tokens or in any other unit."""
     given: FloatArray = to_reals(pairs, "pairs")
     if given.shape != (layers, experts, experts):
         raise ValueError(
@@ -127,7 +138,9 @@ def check_pairs(pairs: ArrayLike, layers: int, experts: int) -> Pairs:
     off = given * (1.0 - np.eye(experts))
     exponent = np.frexp(off.max(axis=(1, 2), initial=0.0))[1]
     return Pairs(
-        read_only(np.ldexp(off, _BITS - exponent[:, None, None]).astype(np.int64)), np.ldexp(1.0, exponent - _BITS)
+        read_only(np.ldexp(off, _BITS - exponent[:, None, None]).astype(np.int64)),
+        np.ldexp(1.0, exponent - _BITS),
+        read_only(given.diagonal(axis1=1, axis2=2).copy()),
     )
 
 
