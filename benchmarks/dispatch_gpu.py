@@ -25,10 +25,10 @@ TOKENS = (64, 512, 4096, 16384)
 LAYERS, INPUTS = 16, 16
 
 
-def hot_layout(layers: int) -> tuple[eplb.ExpertLayout, Any]:
+def hot_layout(layers: int, nodes: int = 4) -> tuple[eplb.ExpertLayout, Any]:
     """A layout for a skewed load, and that load."""
     load = np.random.default_rng(SEED).lognormal(0, 1.0, (layers, EXPERTS))
-    return eplb.place(load, eplb.Topology(RANKS, 4), num_slots=SLOTS).layout, load
+    return eplb.place(load, eplb.Topology(RANKS, nodes), num_slots=SLOTS).layout, load
 
 
 def draw_ids(load: Any, tokens: int, topk: int, count: int, device: str) -> list[torch.Tensor]:
@@ -81,9 +81,10 @@ def torch_count(counts: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def check(device: str, tokens: int) -> None:
     """Slots of all modes hold their experts and counts are right; the device agrees with the host."""
-    layout, load = hot_layout(2)
+    near, load = hot_layout(2)
+    further, _ = hot_layout(2, 8)
     ids = draw_ids(load, tokens, TOPK, 1, device)[0]
-    for mode in MODES:
+    for mode, layout in (*((each, near) for each in MODES), ("near", further)):
         counter = eplb.LoadCounter(2, EXPERTS, windows=1, device=device)
         tables = eplb.DispatchTables(layout, rank=3, mode=mode, device=device, load=counter)
         slots = tables.map(1, ids).cpu()
@@ -110,6 +111,8 @@ def make_tables(layout: eplb.ExpertLayout, shares: Any) -> dict[str, eplb.Dispat
                     layout, rank=3, mode=mode, device="cuda", load=counter, max_replicas=width,
                     shares=shares if mode == "weighted" else None,
                 )  # fmt: skip
+    further, _ = hot_layout(LAYERS, 8)
+    tables["near, 8 nodes"] = eplb.DispatchTables(further, rank=3, mode="near", device="cuda", load=counter)
     return tables
 
 
@@ -183,7 +186,8 @@ def figures(tokens_of: tuple[int, ...], replays: int) -> dict[str, Any]:
 def summary(device: str, figures: dict[str, Any]) -> list[str]:
     """What it found, in a few lines."""
     lines = []
-    for name in ("weighted: map + count", "random: map + count", "quota: counts to quotas", "torch: random replicas"):
+    names = ("weighted: map + count", "random: map + count", "near: map + count", "near, 8 nodes: map + count")
+    for name in (*names, "quota: counts to quotas", "torch: random replicas"):
         each = ", ".join(f"{median:.2f} at {tokens}" for tokens, (median, _) in figures[name].items())
         lines.append(f"{device}, {name}: {each} tokens x {TOPK} (us, median in a graph)")
     return lines

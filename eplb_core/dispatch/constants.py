@@ -22,8 +22,15 @@ OUT_OF_RANGE, MAPPED_TWICE = range(2)
 
 MOST_NEAR_NODES = 8
 """Nodes that mode "near" can choose among: it looks at each set of them."""
+ORDER_BITS = 6
+ORDERS = 1 << ORDER_BITS
+"""Orders of nodes that the tokens of a rank take in turn in mode "near"."""
+TURN_BITS = 3
+"""An order's word holds how much higher nodes are numbered, and from this bit on whether the highest go first."""
 
 GOLDEN = 0x9E3779B9
+ROOT = 0x6A09E667
+"""The square root of two, modulo 1: its multiples are evenly spread, too, and independently of the golden ratio's."""
 MASK = 0xFFFFFFFF
 TAG = 1 << 30
 """Set in every slot that a debugging table gives."""

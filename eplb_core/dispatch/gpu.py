@@ -26,8 +26,6 @@ BLOCKS = ((DIRECT_ELEMENTS, 128, 4), (65536, 256, 4), (float("inf"), 1024, 4))
 """Up to how many elements a program takes how many, with how many warps: about one program for each multiprocessor."""
 NARROW = 8
 """Candidates up to which the solver takes a way of its own: layouts rarely have experts with more."""
-NEAR_TOKENS = 16
-"""Tokens of a program where sets of nodes are chosen; twice as many where there are many tokens."""
 SUB_BLOCK = 128
 """Elements whose places among each other are found by comparing all pairs."""
 
@@ -174,18 +172,60 @@ def _map_kernel(
 
 
 @triton.jit
-def _bits_of(x):
-    """Bits set among the low eight."""
-    x = x - ((x >> 1) & 0x55)
-    x = (x & 0x33) + ((x >> 2) & 0x33)
-    return (x + (x >> 4)) & 0x0F
+def _and(x, y):
+    return x & y
 
 
 @triton.jit
-def _held(table, expert, turn, MASKS: tl.constexpr, N: tl.constexpr):
-    """Nodes that hold an expert, each numbered `turn` higher, around."""
-    nodes = tl.load(table + MASKS + expert)
-    return ((nodes << turn) | (nodes >> (N - turn))) & ((1 << N) - 1)
+def _bits_of(x):
+    """Bits set in a word of 32."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return (((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+
+
+@triton.jit
+def _place_of(x, last):
+    """Number of the lowest bit set, or of the highest one."""
+    x = x.to(tl.uint32, bitcast=True)
+    below = x | (x >> 1)
+    below = below | (below >> 2)
+    below = below | (below >> 4)
+    below = below | (below >> 8)
+    below = below | (below >> 16)
+    return _bits_of(tl.where(last, below >> 1, (x ^ (x - 1)) >> 1)).to(tl.int32)
+
+
+@triton.jit
+def _meeting(held):
+    """Bit i: whether the set of nodes whose bits are those of the number i meets `held`, of the first five nodes."""
+    bits = tl.where((held & 1) != 0, -1431655766, 0)
+    bits = bits | tl.where((held & 2) != 0, -858993460, 0)
+    bits = bits | tl.where((held & 4) != 0, -252645136, 0)
+    bits = bits | tl.where((held & 8) != 0, -16711936, 0)
+    return bits | tl.where((held & 16) != 0, -65536, 0)
+
+
+@triton.jit
+def _smaller(size, some, fits, members: tl.constexpr, of_size: tl.constexpr):
+    """The sets of so many nodes, if any of them fits."""
+    these = fits & of_size
+    return tl.where(these != 0, members, size), tl.where(these != 0, these, some)
+
+
+@triton.jit
+def _least(fits, word, last, FULL: tl.constexpr):
+    """The best set of each row: of those in `fits`, by words of 32, the fewest nodes, then the first or last number."""
+    size, some = tl.where(fits != 0, 5, 64), fits
+    size, some = _smaller(size, some, fits, 4, 1753251840)
+    size, some = _smaller(size, some, fits, 3, 375941248)
+    size, some = _smaller(size, some, fits, 2, 18224744)
+    size, some = _smaller(size, some, fits, 1, 65814)
+    size, some = _smaller(size, some, fits, 0, 1)
+    flip = tl.where(last, FULL, 0)
+    number = (word * 32 + _place_of(some, last[:, None])) ^ flip[:, None]
+    key = (size + _bits_of(word)) * 256 + (number & 255)
+    return (tl.min(key, 1) & 255) ^ flip
 
 
 @triton.jit(do_not_specialize=_NO_VALUES, do_not_specialize_on_alignment=_NO_ALIGNMENT)
@@ -194,50 +234,56 @@ def _near_kernel(
     rows, ids_row, ids_column, out_row, out_column,
     COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, N: tl.constexpr, RUNS: tl.constexpr,
     THRESHOLDS: tl.constexpr, MASKS: tl.constexpr, BINS: tl.constexpr, MASKED: tl.constexpr, COUNTS: tl.constexpr,
-    DIRECT: tl.constexpr, DEBUG: tl.constexpr, TOKENS: tl.constexpr,
+    DIRECT: tl.constexpr, DEBUG: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     if COUNTS:
         window, recording = tl.load(state), tl.load(state + 1)
     base = tl.load(settings).to(tl.uint32, bitcast=True)
     own = tl.load(settings + 1).to(tl.uint32, bitcast=True)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    phase = token.to(tl.uint32) * 0x9E3779B9 + own
-    turn = (_mix(phase + base) % N).to(tl.int32)
-    here = (turn * 0 + 1) << ((tl.load(settings + 4) + turn) % N)
-    nodes = tl.arange(0, 1 << N)
-    fits = tl.full((TOKENS, 1 << N), 1, dtype=tl.int1)
-    for column in tl.static_range(COLUMNS - SHARED):
-        row, _, inside, real, value, valid = _load_ids(
-            ids, num_tokens, errors, token * COLUMNS + column, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED,
-            DEBUG,
-        )  # fmt: skip
-        held = _held(table, tl.where(valid, value, 0).to(tl.int32), turn, MASKS, N)
-        free = ~valid | ((held & here) != 0)
-        fits = fits & (((held[:, None] & nodes[None, :]) != 0) | free[:, None])
-    # The fewest nodes, and the lowest number among those.
-    best = tl.min(tl.where(fits, (_bits_of(nodes) * 256 + nodes)[None, :], 1 << 20), 1) & 255
-    sent = tl.sum(_bits_of(best), 0)
-    tl.atomic_add(sends, sent.to(tl.int64), sem="relaxed")
-    for column in tl.static_range(COLUMNS):
-        row, _, inside, real, value, valid = _load_ids(
-            ids, num_tokens, errors, token * COLUMNS + column, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED,
-            False,
-        )  # fmt: skip
-        if column < COLUMNS - SHARED:
-            expert = tl.where(valid, value, 0).to(tl.int32)
-            held = _held(table, expert, turn, MASKS, N)
-            held = tl.where((held & here) != 0, here, held & best)
-            there = (_bits_of((held & -held) - 1) + N - turn) % N
-            run = tl.load(table + RUNS + there * E + expert, mask=valid, other=0)
-            slot = _pick(table, run, phase + _mix(base + expert.to(tl.uint32)), THRESHOLDS)
-            if DEBUG:
-                slot = slot | 1073741824
-            result = tl.where(valid, slot, -1).to(out.dtype.element_ty)
-            if COUNTS:
-                _add_counts(count, window, recording, expert, valid, E, BINS, DIRECT)
-        else:
-            result = tl.where(real, value, -1).to(out.dtype.element_ty)
-        tl.store(out + row.to(tl.int64) * out_row + column * out_column, result, mask=inside)
+    node = tl.load(settings + 4)
+    # A thread has a (token, expert); sets of nodes are numbered by their bits and looked at 32 at once.
+    FULL: tl.constexpr = (1 << N) - 1
+    index = tl.arange(0, TOKENS * WIDTH)
+    token, column = tl.program_id(0) * TOKENS + index // WIDTH, index % WIDTH
+    element = tl.where(column < COLUMNS, token * COLUMNS + column, rows * COLUMNS)  # past the end: nothing there
+    row, column, inside, real, value, valid = _load_ids(
+        ids, num_tokens, errors, element, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED, DEBUG
+    )
+    order = tl.load(table + MASKS + E + _order_of(token))
+    order_of_row = tl.load(table + MASKS + E + _order_of(tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)))
+    expert = tl.where(valid, value, 0).to(tl.int32)
+    turn, last = order & 7, (order >> 3) != 0
+    nodes = tl.load(table + MASKS + expert)
+    held = ((nodes << turn) | (nodes >> (N - turn))) & FULL
+    here = (turn * 0 + 1) << ((node + turn) % N)
+    is_far = valid & ((held & here) == 0)
+    meets = tl.reshape(tl.where(is_far, _meeting(held), -1), [TOKENS, WIDTH, 1])
+    word = tl.arange(0, WORDS)
+    high = tl.reshape(held >> 5, [TOKENS, WIDTH, 1]) & word[None, None, :]
+    fits = tl.reduce(tl.where(high != 0, -1, meets), 1, _and)
+    best = _least(fits, word[None, :], (order_of_row >> 3) != 0, FULL)
+    tl.atomic_add(sends, tl.sum(_bits_of(best), 0).to(tl.int64), sem="relaxed")
+    best = tl.reshape(tl.broadcast_to(best[:, None], [TOKENS, WIDTH]), [TOKENS * WIDTH])
+    among = tl.where(is_far, held & best, here)
+    there = (_place_of(among, last) + N - turn) % N
+    run = tl.load(table + RUNS + there * E + expert, mask=valid, other=0)
+    u = row.to(tl.uint32) * 0x9E3779B9 + own + _mix(base + expert.to(tl.uint32))
+    slot = _pick(table, run, u, THRESHOLDS)
+    if DEBUG:
+        slot = slot | 1073741824
+    result = tl.where(valid, slot, -1).to(out.dtype.element_ty)
+    if SHARED > 0:
+        passed = real & (column >= COLUMNS - SHARED)
+        result = tl.where(passed, value.to(out.dtype.element_ty), result)
+    tl.store(out + row.to(tl.int64) * out_row + column * out_column, result, mask=inside)
+    if COUNTS:
+        _add_counts(count, window, recording, expert, valid, E, BINS, DIRECT)
+
+
+@triton.jit
+def _order_of(token):
+    """Place of a row's order of nodes among the orders."""
+    return ((token.to(tl.uint32) * 0x6A09E667) >> 26).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=[*_NO_VALUES, "chunk", "rank"], do_not_specialize_on_alignment=_NO_ALIGNMENT)
@@ -513,19 +559,22 @@ def map_near(
     state: torch.Tensor, errors: torch.Tensor, sends: torch.Tensor, num_tokens: torch.Tensor | None, num_shared: int,
     num_experts: int, num_entries: int, num_nodes: int, debug: bool,
 ) -> None:  # fmt: skip
-    """The operator `map_near` in one launch: a token by one thread, and its sets of nodes by others."""
+    """The operator `map_near` in one launch."""
     rows, columns, ids_row, ids_column = _strides(ids)
     _, _, out_row, out_column = _strides(out)
     if rows * columns == 0:
         return
     runs, thresholds, _, masks = row_parts(num_entries, num_experts * num_nodes)
-    tokens = NEAR_TOKENS if rows <= NEAR_TOKENS * 128 else 2 * NEAR_TOKENS
+    block, warps = next((block, warps) for most, block, warps in BLOCKS if rows * columns <= most)
+    width = _power(columns)
+    tokens = max(1, block // width)
     _near_kernel[(-(-rows // tokens),)](
         ids, out, table, settings, count, state, errors, sends, state if num_tokens is None else num_tokens,
         rows, ids_row, ids_column, out_row, out_column,
         COLUMNS=columns, SHARED=num_shared, E=num_experts, N=num_nodes, RUNS=runs, THRESHOLDS=thresholds, MASKS=masks,
-        BINS=_power(num_experts), MASKED=num_tokens is not None, COUNTS=count.shape[0] > 0, DIRECT=True, DEBUG=debug,
-        TOKENS=tokens, num_warps=4,
+        BINS=_power(num_experts), MASKED=num_tokens is not None, COUNTS=count.shape[0] > 0,
+        DIRECT=rows * columns <= DIRECT_ELEMENTS, DEBUG=debug, TOKENS=tokens, WIDTH=width,
+        WORDS=max(1, (1 << num_nodes) // 32), num_warps=warps,
     )  # fmt: skip
 
 

@@ -18,10 +18,13 @@ from eplb_core.dispatch.constants import (
     MASK,
     MOST_NEAR_NODES,
     MOST_SLOTS,
+    ORDER_BITS,
     OWN_NODE,
     RANK_PHASE,
     RECORDING,
+    ROOT,
     TAG,
+    TURN_BITS,
     WINDOW,
     Mode,
     mix,
@@ -276,16 +279,18 @@ def _map_near(
     counts = count.shape[0] > 0 and state[RECORDING] != 0
     base, own, node = int(settings[BASE_PHASE]) & MASK, int(settings[RANK_PHASE]) & MASK, int(settings[OWN_NODE])
     runs, thresholds, _, masks = parts_of(num_entries, num_experts * num_nodes)
+    orders = masks + num_experts
     tag, bits = TAG if debug else 0, np.zeros(1 << MOST_NEAR_NODES, np.int64)
     for nodes in range(1, bits.size):
         bits[nodes] = bits[nodes >> 1] + (nodes & 1)
     for row in range(rows):
-        # Nodes are numbered from another one on for each token, so that the first of equal sets is no node's burden.
-        phase = (row * GOLDEN + own) & MASK
-        turn = _mix((phase + base) & MASK) % num_nodes
+        # Nodes are numbered in another order for each token, so that the first of equal sets is no node's burden.
+        order = int(table[orders + ((row * ROOT & MASK) >> 32 - ORDER_BITS)])
+        turn, last = order & (1 << TURN_BITS) - 1, order >> TURN_BITS
         here = 1 << (node + turn) % num_nodes
         best = -1
-        for nodes in range(1 << num_nodes):
+        for number in range(1 << num_nodes):
+            nodes = (1 << num_nodes) - 1 - number if last else number
             if best >= 0 and bits[nodes] >= bits[best]:
                 continue
             fits = True
@@ -305,9 +310,11 @@ def _map_near(
                 count[state[WINDOW], expert] += 1
             held = _turned(table[masks + expert], turn, num_nodes)
             held = here if held & here else held & best
-            there = (bits[(held & -held) - 1] + num_nodes - turn) % num_nodes
-            run = int(table[runs + there * num_experts + expert])
-            product = ((phase + _mix((base + expert) & MASK)) & MASK) * (run >> FIRST_BITS)
+            place = 0 if not last else num_nodes - 1
+            while not held >> place & 1:
+                place += 1 if not last else -1
+            run = int(table[runs + (place + num_nodes - turn) % num_nodes * num_experts + expert])
+            product = ((row * GOLDEN + own + _mix((base + expert) & MASK)) & MASK) * (run >> FIRST_BITS)
             entry = (run & (MOST_SLOTS - 1)) + (product >> 32)
             other = 1 if (product & MASK) >> 2 >= table[thresholds + entry] else 0
             out[row, column] = table[2 * entry + other] | tag

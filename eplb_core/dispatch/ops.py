@@ -46,6 +46,8 @@ class LayerTables(NamedTuple):
     """int32 `[2]`: ids out of range and ids mapped twice, where a debugging table has seen any."""
     masks: torch.Tensor
     """int32 `[E]`: nodes that hold each expert, as bits (mode near; else `[0]`)."""
+    orders: torch.Tensor
+    """int32 `[64]`: the orders of nodes that rows take (mode near; else `[0]`)."""
     sends: torch.Tensor
     """int64 `[1]`: nodes besides the rank's own that tokens have been sent to, each once per token (mode near)."""
     batch: torch.Tensor

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core._numba import inline_kernel, kernel
-from eplb_core.dispatch.constants import FIRST_BITS, UNIT, row_parts
+from eplb_core.dispatch.constants import FIRST_BITS, ORDERS, TURN_BITS, UNIT, row_parts
 from eplb_core.metrics import SHARES_ROUNDING
 
 Int32Array = npt.NDArray[np.int32]
@@ -32,17 +32,18 @@ class RowShape(NamedTuple):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where candidates, runs, thresholds, span, masks, shared, arm_rank and on_rank begin, and where the last ends.
+        """Where candidates, runs, thresholds, span, masks, orders, shared, arm_rank and on_rank begin; the last's end.
 
         `LayerTables` says what each is.
         """
         experts, shared_ranks = self.num_experts, self.num_ranks * self.slots_per_rank if self.num_shared else 0
         lists = experts * max(1, self.num_nodes)
         runs, thresholds, span, masks = row_parts(self.num_slots, lists) if self.width > 1 else (experts,) * 4
-        shared = masks + (experts if self.num_nodes else 0)
+        orders = masks + (experts if self.num_nodes else 0)
+        shared = orders + (ORDERS if self.num_nodes else 0)
         arm_rank = shared + self.num_shared
         on_rank = arm_rank + self.num_shared * self.width
-        return 0, runs, thresholds, span, masks, shared, arm_rank, on_rank, on_rank + shared_ranks
+        return 0, runs, thresholds, span, masks, orders, shared, arm_rank, on_rank, on_rank + shared_ranks
 
     @property
     def size(self) -> int:
@@ -158,12 +159,14 @@ def fill_near_row(
     slots_per_rank: int,
     node: IntArray,
     num_nodes: int,
+    orders: IntArray,
+    start: int,
     scratch: IntArray,
     packed: Int32Array,
 ) -> tuple[int, int, float]:
     """As `fill_row`, for mode "near": an expert's candidates are kept apart by node, and so are their shares.
 
-    `node` is that of each rank `[R]`.
+    `node` is that of each rank `[R]`; `orders` are those of the rank's node `[ORDERS]`, of which row 0 takes `start`.
     """
     starts, by_expert, weights = scratch[0, : num_experts + 1], scratch[1], scratch[2]
     fault = _look_at(row, shares, num_experts, width, starts, by_expert)
@@ -196,6 +199,9 @@ def fill_near_row(
         packed[masks_at + expert] = mask
     for i in range(starts[num_experts], row.size):
         packed[2 * i] = packed[2 * i + 1] = thresholds[i] = -1
+    for i in range(ORDERS):
+        order = orders[(start + i) % ORDERS]
+        packed[masks_at + num_experts + i] = (num_nodes - order // 2) % num_nodes | order % 2 << TURN_BITS
     packed[span_at] = 0
     return fault
 

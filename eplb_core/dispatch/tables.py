@@ -32,6 +32,8 @@ from eplb_core.dispatch.constants import (
     MOST_REPLICAS,
     MOST_SLOTS,
     NUM_BLOCKS,
+    ORDER_BITS,
+    ORDERS,
     OUT_OF_RANGE,
     SOLVED_MODES,
     STATIC_MODES,
@@ -80,6 +82,7 @@ class DispatchTables:
             `fewest` at most 8192 over the number of redundant experts.
         slot_ids: Number of each slot in the all-to-all, ints `[P]`, 0 or more. Default: 0 .. P - 1.
         shares: Fraction of its expert's tokens for each slot, `[L, P]`, as `replica_shares` gives.
+        orders: For `near`: orders of nodes that even out the ranks, `[L, N, 64]`, as `near_orders` gives.
         seed: Seed of `static`, of `random` and of the phases of the others; equal on all ranks.
         load: Counter that every call adds to.
         all_reduce: For `quota` and `fewest`: sums an int32 `[R, E]` device tensor over ranks, in place, on the current
@@ -118,6 +121,7 @@ class DispatchTables:
         max_replicas: int | None = None,
         slot_ids: ArrayLike | None = None,
         shares: ArrayLike | None = None,
+        orders: ArrayLike | None = None,
         seed: int = 0,
         load: LoadCounter | None = None,
         all_reduce: Callable[[torch.Tensor], object] | None = None,
@@ -168,7 +172,7 @@ class DispatchTables:
         self._all_reduce = all_reduce
         self._layers: dict[tuple[int, Mode], LayerTables] = {}
         self._allocate(load)
-        self.install(layout, shares=shares)
+        self.install(layout, shares=shares, orders=orders)
 
     @torch.inference_mode(False)  # what is made in it takes no write from outside
     def _allocate(self, load: LoadCounter | None) -> None:
@@ -197,6 +201,10 @@ class DispatchTables:
         self._bounds = torch.zeros((layers, slots if solved else 0), dtype=torch.int32, device=device)
         self._scratch = np.empty((3, max(slots, experts + 1)), dtype=np.int64)
         self._equal = read_only(np.empty(0))  # as given shares are, for kernels compile for each kind
+        # Each row of tokens takes an order, from another one on for each layer and rank.
+        number = 2 * max(1, self._shape.num_nodes)
+        self._all_orders = read_only(np.arange(ORDERS, dtype=np.int64) * number // ORDERS)
+        self._starts = [(phase[0] + phase[1] & MASK) >> 32 - ORDER_BITS for phase in settings]
         self._filler = None  # from a layer and its row to this rank's slots, in static modes
         if self.mode == "even":
             self._filler = even.rank_filler(self.layout, self.rank)
@@ -237,7 +245,9 @@ class DispatchTables:
         shape, row = self._shape, self._packed[layer]
         width, shared = shape.width, shape.num_shared
         ends = itertools.pairwise(shape.starts)
-        names, runs, thresholds, span, masks, experts, arm_rank, on_rank = (row[start:end] for start, end in ends)
+        names, runs, thresholds, span, masks, orders, experts, arm_rank, on_rank = (
+            row[start:end] for start, end in ends
+        )
         return LayerTables(
             table=row,
             candidates=names.view(-1, 2 if width > 1 else 1),
@@ -250,6 +260,7 @@ class DispatchTables:
             state=self._state,
             errors=self._errors,
             masks=masks,
+            orders=orders,
             sends=self._sends[layer],
             batch=self._batch[layer],
             bounds=self._bounds[layer],
@@ -336,20 +347,27 @@ class DispatchTables:
     # ---- change ----------------------------------------------------------------------------------------------------
 
     def install(
-        self, layout: ExpertLayout, *, layers: ArrayLike | None = None, shares: ArrayLike | None = None
+        self,
+        layout: ExpertLayout,
+        *,
+        layers: ArrayLike | None = None,
+        shares: ArrayLike | None = None,
+        orders: ArrayLike | None = None,
     ) -> None:
         """Fill the rows of `layers` from `layout`, in place, on the current stream.
 
         Addresses, shapes and types stay, so captured graphs use the new rows. A layer depends on its own row, this
-        rank, the seed and its shares alone: installing one layer equals making all tables anew.
+        rank, the seed, its shares and orders alone: installing one layer equals making all tables anew.
 
         Args:
             layout: Layout of the same L, P, E and topology.
             layers: Rows to fill, ints or bools. Default: all.
             shares: `[L, P]`; only the rows of `layers` are read. Default: equal ones.
+            orders: `[L, N, 64]`, for mode near; only the rows of `layers` are read. Default: every order as often.
 
         Raises:
-            ValueError: The layouts' frames or the shares do not fit, or a static mode gets shares.
+            ValueError: The layouts' frames, shares or orders do not fit, a static mode gets shares, or another mode
+                than near gets orders.
             LayoutError: An expert has more than `max_replicas` replicas.
             (Nothing has been written when one of these is raised.)
             IndexError: A layer out of range.
@@ -363,12 +381,14 @@ class DispatchTables:
         if frame != (self._topology, self._num_experts, self._p2l.shape):
             self.layout.check_same_frame(layout)
         fractions = self._equal if shares is None else self._check_shares(p2l, shares)
+        turns = None if orders is None else self._check_orders(orders)
         rows = range(len(p2l)) if layers is None else _rows_of(layers, len(p2l))
         if len(rows) > 1:  # a row is looked at before it is written: for one, that is enough
             for layer in rows:
                 self._check_row(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
         for layer in rows:
-            self._fill(layer, p2l[layer], fractions[layer] if fractions.size else fractions)
+            order = self._all_orders if turns is None else turns[layer]
+            self._fill(layer, p2l[layer], fractions[layer] if fractions.size else fractions, order)
             self._p2l[layer] = p2l[layer]
         self._layout = layout if layers is None else None
 
@@ -381,6 +401,25 @@ class DispatchTables:
         if fractions.shape != p2l.shape:
             raise ValueError(f"`shares` (shape {list(fractions.shape)}) must be {list(p2l.shape)}, one per slot")
         return fractions
+
+    def _check_orders(self, orders: ArrayLike) -> IntArray:
+        """Those of this rank's node, int64 `[L, 64]`."""
+        nodes = self._shape.num_nodes
+        if not nodes:
+            raise ValueError(f"`orders` must be None for mode {self.mode!r}; only 'near' chooses among nodes")
+        given = to_ids(orders, "orders")
+        shape = (len(self._p2l), nodes, ORDERS)
+        if given.shape != shape:
+            raise ValueError(f"`orders` (shape {list(given.shape)}) must be {list(shape)}, as `near_orders` gives")
+        bad = (given < 0) | (given >= 2 * nodes)
+        if bad.any():
+            layer, node, place = np.argwhere(bad)[0].tolist()
+            raise ValueError(
+                f"`orders` (={given[layer, node, place]}) must be in [0, {2 * nodes}) at layer {layer}, node {node}, "
+                f"place {place}"
+            )
+        mine: IntArray = read_only(np.ascontiguousarray(given[:, self._topology.rank_to_node[self.rank]], np.int64))
+        return mine
 
     def _check_row(self, layer: int, row: IntArray, shares: FloatArray) -> None:
         found = check_row(row, shares, self._num_experts, self.max_replicas, self._scratch)
@@ -399,7 +438,7 @@ class DispatchTables:
             raise ValueError(f"`shares` (={value}) must be in [0, 1] at layer {layer}, slot {where}")
         raise ValueError(f"`shares` of expert {where} (sum {value}) must sum to 1 at layer {layer}")
 
-    def _fill(self, layer: int, row: IntArray, shares: FloatArray) -> None:
+    def _fill(self, layer: int, row: IntArray, shares: FloatArray, orders: IntArray) -> None:
         """Write a row on the host and send it to the device."""
         shape, packed = self._shape, self._host[layer]
         if self._copies:  # pragma: no cover  needs a GPU
@@ -412,7 +451,7 @@ class DispatchTables:
         elif shape.num_nodes:
             found = fill_near_row(
                 row, shares, self._slot_ids, shape.num_experts, shape.width, shape.slots_per_rank,
-                self._topology.rank_to_node, shape.num_nodes, self._scratch, packed,
+                self._topology.rank_to_node, shape.num_nodes, orders, self._starts[layer], self._scratch, packed,
             )  # fmt: skip
             if found[0]:
                 self._raise(layer, *found)

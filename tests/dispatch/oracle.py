@@ -15,11 +15,14 @@ from eplb_core.dispatch.constants import (
     KEY,
     MASK,
     MOST_SLOTS,
+    ORDER_BITS,
     OWN_NODE,
     RANK_PHASE,
     RECORDING,
+    ROOT,
     SOLVED_MODES,
     TAG,
+    TURN_BITS,
     WINDOW,
 )
 
@@ -79,22 +82,25 @@ def _slots(t: LayerTables, row: torch.Tensor, expert: torch.Tensor, valid: torch
 def _nearest(t: LayerTables, row: torch.Tensor, expert: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """The node that each expert is asked in, `[T, k]`: the token's own, or one of the fewest others that it needs.
 
-    Sets of nodes are tried by size, then in order of the numbers that their nodes have from the token's turn on.
+    Sets of nodes are tried by size, then by their bits, where nodes have the numbers that the token's order gives them.
     """
-    setting, number = t.settings.long() & MASK, t.num_nodes
-    own = int(t.settings[OWN_NODE])
-    turns = _mix((row[:, 0] * GOLDEN + setting[RANK_PHASE] + setting[BASE_PHASE]) & MASK) % number
+    number, own = t.num_nodes, int(t.settings[OWN_NODE])
+    orders = t.orders[((row[:, 0] * ROOT) & MASK) >> (32 - ORDER_BITS)]
     answer = torch.zeros_like(expert)
-    for i, turn in enumerate(turns.tolist()):
-        order = [(place - turn) % number for place in range(number)]  # node at each place
-        sets = [{order[k] for k in range(number) if bits >> k & 1} for bits in range(1 << number)]
+    for i, order in enumerate(orders.tolist()):
+        turn, last = order % (1 << TURN_BITS), order >> TURN_BITS
+        node_at = [(place - turn) % number for place in range(number)]
+        sets = [{node_at[k] for k in range(number) if bits >> k & 1} for bits in range(1 << number)]
+        if last:
+            node_at.reverse()
+            sets.reverse()
         used = [k for k in range(expert.shape[1]) if valid[i, k]]
         held = {k: {n for n in range(number) if int(t.masks[expert[i, k]]) >> n & 1} for k in used}
         far = [k for k in used if own not in held[k]]
         best = next(nodes for nodes in sorted(sets, key=len) if all(held[k] & nodes for k in far))
         t.sends[0] += len(best)
         for k in used:
-            answer[i, k] = next(n for n in order if n in held[k] & best) if k in far else own
+            answer[i, k] = next(n for n in node_at if n in held[k] & best) if k in far else own
     return answer
 
 

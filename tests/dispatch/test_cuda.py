@@ -109,7 +109,7 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("mode", ["weighted", "quota"])
+@pytest.mark.parametrize("mode", ["weighted", "near", "quota"])
 def test_mapping_allocates_nothing_with_out(mode: str) -> None:
     tables = DispatchTables(random_layout(), mode=mode, device="cuda")  # type: ignore[arg-type]
     ids = some_ids(100, 4, 32, 0).cuda()
@@ -124,12 +124,12 @@ def test_mapping_allocates_nothing_with_out(mode: str) -> None:
 def test_new_numbers_of_tokens_compile_nothing() -> None:
     from eplb_core.dispatch import gpu
 
-    kernels = (gpu._map_kernel, gpu._count_kernel, gpu._solve_kernel, gpu._map_solved_kernel)
+    kernels = (gpu._map_kernel, gpu._near_kernel, gpu._count_kernel, gpu._solve_kernel, gpu._map_solved_kernel)
 
     def compiled() -> int:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
-    for mode in ("weighted", "random", "quota"):
+    for mode in ("weighted", "random", "near", "quota"):
         tables = DispatchTables(random_layout(), mode=mode, device="cuda")
         tables.warm_up(num_columns=4)
         before = compiled()
