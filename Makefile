@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo docs compiled test test-quick test-long test-bounds mutants mutants-all fuzz inject soak-moves coverage lint format bench soak gpu peers engines clean
+.PHONY: demo docs compiled test test-quick test-long test-bounds mutants mutants-all fuzz inject soak-moves coverage lint format bench soak gpu peers engines real-engines clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV), once: a minute or two, 2.2 GB ..."
@@ -112,6 +112,13 @@ peers: $(READY)
 # Environments in which engines import on a machine without a GPU, some gigabytes, and the tests marked `engines`.
 engines: $(READY) .engines/sglang/.installed .engines/vllm/.installed
 	$(BIN)/python -m pytest -m engines tests/engines
+
+# The servers themselves under load, on two GPUs: in environments that have an engine and eplb_core; half an hour each.
+REAL_ENGINE_PYTHON ?= python3
+real-engines:
+	mkdir -p benchmark_results
+	-PYTHONPATH=. $(REAL_ENGINE_PYTHON) -m benchmarks.real_vllm --json benchmark_results/real_vllm.json
+	-PYTHONPATH=. $(REAL_ENGINE_PYTHON) -m benchmarks.real_sglang --json benchmark_results/real_sglang.json
 
 .engines/sglang/.installed: tests/engines/sglang.txt tests/engines/sglang-alone.txt pyproject.toml
 	@echo "SGLang 0.5.23 into .engines/sglang, once, step 1 of 2: what it imports; each package is named as it comes ..."

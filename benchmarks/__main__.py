@@ -35,6 +35,8 @@ HELPERS = {
     "moving_gpu_ranks",
     "peers",
     "ranks",
+    "real_engines",
+    "real_probe",
     "traces",
 }
 
