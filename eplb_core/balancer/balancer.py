@@ -19,12 +19,14 @@ from eplb_core._arrays import (
     read_only,
     to_numpy,
 )
+from eplb_core.balancer.account import Account
 from eplb_core.balancer.decide import FIRST, FROZEN, USUAL, is_trivial, price_of, search, turns
 from eplb_core.balancer.memory import KEPT, Memory
 from eplb_core.balancer.notes import BalancerReport, Notes, tell
-from eplb_core.balancer.state import memory_and_notes_of, state_of
+from eplb_core.balancer.state import parts_of, state_of
 from eplb_core.exposition import Placements
 from eplb_core.layout import ExpertLayout, layer_rows
+from eplb_core.metrics import transfers
 from eplb_core.placement.place import Placement, place
 from eplb_core.placement.worth.costs import CostModel
 from eplb_core.topology import Topology
@@ -35,6 +37,7 @@ MOST_COST = 1e6
 """Nothing pays for such a move."""
 OWN = {"expert_load", "topology", "current", "min_gain", "transfer_price", "window_weights"}
 """What the Balancer gives to `place` itself; all else that `place` takes passes through."""
+_LIMITS = {"max_transfers", "max_total_transfers", "max_rank_transfers", "max_node_transfers", "active_ranks"}
 _BY_LAYER = ("num_slots", "pairs")
 _SETTLED, _KNOWN = 32, 4
 
@@ -119,6 +122,7 @@ class Balancer:
                 )
         self._memory: Memory | None = None
         self._notes: Notes | None = None
+        self._account: Account | None = None
         self._placements = Placements()
         self._found: dict[int, _Found] = {}
 
@@ -155,7 +159,8 @@ class Balancer:
     def propose(self, live: ExpertLayout, *, frozen: ArrayLike | None = None, **options: Any) -> Placement:
         """What should be live now?
 
-        Depends on the windows observed, `live` and the options alone: asked again, it answers the same.
+        Depends on the windows observed, `live`, the options, and what moves between the live layouts of earlier calls
+        have brought: asked again, it answers the same. Ranks ask for the same windows with equal layouts.
 
         Args:
             live: The layout in place.
@@ -192,18 +197,30 @@ class Balancer:
                 f"`live` ({layers} layers, {live.num_experts} experts) must be as the windows observed, "
                 f"{list(self._memory.shares.shape[1:])}"
             )
-        answers = self._answers(self._memory, live, stays, options)
+        if self._notes is None or self._account is None or self._notes.live.shape != live.physical_to_logical_map.shape:
+            self._account = Account(live.physical_to_logical_map, self._memory.count)
+            self._notes = Notes(live.num_layers, live.num_slots)
+        weighted = options.get("dispatch") == "weighted"
+        poor, lost = self._account.book(live, self._memory, self._cost_of_move(self._memory), weighted)
+        back = np.flatnonzero(lost & ~stays) if not _LIMITS & {*options} else np.zeros(0, dtype=np.int64)
+        base = self._account.taken_back(live, back)
+        answers = self._answers(self._memory, base, stays | poor, options)
         rows = np.stack([answer.row for answer in answers])
         changed = (rows != live.physical_to_logical_map).any()
+        layout = ExpertLayout._of_valid(rows, live.num_experts, live.topology) if changed else live
+        received = np.array([answer.transfers for answer in answers], dtype=np.int64)
+        if back.size:
+            received = transfers(live, layout).sum(axis=1)
         placement = Placement(
-            ExpertLayout._of_valid(rows, live.num_experts, live.topology) if changed else live,
+            layout,
             read_only(np.array([answer.balance for answer in answers])),
             read_only(np.array([answer.bound for answer in answers])),
-            read_only(np.array([answer.transfers for answer in answers], dtype=np.int64)),
+            read_only(received),
             options.get("dispatch", "even"),
             _senders(answers),
         )
-        self._note(self._memory, live, placement)
+        self._notes.see(live, self._memory.count)
+        self._notes.offer(placement.layout, live, self._memory, weighted)
         tell(self._placements, self._memory.shares[(self._memory.count - 1) % KEPT].copy(), live, placement)
         return placement
 
@@ -244,25 +261,26 @@ class Balancer:
         made = repr((self._topology.rank_to_node.tolist(), self._topology.rank_speed.tolist(), self._move_cost))
         text = made + repr((self._cost, self._passes)) + _key(self._options)
         known = "nothing" if self._memory is None else self._memory.digest
-        return hashlib.sha256(f"{text} {known}".encode()).hexdigest()
+        paid = "nothing" if self._account is None else self._account.digest
+        return hashlib.sha256(f"{text} {known} {paid}".encode()).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         """What it knows, as a dict of numbers, strings and arrays, copied: for a rank that joins or restarts.
 
         What it was made with is not in it: a Balancer with another topology or another cost may take it.
         """
-        return state_of(self._memory, self._notes)
+        return state_of(self._memory, self._notes, self._account)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from another's `state_dict()`; nothing changes where that raises.
 
         Raises:
             ValueError: A version that is not known, a field that is missing or does not fit, or arrays that are not
-                those that were saved.
+                those that were saved. Of version 1 the windows are taken; the account of past moves begins anew.
             TypeError: Not a dict.
         """
-        memory, notes = memory_and_notes_of(state)
-        self._memory, self._notes, self._found = memory, notes, {}
+        self._memory, self._notes, self._account = parts_of(state)
+        self._found = {}
 
     def _answers(self, memory: Memory, live: ExpertLayout, stays: BoolArray, options: dict[str, Any]) -> list[_Found]:
         """Of each layer: what is known already, else what a search finds."""
@@ -302,12 +320,6 @@ class Balancer:
         experts = memory.shares.shape[2] / ranks
         seconds += self._passes * (model.layer_s + model.expert_s * experts)
         return min(self._transfer_s / seconds, MOST_COST) if seconds > 0.0 else MOST_COST
-
-    def _note(self, memory: Memory, live: ExpertLayout, placed: Placement) -> None:
-        if self._notes is None or self._notes.live.shape != live.physical_to_logical_map.shape:
-            self._notes = Notes(live.num_layers, live.num_slots)
-        self._notes.see(live, memory.count)
-        self._notes.offer(placed.layout, live, memory, placed.dispatch == "weighted")
 
 
 def transfer_s(cost: CostModel, topology: Topology) -> float:
