@@ -113,6 +113,12 @@ def make_tables(layout: eplb.ExpertLayout, shares: Any) -> dict[str, eplb.Dispat
                 )  # fmt: skip
     further, _ = hot_layout(LAYERS, 8)
     tables["near, 8 nodes"] = eplb.DispatchTables(further, rank=3, mode="near", device="cuda", load=counter)
+    paired = eplb.LoadCounter(LAYERS, EXPERTS, device="cuda", pairs=True)
+    for mode in ("weighted", "near"):
+        tables[f"{mode}, pairs"] = eplb.DispatchTables(layout, rank=3, mode=mode, device="cuda", load=paired)
+        # The same windows and shares without pairs, so that only these differ.
+        plain = eplb.LoadCounter(LAYERS, EXPERTS, device="cuda")
+        tables[f"{mode}, no pairs"] = eplb.DispatchTables(layout, rank=3, mode=mode, device="cuda", load=plain)
     return tables
 
 

@@ -11,8 +11,10 @@ STATIC_MODES: tuple[Mode, ...] = ("static", "even")
 SOLVED_MODES: tuple[Mode, ...] = ("quota", "fewest")
 """Modes that solve each batch: they count first, and choose by a token's place among its expert's."""
 
-WINDOW, RECORDING, FINISHED, ARRIVED = range(4)
-"""Places in `LoadCounter.state`."""
+WINDOW, RECORDING, FINISHED, ARRIVED, WINDOWS, EVERY = range(6)
+"""Places in `LoadCounter.state`; the last two are there where pairs are counted: T + 1, and which tokens are."""
+MOST_PAIR_TOKENS = 256
+"""Tokens of a call whose pairs are counted, at most, unless all are."""
 DRAWS = 0
 """Calls that the random mode has made, in `LayerTables.draws`."""
 BASE_PHASE, RANK_PHASE, KEY, FIRST_FAKE, OWN_NODE = range(5)

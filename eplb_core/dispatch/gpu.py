@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from eplb_core.dispatch.constants import FIRST_BITS, NUM_BLOCKS, Mode, row_parts
+from eplb_core.dispatch.constants import FIRST_BITS, MOST_PAIR_TOKENS, NUM_BLOCKS, WINDOWS, Mode, row_parts
 from eplb_core.dispatch.quota import SCALE_BITS, SHORTEST_STEP, STEP_BITS, STEPS
 
 _FIRST_BITS: tl.constexpr = tl.constexpr(FIRST_BITS)
@@ -28,6 +28,9 @@ NARROW = 8
 """Candidates up to which the solver takes a way of its own: layouts rarely have experts with more."""
 SUB_BLOCK = 128
 """Elements whose places among each other are found by comparing all pairs."""
+
+PAIR_CELLS = 4096
+"""Pairs of ids that are looked at together where pairs are counted."""
 
 _NO_VALUES = ["rows", "ids_row", "ids_column", "out_row", "out_column"]
 _NO_ALIGNMENT = ["ids", "out", "table", "settings", "draws", "count", "state", "errors", "num_tokens", "batch"]
@@ -86,6 +89,54 @@ def _add_counts(
 
 
 @triton.jit
+def _add_pairs(
+    ids, count, state, num_tokens, rows, ids_row, ids_column, COLUMNS: tl.constexpr, SHARED: tl.constexpr,
+    E: tl.constexpr, MASKED: tl.constexpr, PAIR_WIDTH: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Pairs of some tokens, by one program, which has no other work: `host._add_pairs` says what is counted."""
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        if tl.load(state + 1) != 0:
+            windows, every = tl.load(state + 4).to(tl.int64), tl.load(state + 5)
+            pairs = count + (windows + tl.load(state).to(tl.int64) * E) * E
+            calls = count + (windows + windows * E) * E
+            call = tl.load(calls)
+            real = rows
+            if MASKED:
+                real = tl.minimum(tl.load(num_tokens), rows)
+            if every > 1:
+                every = tl.maximum(every, (real + MOST - 1) // MOST)
+            first = (_mix(call.to(tl.uint32)) % every.to(tl.uint32)).to(tl.int32)
+            column = tl.arange(0, PAIR_WIDTH)
+            while first < real:
+                row = first + every * tl.arange(0, TOKENS)
+                inside = (row < real)[:, None] & (column < COLUMNS - SHARED)[None, :]
+                place = row.to(tl.int64)[:, None] * ids_row + column[None, :] * ids_column
+                value = tl.load(ids + place, mask=inside, other=-1)
+                valid = inside & (value >= 0) & (value < E)
+                expert = tl.where(valid, value, -1).to(tl.int32)
+                earlier = column[None, None, :] < column[None, :, None]
+                twice = (expert[:, :, None] == expert[:, None, :]) & earlier
+                once = valid & (tl.sum(twice.to(tl.int32), 2) == 0)
+                low = tl.minimum(expert[:, :, None], expert[:, None, :])
+                high = tl.maximum(expert[:, :, None], expert[:, None, :])
+                both = once[:, :, None] & once[:, None, :] & (column[None, None, :] <= column[None, :, None])
+                tl.atomic_add(pairs + low * E + high, 1, mask=both, sem="relaxed")
+                first += every * TOKENS
+            tl.debug_barrier()
+            tl.store(calls, call + 1)
+
+
+@triton.jit(do_not_specialize=_NO_VALUES, do_not_specialize_on_alignment=_NO_ALIGNMENT)
+def _pairs_kernel(
+    ids, count, state, num_tokens, rows, ids_row, ids_column, COLUMNS: tl.constexpr, SHARED: tl.constexpr,
+    E: tl.constexpr, MASKED: tl.constexpr, PAIR_WIDTH: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    _add_pairs(
+        ids, count, state, num_tokens, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED, PAIR_WIDTH, TOKENS, MOST
+    )
+
+
+@triton.jit
 def _pick(table, run, u, THRESHOLDS: tl.constexpr):
     """The slot for u: two loads that do not wait for each other, of an entry's threshold and its two names."""
     product = u.to(tl.uint64) * (run >> _FIRST_BITS).to(tl.uint64)
@@ -117,7 +168,13 @@ def _map_kernel(
     COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, RUNS: tl.constexpr, THRESHOLDS: tl.constexpr,
     BINS: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr, COUNTS: tl.constexpr, DIRECT: tl.constexpr,
     DEBUG: tl.constexpr, BLOCK: tl.constexpr,
+    PAIR_WIDTH: tl.constexpr, PAIR_TOKENS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
+    if PAIR_WIDTH > 0:
+        _add_pairs(
+            ids, count, state, num_tokens, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED, PAIR_WIDTH,
+            PAIR_TOKENS, MOST,
+        )  # fmt: skip
     if COUNTS:  # asked for first, needed last
         window, recording = tl.load(state), tl.load(state + 1)
     index = tl.arange(0, BLOCK)
@@ -235,7 +292,13 @@ def _near_kernel(
     COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, N: tl.constexpr, RUNS: tl.constexpr,
     THRESHOLDS: tl.constexpr, MASKS: tl.constexpr, BINS: tl.constexpr, MASKED: tl.constexpr, COUNTS: tl.constexpr,
     DIRECT: tl.constexpr, DEBUG: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
+    PAIR_WIDTH: tl.constexpr, PAIR_TOKENS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
+    if PAIR_WIDTH > 0:
+        _add_pairs(
+            ids, count, state, num_tokens, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED, PAIR_WIDTH,
+            PAIR_TOKENS, MOST,
+        )  # fmt: skip
     if COUNTS:
         window, recording = tl.load(state), tl.load(state + 1)
     base = tl.load(settings).to(tl.uint32, bitcast=True)
@@ -292,7 +355,13 @@ def _count_kernel(
     rows, ids_row, ids_column, chunk, rank,
     COLUMNS: tl.constexpr, SHARED: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, MASKED: tl.constexpr,
     COUNTS: tl.constexpr, DEBUG: tl.constexpr, BLOCK: tl.constexpr,
+    PAIR_WIDTH: tl.constexpr, PAIR_TOKENS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
+    if PAIR_WIDTH > 0:
+        _add_pairs(
+            ids, count, state, num_tokens, rows, ids_row, ids_column, COLUMNS, SHARED, E, MASKED, PAIR_WIDTH,
+            PAIR_TOKENS, MOST,
+        )  # fmt: skip
     block = tl.program_id(0)
     number = tl.zeros((BINS,), dtype=tl.int32)
     start = 0
@@ -305,7 +374,7 @@ def _count_kernel(
         number += tl.histogram(tl.where(valid, value, 0).to(tl.int32), BINS, mask=valid)
         start += BLOCK
     bins = tl.arange(0, BINS)
-    tl.store(blocks + block * E + bins, number, mask=bins < E)
+    tl.store(blocks + block * E + bins, number, mask=(bins < E) & (block * chunk < rows * COLUMNS))
     some = (bins < E) & (number > 0)
     tl.atomic_add(batch + rank * E + bins, number, mask=some, sem="relaxed")
     if COUNTS:
@@ -480,12 +549,15 @@ def _map_solved_kernel(
         first += BLOCK
 
 
-@triton.jit(do_not_specialize=["windows"], do_not_specialize_on_alignment=_NO_ALIGNMENT)
-def _roll_kernel(count, state, windows, E: tl.constexpr, BINS: tl.constexpr):
+@triton.jit(do_not_specialize=["windows", "stride"], do_not_specialize_on_alignment=_NO_ALIGNMENT)
+def _roll_kernel(count, state, windows, stride, E: tl.constexpr, BINS: tl.constexpr):
     window = (tl.load(state) + 1) % windows
     bins = tl.arange(0, BINS)
-    row = tl.program_id(0).to(tl.int64) * windows + window
-    tl.store(count + row * E + bins, tl.zeros((BINS,), dtype=tl.int64), mask=bins < E)
+    tl.store(
+        count + tl.program_id(0).to(tl.int64) * stride + window * E + bins,
+        tl.zeros((BINS,), dtype=tl.int64),
+        mask=bins < E,
+    )
     tl.debug_barrier()
     arrived = tl.atomic_add(state + 3, 1, sem="acq_rel")
     if arrived == tl.num_programs(0) - 1:
@@ -507,6 +579,30 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int, int]:
 def _power(n: int) -> int:
     """The least power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def _pair_parts(state: torch.Tensor, columns: int) -> dict[str, int]:
+    """What a kernel needs to count pairs as well; it then has one program more."""
+    if state.shape[0] <= WINDOWS or columns == 0:
+        return {"PAIR_WIDTH": 0, "PAIR_TOKENS": 0, "MOST": 0}
+    width = _power(columns)
+    return {"PAIR_WIDTH": width, "PAIR_TOKENS": max(PAIR_CELLS // (width * width), 1), "MOST": MOST_PAIR_TOKENS}
+
+
+def _pairs_first(
+    ids: torch.Tensor, out: torch.Tensor, count: torch.Tensor, state: torch.Tensor, num_tokens: torch.Tensor | None,
+    num_shared: int, num_experts: int, parts: dict[str, int],
+) -> dict[str, int]:  # fmt: skip
+    """Ids that are written over are counted in a launch of their own, before."""
+    if not parts["PAIR_WIDTH"] or out.data_ptr() != ids.data_ptr():
+        return parts
+    rows, columns, ids_row, ids_column = _strides(ids)
+    _pairs_kernel[(1,)](
+        ids, count, state, state if num_tokens is None else num_tokens, rows, ids_row, ids_column,
+        COLUMNS=columns, SHARED=num_shared, E=num_experts, MASKED=num_tokens is not None,
+        PAIR_WIDTH=parts["PAIR_WIDTH"], TOKENS=parts["PAIR_TOKENS"], MOST=parts["MOST"], num_warps=4,
+    )  # fmt: skip
+    return {"PAIR_WIDTH": 0, "PAIR_TOKENS": 0, "MOST": 0}
 
 
 def _blocks_of(elements: int) -> tuple[int, int]:
@@ -544,12 +640,14 @@ def map(
     runs, thresholds, _, _ = row_parts(num_entries, num_experts)
     # About one block for each multiprocessor; few elements are added one by one.
     block, warps = next((block, warps) for most, block, warps in BLOCKS if elements <= most)
-    _map_kernel[(-(-elements // block),)](
+    pairs = _pair_parts(state, 0 if mode == "fake" else columns)
+    pairs = _pairs_first(ids, out, count, state, num_tokens, num_shared, num_experts, pairs)
+    _map_kernel[(-(-elements // block) + (pairs["PAIR_WIDTH"] > 0),)](
         ids, out, table, settings, draws, count, state, errors, state if num_tokens is None else num_tokens,
         rows, ids_row, ids_column, out_row, out_column,
         COLUMNS=columns, SHARED=num_shared, E=num_experts, RUNS=runs, THRESHOLDS=thresholds, BINS=_power(num_experts),
         MODE=mode, MASKED=num_tokens is not None, COUNTS=count.shape[0] > 0, DIRECT=elements <= DIRECT_ELEMENTS,
-        DEBUG=debug, BLOCK=block, num_warps=warps,
+        DEBUG=debug, BLOCK=block, **pairs, num_warps=warps,
     )  # fmt: skip
 
 
@@ -568,13 +666,14 @@ def map_near(
     block, warps = next((block, warps) for most, block, warps in BLOCKS if rows * columns <= most)
     width = _power(columns)
     tokens = max(1, block // width)
-    _near_kernel[(-(-rows // tokens),)](
+    pairs = _pairs_first(ids, out, count, state, num_tokens, num_shared, num_experts, _pair_parts(state, columns))
+    _near_kernel[(-(-rows // tokens) + (pairs["PAIR_WIDTH"] > 0),)](
         ids, out, table, settings, count, state, errors, sends, state if num_tokens is None else num_tokens,
         rows, ids_row, ids_column, out_row, out_column,
         COLUMNS=columns, SHARED=num_shared, E=num_experts, N=num_nodes, RUNS=runs, THRESHOLDS=thresholds, MASKS=masks,
         BINS=_power(num_experts), MASKED=num_tokens is not None, COUNTS=count.shape[0] > 0,
         DIRECT=rows * columns <= DIRECT_ELEMENTS, DEBUG=debug, TOKENS=tokens, WIDTH=width,
-        WORDS=max(1, (1 << num_nodes) // 32), num_warps=warps,
+        WORDS=max(1, (1 << num_nodes) // 32), **pairs, num_warps=warps,
     )  # fmt: skip
 
 
@@ -609,11 +708,13 @@ def count_batch(
         return
     num_blocks, chunk = _blocks_of(rows * columns)
     experts = batch.shape[1]
-    _count_kernel[(num_blocks,)](
+    pairs = _pair_parts(state, columns)
+    _count_kernel[(num_blocks + (pairs["PAIR_WIDTH"] > 0),)](
         ids, batch, blocks, count, state, errors, num_tokens if num_tokens is not None else state,
         rows, ids_row, ids_column, chunk, rank,
         COLUMNS=columns, SHARED=num_shared, E=experts, BINS=_power(experts), MASKED=num_tokens is not None,
-        COUNTS=count.shape[0] > 0, DEBUG=debug, BLOCK=SUB_BLOCK if chunk == SUB_BLOCK else 512, num_warps=4,
+        COUNTS=count.shape[0] > 0, DEBUG=debug, BLOCK=SUB_BLOCK if chunk == SUB_BLOCK else 512, **pairs,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -643,4 +744,4 @@ def roll(count: torch.Tensor, state: torch.Tensor) -> None:
     """`LoadCounter.roll` in one launch."""
     layers, windows, experts = count.shape
     if layers:
-        _roll_kernel[(layers,)](count, state, windows, E=experts, BINS=_power(experts), num_warps=4)
+        _roll_kernel[(layers,)](count, state, windows, count.stride(0), E=experts, BINS=_power(experts), num_warps=4)

@@ -11,12 +11,14 @@ from eplb_core.dispatch import quota
 from eplb_core.dispatch.constants import (
     BASE_PHASE,
     DRAWS,
+    EVERY,
     FIRST_BITS,
     FIRST_FAKE,
     GOLDEN,
     KEY,
     MASK,
     MOST_NEAR_NODES,
+    MOST_PAIR_TOKENS,
     MOST_SLOTS,
     ORDER_BITS,
     OWN_NODE,
@@ -26,6 +28,7 @@ from eplb_core.dispatch.constants import (
     TAG,
     TURN_BITS,
     WINDOW,
+    WINDOWS,
     Mode,
     mix,
 )
@@ -195,6 +198,32 @@ def _are_experts(ids: IntArray, real: int, routed: int, num_experts: int) -> boo
     return True
 
 
+@inline_kernel
+def _add_pairs(ids: IntArray, count: IntArray, state: IntArray, real: int, routed: int) -> None:
+    """Count pairs of some tokens, if asked to: in rows below those of load, each pair once, in that of its lower id."""
+    if state.size <= WINDOWS or state[RECORDING] == 0:
+        return
+    windows, every, experts = int(state[WINDOWS]), int(state[EVERY]), count.shape[1]
+    if every > 1:
+        every = max(every, (real + MOST_PAIR_TOKENS - 1) // MOST_PAIR_TOKENS)
+    pairs = windows + int(state[WINDOW]) * experts
+    calls = count.shape[0] - 1
+    for row in range(_mix(int(count[calls, 0]) & MASK) % every, real, every):
+        for i in range(routed):
+            e = int(ids[row, i])
+            for j in range(i):
+                e = -1 if ids[row, j] == e else e
+            if e < 0:
+                continue
+            for j in range(i + 1):
+                f = int(ids[row, j])
+                for k in range(j):
+                    f = -1 if ids[row, k] == f else f
+                if f >= 0:
+                    count[pairs + min(e, f), max(e, f)] += 1
+    count[calls, 0] += 1
+
+
 @kernel
 def _map(
     ids: IntArray,
@@ -221,6 +250,8 @@ def _map(
     runs, thresholds, _, _ = parts_of(num_entries, num_experts)
     first_draw = _mix((key + (int(draws[DRAWS]) & MASK) * GOLDEN) & MASK)
     tag = TAG if debug else 0
+    if how != _FAKE:  # before ids are written over
+        _add_pairs(ids, count, state, real, routed)
     for row in range(rows):
         for column in range(routed):
             expert = int(ids[row, column])
@@ -283,6 +314,7 @@ def _map_near(
     tag, bits = TAG if debug else 0, np.zeros(1 << MOST_NEAR_NODES, np.int64)
     for nodes in range(1, bits.size):
         bits[nodes] = bits[nodes >> 1] + (nodes & 1)
+    _add_pairs(ids, count, state, real, routed)
     for row in range(rows):
         # Nodes are numbered in another order for each token, so that the first of equal sets is no node's burden.
         order = int(table[orders + ((row * ROOT & MASK) >> 32 - ORDER_BITS)])
@@ -336,6 +368,7 @@ def _count_batch(ids: IntArray, batch: IntArray, count: IntArray, state: IntArra
     if not _are_experts(ids, real, routed, batch.size):
         return False
     counts = count.shape[0] > 0 and state[RECORDING] != 0
+    _add_pairs(ids, count, state, real, routed)
     for row in range(real):
         for column in range(routed):
             expert = ids[row, column]

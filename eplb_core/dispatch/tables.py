@@ -192,7 +192,7 @@ class DispatchTables:
         self._draws = torch.zeros((layers, 2), dtype=torch.int32, device=device)
         self._errors = torch.zeros(2, dtype=torch.int32, device=device)
         nothing = torch.zeros((layers, 0, experts), dtype=torch.int64, device=device)
-        self._count = nothing if load is None else load.count
+        self._count = nothing if load is None else load._rows
         self._state = torch.zeros(4, dtype=torch.int32, device=device) if load is None else load.state
         solved = self._shape.num_shared > 0
         self._batch = torch.zeros((layers, ranks if solved else 0, experts), dtype=torch.int32, device=device)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_core import DispatchTables, EplbError, ExpertLayout, LoadCounter, Topology, balancedness, rank_load
+from eplb_core import (
+    DispatchTables,
+    EplbError,
+    ExpertLayout,
+    LoadCounter,
+    Topology,
+    balancedness,
+    pair_counts,
+    place,
+    rank_load,
+)
 from tests.cases import PAIR, random_layout
 
 
@@ -234,3 +245,70 @@ def test_recording_is_as_it_was_at_the_end_of_its_block_also_after_an_error() ->
     load.add_slots(torch.tensor([[7, 7]]), layout)
     load.roll()
     assert load.snapshot().numpy().tolist() == [[[2, 4]]]
+
+
+def tokens(rows: int, seed: int, experts: int = 12) -> torch.Tensor:
+    """Top-4 ids of which some are -1 and some stand twice."""
+    return torch.tensor(np.random.default_rng(seed).integers(-1, experts, (rows, 4)), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("mode", ["static", "weighted", "near", "random", "quota"])
+def test_pairs_of_every_token_are_those_of_the_ids(mode: Any) -> None:
+    layout = ExpertLayout.trivial(2, 12, num_slots=16, topology=Topology(4, 2))
+    load = LoadCounter(2, 12, windows=2, pairs=True, pair_every=1)
+    tables = DispatchTables(layout, rank=1, mode=mode, load=load)
+    wanted = np.zeros((4, 2, 12, 12), np.int64)
+    for window in range(4):
+        for call in range(4):
+            ids = tokens(40, 4 * window + call)
+            wanted[window, call % 2] += pair_counts(ids[:30].numpy(), 12)
+            given = torch.cat([ids, torch.full((40, 1), 12, dtype=torch.int32)], 1)
+            tables.map(call % 2, given, num_tokens=torch.tensor(30, dtype=torch.int32), num_shared=1, out=given)
+        with load.recording(on=False):
+            tables.map(0, tokens(40, 99))
+        if window < 3:
+            load.roll()
+    assert (load.snapshot_pairs().numpy() == wanted[1:3].sum(axis=0)).all()  # neither the oldest nor the one begun
+    diagonal = wanted[1:3].diagonal(axis1=2, axis2=3)
+    assert (load.snapshot().numpy() >= diagonal).all()  # which counts an id that stands twice once
+
+
+def test_one_token_in_so_many_is_counted_wherever_it_stands() -> None:
+    load = LoadCounter(1, 64, pairs=True, pair_every=8)
+    tables = DispatchTables(ExpertLayout.trivial(1, 64, num_slots=64, topology=Topology(1)), mode="static", load=load)
+    ids = torch.arange(60, dtype=torch.int32)[:, None]  # the row is the expert
+    for _ in range(800):
+        tables.map(0, ids)
+    load.roll()
+    counted = load.snapshot_pairs().numpy()[0].diagonal()[:60]
+    assert 50 < counted.min() <= counted.max() < 150
+    assert counted.sum() == pytest.approx(800 * 60 / 8, rel=0.05)
+
+
+def test_of_a_large_batch_256_tokens_are_counted_at_most() -> None:
+    load = LoadCounter(1, 4, pairs=True, pair_every=2)
+    tables = DispatchTables(PAIR, mode="weighted", load=load)
+    tables.map(0, torch.tensor([[0, 3]] * 4000))
+    load.roll()
+    pairs = load.snapshot_pairs().numpy()[0]
+    assert 240 <= pairs[0, 3] == pairs[3, 0] == pairs[0, 0] <= 256
+    placed = place(load.snapshot().numpy(), Topology(2, 2), num_slots=6, pairs=pairs[None], effort=0.01)
+    assert placed.sends_per_token is not None
+    assert placed.sends_per_token[0] >= 0.0
+
+
+def test_pairs_that_were_not_asked_for_or_not_read_are_refused() -> None:
+    with pytest.raises(ValueError, match="pairs=True"):
+        LoadCounter(1, 4).snapshot_pairs()
+    with pytest.raises(ValueError, match="pair_every"):
+        LoadCounter(1, 4, pairs=True, pair_every=0)
+    with pytest.raises(ValueError, match="pair_every"):
+        LoadCounter(1, 4, pairs=True, pair_every=1 << 20)
+    with pytest.raises(TypeError, match="pairs"):
+        LoadCounter(1, 4, pairs=64)  # type: ignore[arg-type]
+    load = LoadCounter(1, 4, pairs=True)
+    snapshot = load.snapshot_pairs(all_reduce=lambda pairs: pairs[0, 1, 2].add_(1))
+    with pytest.raises(EplbError, match="unread"):
+        load.snapshot_pairs()
+    assert snapshot.numpy()[0].tolist() == [[0] * 4, [0, 0, 1, 0], [0, 1, 0, 0], [0] * 4]
+    assert load.snapshot_pairs().ready()

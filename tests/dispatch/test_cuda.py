@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
 
-from eplb_core import DispatchTables, LoadCounter, replica_shares, topk_to_slots
+from eplb_core import DispatchTables, LoadCounter, pair_counts, replica_shares, topk_to_slots
 from eplb_core.dispatch.constants import MODES
 from tests.cases import random_layout
 from tests.dispatch.test_gpu import some_ids
@@ -84,6 +86,40 @@ def test_rolling_and_snapshots_run_on_the_device() -> None:
         load.roll()
         plain.roll()
     np.testing.assert_array_equal(load.snapshot().numpy(), plain.snapshot().numpy())
+
+
+@pytest.mark.parametrize("mode", ["weighted", "near", "quota"])
+def test_a_captured_graph_counts_pairs_in_every_replay(mode: Any) -> None:
+    layout = random_layout(nodes=2)
+    loads = [LoadCounter(4, 32, device=device, pairs=True, pair_every=3) for device in ("cuda", "cpu")]
+    tables = [DispatchTables(layout, rank=1, mode=mode, load=load, device=load.device) for load in loads]
+    ids, out = some_ids(640, 8, 32, 0), torch.empty(640, 8, dtype=torch.int32, device="cuda")
+    given = ids.cuda()
+    loads[0].recording(False)
+    graph = capture(lambda: tables[0].map(2, given, out=out))
+    loads[0].recording(True)
+    for call in range(20):
+        ids = some_ids(640, 8, 32, call)
+        given.copy_(ids)
+        graph.replay()
+        tables[1].map(2, ids)
+    for load in loads:
+        load.roll()
+    pairs = [load.snapshot_pairs().numpy() for load in loads]
+    np.testing.assert_array_equal(pairs[0], pairs[1])
+    assert pairs[0][2].sum() > 0
+
+
+@pytest.mark.parametrize("mode", ["weighted", "near"])
+def test_pairs_of_every_token_are_exact_on_the_device(mode: Any) -> None:
+    load = LoadCounter(4, 32, device="cuda", pairs=True, pair_every=1)
+    tables = DispatchTables(random_layout(nodes=2), mode=mode, load=load, device="cuda")
+    ids = [some_ids(3000, 8, 32, layer) for layer in range(4)]
+    for layer, these in enumerate(ids):
+        tables.map(layer, these.cuda())
+    load.roll()
+    wanted = np.stack([pair_counts(these.numpy(), 32) for these in ids])
+    np.testing.assert_array_equal(load.snapshot_pairs().numpy(), wanted)
 
 
 def test_nothing_waits_for_the_device() -> None:

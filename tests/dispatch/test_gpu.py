@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,14 +87,16 @@ def compare(
     rank: int = 3,
     ids: torch.Tensor | None = None,
     shares: FloatArray | None = None,
+    pair_every: int = 0,
 ) -> None:
     """Same slots, counts, bounds and draws from both, call after call."""
     experts, layer = layout.num_experts, layout.num_layers - 1
     ids = (some_ids(rows, columns, experts, rows) if ids is None else ids).to(dtype)
     others = torch.tensor(np.random.default_rng(1).integers(0, 50, (layout.topology.num_ranks, experts)))
     others[rank] = 0
-    plain_load = LoadCounter(layout.num_layers, experts, windows=2)
-    kernel_load = LoadCounter(layout.num_layers, experts, windows=2, device=DEVICE)
+    pairs: dict[str, Any] = {"pairs": pair_every > 0, "pair_every": max(pair_every, 1)}
+    plain_load = LoadCounter(layout.num_layers, experts, windows=2, **pairs)
+    kernel_load = LoadCounter(layout.num_layers, experts, windows=2, device=DEVICE, **pairs)
     reduced: list[torch.Tensor] = []
 
     def all_reduce(batch: torch.Tensor) -> None:
@@ -119,7 +122,7 @@ def compare(
         for a, b in zip(reduced[::2], reduced[1::2], strict=True):
             assert torch.equal(a, b)
         reduced.clear()
-    assert torch.equal(kernel_load.count.cpu(), plain_load.count)
+    assert torch.equal(kernel_load._rows.cpu(), plain_load._rows)
     for name in ("_bounds", "_draws", "_sends", "_batch", "_packed", "_settings"):
         mine, theirs = getattr(kernels, name).cpu(), getattr(plain, name)
         assert torch.equal(mine, theirs), name
@@ -130,6 +133,43 @@ def compare(
 @pytest.mark.parametrize("rows", [1, 37, 400])
 def test_kernels_agree_with_the_host(mode: str, rows: int) -> None:
     compare(random_layout(layers=2), mode, rows)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("mode", "rows", "every"), [("weighted", 520, 2), ("near", 20, 1), ("quota", 20, 5), ("fake", 20, 1)]
+)
+def test_kernels_count_the_same_pairs(mode: str, rows: int, every: int) -> None:
+    """520 rows: fewer than half of them are counted, in more than one round."""
+    layout = random_layout(layers=2, nodes=2)
+    ids = torch.tensor(np.random.default_rng(rows).integers(-1, layout.num_experts, (rows, 6)))  # some stand twice
+    compare(
+        layout,
+        mode,
+        rows,
+        columns=6,
+        num_shared=1,
+        limit=rows - 3,
+        calls=1 if rows > 500 else 2,
+        ids=ids,
+        pair_every=every,
+    )
+
+
+@needs_kernels
+def test_pairs_of_ids_that_are_written_over_are_counted_before() -> None:
+    layout = random_layout(layers=1, nodes=2)
+    loads = [LoadCounter(1, layout.num_experts, device=DEVICE, pairs=True, pair_every=1) for _ in range(2)]
+    ids = some_ids(60, 4, layout.num_experts, 0).to(DEVICE)
+    for load in loads:
+        tables = DispatchTables(layout, rank=1, mode="weighted", load=load, device=DEVICE).layer(0)
+        map_by_kernels(ids, tables, None, 0, torch.empty_like(ids) if load is loads[0] else ids)
+    assert torch.equal(loads[0]._rows, loads[1]._rows)
+    assert (ids >= layout.num_experts).any()
+    for load in loads:
+        load.roll()
+        assert not load._rows[:, 1].any()
+        assert load.snapshot_pairs().numpy().sum() > 0
 
 
 @needs_kernels
