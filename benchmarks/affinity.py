@@ -4,6 +4,7 @@
 
 Every second token is counted, the others are judged: each is dispatched from a rank by chance (seed 1). "sends" are the
 nodes besides its rank's own that a token reaches, "balance" is mean / max of the ranks' tokens; means over six layers.
+Mode near has the orders of nodes that `near_orders` finds on the counted tokens; "all orders": each as often.
 Without files tokens are made: 256 experts in 16 groups, of which a token takes most of its experts from one.
 """
 
@@ -86,7 +87,9 @@ def compare(name: str, ids: Ids, slots: int, nodes: int, *, effort: float) -> li
         placement = eplb.place(load, topology, num_slots=slots, **arguments)
         seconds = (time.process_time() - start) / ids.shape[1]
         row: dict[str, Any] = {"tokens": name, "nodes": nodes, "layout": way}
-        row["sends near"], row["balance near"] = dispatched(placement.layout, judged, "near")
+        orders = eplb.near_orders(placement.layout, counted, load)
+        row["sends near"], row["balance near"] = dispatched(placement.layout, judged, "near", orders)
+        row["balance near, all orders"] = dispatched(placement.layout, judged, "near")[1]
         row["sends weighted"], row["balance weighted"] = dispatched(placement.layout, judged, "weighted")
         row["saved"] = row["sends near"] / (rows[0] if rows else row)["sends near"] - 1
         row["s per layer"], row["transfers"] = seconds, float(placement.transfers.mean())
@@ -94,13 +97,13 @@ def compare(name: str, ids: Ids, slots: int, nodes: int, *, effort: float) -> li
     return rows
 
 
-def dispatched(layout: eplb.ExpertLayout, ids: Ids, mode: Any) -> tuple[float, float]:
+def dispatched(layout: eplb.ExpertLayout, ids: Ids, mode: Any, orders: Ids | None = None) -> tuple[float, float]:
     """Sends per token and balancedness, means over layers."""
     source = np.random.default_rng(1).integers(0, RANKS, len(ids))
     load, sends = np.zeros((layout.num_layers, RANKS)), 0
     node = layout.topology.rank_to_node
     for rank in range(RANKS):
-        tables = eplb.DispatchTables(layout, rank=rank, mode=mode)
+        tables = eplb.DispatchTables(layout, rank=rank, mode=mode, orders=orders)
         for layer in range(layout.num_layers):
             slots = tables.map(layer, torch.from_numpy(np.ascontiguousarray(ids[source == rank, layer]))).numpy()
             to = slots // layout.slots_per_rank

@@ -63,6 +63,7 @@ _HOMES = {
     "dispatch.static": "static_dispatch_table",
     "dispatch.even": "even_dispatch_table hash_dispatch_table",
     "dispatch.shares": "replica_shares",
+    "dispatch.orders": "near_orders",
     "dispatch.tables": "DispatchTables",
     "dispatch.ops": "LayerTables topk_to_slots",
     "dispatch.counter": "LoadCounter",

@@ -12,6 +12,7 @@ from eplb_core.dispatch.even import even_dispatch_table as even_dispatch_table
 from eplb_core.dispatch.even import hash_dispatch_table as hash_dispatch_table
 from eplb_core.dispatch.ops import LayerTables as LayerTables
 from eplb_core.dispatch.ops import topk_to_slots as topk_to_slots
+from eplb_core.dispatch.orders import near_orders as near_orders
 from eplb_core.dispatch.shares import replica_shares as replica_shares
 from eplb_core.dispatch.static import static_dispatch_table as static_dispatch_table
 from eplb_core.dispatch.tables import DispatchTables as DispatchTables

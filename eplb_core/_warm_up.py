@@ -82,6 +82,7 @@ def _warm_balancer() -> None:
 
 def _warm_dispatch() -> None:
     from eplb_core.dispatch.even import even_dispatch_table, hash_dispatch_table
+    from eplb_core.dispatch.orders import near_orders
     from eplb_core.dispatch.shares import replica_shares
     from eplb_core.dispatch.static import static_dispatch_table
 
@@ -92,6 +93,7 @@ def _warm_dispatch() -> None:
     even_dispatch_table(layout, expert_load=_LOAD)
     hash_dispatch_table(layout, rank=0)
     replica_shares(layout, _LOAD)
+    near_orders(layout, [[[0, 1], [2, 3]]])
 
 
 def _warm_tables() -> None:

@@ -43,6 +43,7 @@ from eplb_core.dispatch.constants import (
 )
 from eplb_core.dispatch.counter import LoadCounter, check_device
 from eplb_core.dispatch.ops import LayerTables, topk_to_slots
+from eplb_core.dispatch.orders import even_orders
 from eplb_core.dispatch.rows import Int32Array, RowShape, check_row, fill_near_row, fill_row
 from eplb_core.errors import LayoutError
 from eplb_core.layout import ExpertLayout, layer_rows
@@ -202,8 +203,7 @@ class DispatchTables:
         self._scratch = np.empty((3, max(slots, experts + 1)), dtype=np.int64)
         self._equal = read_only(np.empty(0))  # as given shares are, for kernels compile for each kind
         # Each row of tokens takes an order, from another one on for each layer and rank.
-        number = 2 * max(1, self._shape.num_nodes)
-        self._all_orders = read_only(np.arange(ORDERS, dtype=np.int64) * number // ORDERS)
+        self._all_orders = read_only(even_orders(self._shape.num_nodes))
         self._starts = [(phase[0] + phase[1] & MASK) >> 32 - ORDER_BITS for phase in settings]
         self._filler = None  # from a layer and its row to this rank's slots, in static modes
         if self.mode == "even":
