@@ -175,8 +175,13 @@ def of_load(load: Array) -> Iterator[Case]:
     share = load / np.maximum(load.sum(axis=2, keepdims=True), 1)
     yield Case("shares", "of a row", share)
     yield Case("shares", "per token", share * 8)
-    if len(load) >= 4:
+    if len(load) >= 3:
         yield Case("load, added up", "from window to window", load.cumsum(axis=0))
+        yield Case("load, added up", "three windows", load.cumsum(axis=0)[-3:])
+    for axis, name in enumerate(("window", "layer", "expert")):
+        if load.shape[axis] > 3:
+            total = load.sum(axis=axis, keepdims=True)
+            yield Case("load, with totals", f"as the last {name}", np.concatenate([load, total], axis=axis))
     yield Case("mask", "above the mean", (load > load.mean()).astype(np.int64))
     yield Case("shares", "logarithms", np.log(share + 1e-9))
     names = np.indices(load.shape).reshape(3, -1)

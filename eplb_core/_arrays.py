@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -29,8 +29,10 @@ def to_numpy(value: object, name: str) -> npt.NDArray[Any]:
 
     Refused are data frames, whose columns numpy would take for one axis, and masked arrays, whose mask it would drop.
     """
-    if is_frame(value):
-        columns = plain(", ".join(map(str, getattr(value, "column_names", getattr(value, "columns", ())))), 80)
+    names: Any = value if isinstance(value, Mapping) else getattr(getattr(value, "dtype", None), "names", None)
+    if is_frame(value) or names:
+        names = names or getattr(value, "column_names", getattr(value, "columns", ()))
+        columns = plain(", ".join(map(str, names)), 80)
         raise TypeError(f"`{name}` (a frame with columns {columns}) must be an array; Trace.from_frame reads frames")
     if np.ma.is_masked(value):
         masked = int(np.count_nonzero(getattr(value, "mask", True)))

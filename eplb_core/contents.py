@@ -28,7 +28,7 @@ SURE, HINT = 10.0, 4.0
 """Expected repeats within rows, were an array without any counts: e**-10 and e**-4 is the chance of none."""
 EQUAL, UNLIKE = 0.005, 0.25
 """Largest difference of equal totals, and least deviation of numbers that differ, relative to their mean."""
-_MOST_ROWS, _MOST_LINES = 4096, 64
+_MOST_ROWS, _MOST_LINES, _FEW_LINES = 4096, 64, 8
 _BY_HAND = 4096
 """Numbers of which nobody writes as many."""
 
@@ -203,9 +203,12 @@ def _as_load(whole: AnyArray, rows: AnyArray, totals: FloatArray, is_load: bool)
         return Contents("other", f"no number is 0, and they are {mean:.1f} in the mean: as replicas are counted", False)
     if not is_load and experts >= 8 and rows.size >= 64 and rows.max() == 1 and ((rows == 0) | (rows == 1)).all():
         return Contents("other", "all its numbers are 0 or 1, as in a mask", False)
-    if len(rows) >= 4 and rows[0].size >= 64 and _adds_up(rows):
+    if len(rows) >= 3 and rows[0].size >= 64 and _adds_up(rows):
         what = "no number falls from a window to the next: they are added up, and numpy.diff(array, axis=0) undoes it"
         return Contents("other", what, False)
+    margin = _margin(whole)
+    if margin:
+        return Contents("other", f"{margin}: totals beside what they add up, to be cut off", False)
     doubt = _doubt(whole, totals)
     if is_load:
         return Contents("load", "the layers of a window have equal totals", doubt=doubt)
@@ -219,9 +222,32 @@ def _counts_up(column: AnyArray) -> bool:
 
 
 def _adds_up(rows: AnyArray) -> bool:
-    """Does no number fall, while half of them rise?"""
+    """Does no number fall, while half of them rise? Traffic may grow for a while, but hardly by equal steps."""
     later, before = rows[1:], rows[:-1]
-    return bool((later >= before).all() and (later > before).mean() > 0.5)
+    if not ((later >= before).all() and (later > before).mean() > 0.5):
+        return False
+    totals = rows.sum(axis=(1, 2), dtype=np.float64)
+    steps = np.diff(totals)
+    by_steps = np.ptp(steps) <= 0.5 * steps.mean() or totals[-1] < 2 * totals[0]
+    return len(rows) >= 4 or bool(by_steps)
+
+
+def _margin(whole: AnyArray) -> str:
+    """Is the first or last of an axis the sum of the others, or their mean, as tables end in totals?"""
+    for axis, name in enumerate(("window", "layer", "expert")):
+        moved = np.moveaxis(whole, axis, 0)
+        steps = [-(-length // _FEW_LINES) for length in moved.shape[1:]]
+        lines = moved[:, :: steps[0], :: steps[1]].astype(np.float64)
+        if len(lines) < 4:
+            continue
+        for end, rest in ((lines[0], lines[1:]), (lines[-1], lines[:-1])):
+            if np.count_nonzero(end) < 4 or (rest == rest[:1]).all():  # what is all alike is its own mean
+                continue
+            if np.allclose(end, rest.sum(axis=0), rtol=1e-6, atol=0):
+                return f"its {'first' if end is lines[0] else 'last'} {name} is the sum of the others"
+            if axis < 2 and np.allclose(end, rest.mean(axis=0), rtol=1e-6, atol=0):
+                return f"its {'first' if end is lines[0] else 'last'} {name} is the mean of the others"
+    return ""
 
 
 def _doubt(whole: AnyArray, totals: FloatArray) -> str:

@@ -204,3 +204,9 @@ def test_sizes_that_ask_for_absurd_memory_are_named() -> None:
     check_made(num_layers=1000, num_slots=1000)
     with pytest.raises(ValueError, match=r"`num_layers` \(=536870912\), `num_slots` \(=2\): the product must be"):
         check_made(num_layers=1 << 29, num_slots=2)
+
+
+def test_dicts_of_columns_and_record_arrays_are_frames() -> None:
+    for table in ({"layer": [0], "expert": [1]}, np.zeros(3, dtype=[("layer", "i8"), ("expert", "i8")])):
+        with pytest.raises(TypeError, match=r"columns layer, expert\) .* Trace.from_frame"):
+            to_numpy(table, "load")

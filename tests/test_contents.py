@@ -76,10 +76,26 @@ def test_counts_that_were_never_reset_are_no_load_of_windows() -> None:
     for array in (summed, summed[3:9], summed.astype("f8")):
         assert contents_of(array)[::2] == ("other", False)
     assert contents_of(summed, "expert_load").kind == "load"
-    assert contents_of(summed[:3]).kind == "load"  # three windows may rise by chance
+    for three in (summed[:3], summed[9:12], LOAD[[0, 3, 5]].cumsum(axis=0)):
+        assert contents_of(three)[::2] == ("other", False)
+    grown = np.stack([LOAD[:1].sum(axis=0), LOAD[:6].sum(axis=0), LOAD.sum(axis=0) * 9])  # traffic may grow so
+    assert contents_of(grown).kind == contents_of(summed[:2]).kind == "load"
     assert (np.diff(summed, axis=0) == LOAD[1:]).all()
     with pytest.raises(ValueError, match=r"numpy\.diff"):
         Trace(np.tile(summed, (1, 4, 4)))
+
+
+def test_totals_beside_what_they_add_up_are_no_load() -> None:
+    """As a pivot table has them: an expert, a layer or a window too many."""
+    for axis in range(3):
+        total = LOAD.sum(axis=axis, keepdims=True)
+        for array in (np.concatenate([LOAD, total], axis=axis), np.concatenate([total, LOAD], axis=axis)):
+            assert contents_of(array)[::2] == ("other", False)
+    with pytest.raises(ValueError, match="its last expert is the sum of the others"):
+        Trace(np.tile(np.append(LOAD, LOAD.sum(axis=2, keepdims=True), axis=2), (1, 4, 1)))
+    assert "mean" in contents_of(np.concatenate([LOAD, LOAD.mean(axis=0, keepdims=True)])).why
+    for load in (LOAD, np.repeat(LOAD[:1], 5, axis=0), np.zeros_like(LOAD)):
+        assert contents_of(load).kind == "load"
 
 
 def test_a_mask_is_no_load() -> None:

@@ -7,7 +7,8 @@ import logging
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType, FunctionType, ModuleType
+from contextlib import suppress
+from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +70,7 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, Place, torch.Tensor]]:
         for key, value in list(vars(part).items()):
             if key in _OWN:
                 continue
-            if isinstance(value, torch.Tensor):
+            if issubclass(type(value), torch.Tensor):
                 yield before + key, Place(part, key, "attribute"), value
             else:
                 for name, way, tensor in _contained(value, ()):
@@ -78,16 +79,17 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, Place, torch.Tensor]]:
 
 def _contained(value: Any, outer: tuple[int, ...]) -> Iterator[tuple[str, tuple[Any, ...], torch.Tensor]]:
     """Name, way and tensor of all in a list, tuple or dict; `outer` are those around it, which it may lie in itself."""
-    if not isinstance(value, list | tuple | dict) or id(value) in outer:
+    kind = type(value)  # objects may answer anything when asked for their class
+    if not issubclass(kind, list | tuple | dict) or id(value) in outer:
         return
     names = getattr(value, "_fields", range(len(value)))
-    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-    for name, (key, part) in zip(value if isinstance(value, dict) else names, items, strict=True):
-        if isinstance(part, torch.Tensor):
-            yield f".{name}", (key,), part
+    items = list(value.items()) if issubclass(kind, dict) else list(enumerate(value))
+    for name, (key, part) in zip(value if issubclass(kind, dict) else names, items, strict=True):
+        if issubclass(type(part), torch.Tensor):
+            yield f".{_key(name)}", (key,), part
         else:
             for inner, way, tensor in _contained(part, (*outer, id(value))):
-                yield f".{name}{inner}", (key, *way), tensor
+                yield f".{_key(name)}{inner}", (key, *way), tensor
 
 
 def place_of(module: torch.nn.Module, name: str, kind: str) -> Place | None:
@@ -177,19 +179,20 @@ def held_tensors(module: torch.nn.Module, is_left_out: Callable[[str], bool]) ->
     queue.extend((path, part, False) for path, part in module.named_modules())
     while queue:
         name, value, foreign = queue.popleft()
-        if value is None or isinstance(value, _LEAVES) or id(value) in reached:
+        kind = type(value)
+        if value is None or issubclass(kind, _LEAVES) or id(value) in reached:
             continue
         reached.add(id(value))
         if is_left_out(name):
             continue
-        if isinstance(value, torch.nn.Module) and id(value) not in own:
+        if issubclass(kind, torch.nn.Module) and id(value) not in own:
             if any(id(part) in own for part in value.modules()):
                 continue
             foreign = True
-        if isinstance(value, torch.Tensor | np.ndarray):
+        if issubclass(kind, torch.Tensor | np.ndarray):
             names[name] += 1
             yield Held(name if names[name] == 1 else f"{name}#{names[name]}", value, foreign)
-        foreign = foreign or isinstance(value, set | frozenset)  # in no order, and so without a name
+        foreign = foreign or issubclass(kind, set | frozenset)  # in no order, and so without a name
         before = f"{name}." if name else ""
         queue.extend((f"{before}{key}", part, foreign) for key, part in _parts(value))
         for cls in _classes(value):
@@ -199,28 +202,40 @@ def held_tensors(module: torch.nn.Module, is_left_out: Callable[[str], bool]) ->
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object refers to, by the name under which it does."""
-    if isinstance(value, dict):
-        yield from ((str(key), part) for key, part in dict.items(value))
-    elif isinstance(value, list | tuple | deque):
-        names = getattr(value, "_fields", None) or range(len(value))
+    """What an object refers to, by the name under which it does; types are asked, since objects may answer anything."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        yield from ((_key(key), part) for key, part in dict.items(value))
+    elif issubclass(kind, list | tuple | deque):
+        names = getattr(kind, "_fields", None) or range(len(value))
         yield from ((str(key), part) for key, part in zip(names, value, strict=False))
-    elif isinstance(value, FunctionType):  # without its globals, which would lead everywhere
+    elif issubclass(kind, FunctionType):  # without its globals, which would lead everywhere
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             yield from ((name, part) for part in gc.get_referents(cell))
         yield from (("defaults", part) for part in (value.__defaults__, value.__kwdefaults__))
-    elif isinstance(value, weakref.ref):
+    elif issubclass(kind, weakref.ref):
         yield "()", value()
-    if isinstance(value, torch.nn.Module):
+    if issubclass(kind, torch.nn.Module):
         for table in (value._parameters, value._buffers, value._modules):
             yield from table.items()
-    yield from list(getattr(value, "__dict__", {}).items())
+    with suppress(Exception):  # past `__getattr__`, which may raise whatever it likes
+        yield from list(object.__getattribute__(value, "__dict__").items())
     for cls in _classes(value):
-        slots = vars(cls).get("__slots__", ())
-        for key in (slots,) if isinstance(slots, str) else slots:
-            yield key, getattr(value, key, None)
-    if not isinstance(value, FunctionType | torch.Tensor | np.ndarray):
-        yield from ((f"<{type(value).__name__}>", part) for part in gc.get_referents(value))
+        for key, member in vars(cls).items():
+            if isinstance(member, MemberDescriptorType):  # one of `__slots__`
+                with suppress(AttributeError):
+                    yield key, member.__get__(value, cls)
+    if not issubclass(kind, FunctionType | torch.Tensor | np.ndarray):
+        yield from ((f"<{kind.__name__}>", part) for part in gc.get_referents(value))
+
+
+def _key(key: Any) -> str:
+    """A name that is the same in every process."""
+    try:
+        text = str(key)
+    except Exception:
+        text = " at 0x"
+    return f"<{type(key).__name__}>" if " at 0x" in text else text
 
 
 def _classes(value: Any) -> Iterator[type]:

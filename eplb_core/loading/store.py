@@ -289,7 +289,8 @@ def _rows_of(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[t
         rows = list(value.detach().unbind(0))
         if len(rows) > 1 and value.stride(0) == 0:
             raise ValueError(
-                f"tensor {name!r} repeats one row (stride 0); register the tensor that it was expanded from"
+                f"tensor {name!r} repeats one row (stride 0), which all slots share: leave it out "
+                "(`ignore`), or give the tensor that it was expanded from"
             )
     elif isinstance(value, list | tuple) and value and all(isinstance(row, torch.Tensor) for row in value):
         rows = [row.detach() for row in value]

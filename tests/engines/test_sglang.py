@@ -189,3 +189,16 @@ def test_a_manager_of_another_signature_keeps_its_rebalance() -> None:
         "moves is left to SGLang, written for 0.5.23: expected eplb.eplb_manager.EPLBManager.rebalance(self), found "
         "eplb.eplb_manager.EPLBManager.rebalance(self: 'Any', layers: 'list[int]')"
     ) in found["said"]
+
+
+def test_a_store_of_sglang_s_layer_of_experts_holds_all_of_it_whatever_the_quantization() -> None:
+    """Its layer has nothing beside what is indexed by slot, but for scales that every rank keeps whole."""
+    said = answers("sglang_experts.py")["families"]
+    for name, stages in said.items():
+        for stage, found in stages.items():
+            by_slot = {each for each, shape in found["held"].items() if shape[:1] in ([6], [12])}
+            assert set(found["named"]) == by_slot, (name, stage)
+            if name == "w4afp8":  # strides of its kernel, a row for each slot
+                assert "'quant_method.a_strides1'" in found["bare"]
+            else:
+                assert found["bare"] == found["named"], (name, stage)

@@ -107,3 +107,18 @@ def test_vllm_s_rebalance_runs_end_to_end_with_right_weights() -> None:
     transfers = [int(row[4].replace(",", "")) for row in rows]
     for default, ours, over_transport in (transfers[:3], transfers[3:]):
         assert ours == over_transport <= default // 20
+
+
+def test_a_store_of_vllm_s_layer_of_experts_holds_what_vllm_moves_whatever_the_quantization() -> None:
+    result = run([str(Path(__file__).with_name("vllm_experts.py"))], VLLM_LOGGING_LEVEL="ERROR")
+    assert result.returncode == 0, result.stderr
+    print(result.stdout.rpartition("\n{")[0])
+    said = json.loads(result.stdout.splitlines()[-1])["said"]
+    assert len(said) == 17
+    for name, stages in said.items():
+        assert isinstance(stages, dict), (name, stages)
+        for stage, found in stages.items():
+            assert "'_expert_map'" in found["bare"], (name, stage)  # refused, where nobody says what it is
+            if name != "experts int8":  # its weights have no memory before they are loaded
+                moved = set(found["own"]) | {each for each in found["named"] if each.endswith("input_scale")}
+                assert set(found["named"]) == moved, (name, stage)

@@ -118,6 +118,25 @@ class Slotted:
         self.up = up
 
 
+class Private:
+    __slots__ = ("__up",)
+
+    def __init__(self, up: torch.Tensor) -> None:
+        self.__up = up
+
+
+class Mute:
+    """As a model of pydantic that was not built yet: it raises what `getattr` does not expect."""
+
+    __slots__ = ("__weakref__", "up")
+
+    def __init__(self, up: torch.Tensor) -> None:
+        self.up = up
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 class Pair(NamedTuple):
     up: torch.Tensor
     down: torch.Tensor
@@ -182,7 +201,9 @@ WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a namespace": lambda t: SimpleNamespace(up=t),
     "a dataclass": lambda t: Scales(torch.zeros(()), {"down": [t]}),
     "slots of a class": Slotted,
+    "a private slot of a class": Private,
     "an object": Method,
+    "an object that answers nothing": Mute,
     "a bound method": lambda t: Method(t).apply,
     "a method of the tensor": lambda t: t.copy_,
     "a closure": closure,
@@ -257,6 +278,63 @@ def test_rows_that_nothing_can_move_are_refused(held: Callable[[], Any]) -> None
 def test_a_sparse_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'beside' is torch.sparse_coo"):
         ExpertStore.of_module(experts(torch.eye(S).to_sparse()), S)
+
+
+# ---- engines' layers of experts --------------------------------------------------------------------------------------
+
+P = 2 * S
+W = {"w13_weight": [S, 8, 6], "w2_weight": [S, 6, 4]}
+FAMILIES: dict[str, dict[str, list[int]]] = {
+    "unquantized": W,
+    "vLLM's biases": W | {"w13_bias": [S, 8], "w2_bias": [S, 6]},
+    "SGLang's biases": W | {"w13_weight_bias": [S, 8], "w2_weight_bias": [S, 6]},
+    "fp8 per tensor": W | {"w13_weight_scale": [S, 2], "w2_weight_scale": [S], "w13_input_scale": [S]},
+    "fp8 per tensor, processed": W | {"w13_weight_scale": [S], "w2_weight_scale": [S], "w13_input_scale": []},
+    "fp8 per block": W | {"w13_weight_scale_inv": [S, 2, 2], "w2_weight_scale_inv": [S, 2, 1]},
+    "fp8, int8 per channel": W | {"w13_weight_scale": [S, 8, 1], "w2_weight_scale": [S, 6, 1]},
+    "online int8": W | {"w13_scale": [S, 8], "w2_scale": [S, 6]},
+    "packed, act order": {"w13_weight_packed": [S, 2, 8], "w13_weight_scale": [S, 1, 8], "w13_weight_shape": [S, 2]}
+    | {"w13_weight_g_idx": [S, 16], "w13_g_idx_sort_indices": [S, 16]},
+    "awq, gptq": {"w13_qweight": [S, 2, 8], "w13_scales": [S, 1, 8], "w13_qzeros": [S, 1, 2], "w13_g_idx": [S, 0]},
+    "mxfp4": W | {"w13_weight_scale": [S, 8, 2], "w2_weight_scale": [S, 6, 2], "w13_bias": [S, 8]},
+    "nvfp4": {"w13_weight_packed": [S, 8, 3], "w13_weight_scale": [S, 8, 2], "w13_weight_global_scale": [S, 2]}
+    | {"w13_input_global_scale": [S, 2]},
+    "nvfp4 of modelopt": W
+    | {"w13_weight_scale_2": [S, 2], "w13_blockscale_swizzled": [S, 8, 2]}
+    | {"w13_input_scale": [P, 2], "w2_input_scale": [P]},  # whole on every rank
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_engines_are_found_whole_and_their_maps_are_refused(family: str) -> None:
+    """As vLLM's and SGLang's quantizations make them; tests/engines has the engines' own."""
+    module: Any = nn.Module()
+    for name, shape in FAMILIES[family].items():
+        module.register_parameter(name, nn.Parameter(torch.zeros(shape), requires_grad=False))
+    store = ExpertStore.of_module(module, S, num_slots=P)
+    assert {*store.names, *store.whole_names} == {
+        name for name, shape in FAMILIES[family].items() if 0 < np.prod(shape) > 1
+    }
+    assert set(store.whole_names) == {name for name, shape in FAMILIES[family].items() if shape[:1] == [P]}
+    for name, length in (
+        ("_expert_map", P),
+        ("expert_local_to_global", S),
+        ("e_score_correction_bias", P),
+        ("g1_alphas", S),
+    ):
+        module.register_buffer(name, torch.zeros(length, dtype=torch.int32), persistent=False)
+        with pytest.raises(ValueError, match=name):
+            ExpertStore.of_module(module, S, num_slots=P)
+        assert ExpertStore.of_module(module, S, num_slots=P, ignore=[name]).names == store.names
+        delattr(module, name)
+
+
+def test_a_scale_that_all_slots_share_is_refused_until_it_is_left_out() -> None:
+    module = experts()
+    module.w13_input_scale = torch.ones(1).expand(S)
+    with pytest.raises(ValueError, match=r"'w13_input_scale' repeats one row .*`ignore`"):
+        ExpertStore.of_module(module, S)
+    assert ExpertStore.of_module(module, S, ignore=["*_input_scale"]).names == ("w13_weight",)
 
 
 # ---- every way to look like one --------------------------------------------------------------------------------------
@@ -364,5 +442,5 @@ def test_rows_of_shared_experts_do_not_hide_a_tensor_that_the_store_lacks() -> N
 
 
 def test_names_are_the_same_in_every_process_and_no_two_are_equal() -> None:
-    module = experts({1: torch.zeros(S, 2, 2), "1": torch.ones(S, 2, 2)})
-    assert ExpertStore.of_module(module, S).names == ("w13_weight", "beside.1", "beside.1#2")
+    module = experts({1: torch.zeros(S, 2, 2), "1": torch.ones(S, 2, 2), object(): torch.ones(S, 2, 3)})
+    assert ExpertStore.of_module(module, S).names == ("w13_weight", "beside.1", "beside.1#2", "beside.<object>")
