@@ -22,6 +22,7 @@ from benchmarks import real_engines
 REDUNDANT = 8
 PLUG_IN = {"EPLB_CORE": "vllm"}
 SYNC, ASYNC = {"use_async": False}, {"use_async": True}
+SYNC_NCCL = {**SYNC, "communicator": "torch_nccl"}  # vLLM refuses it for asynchronous moves
 
 
 def _over(transport: str) -> dict[str, str]:
@@ -31,11 +32,11 @@ def _over(transport: str) -> dict[str, str]:
 RUNS: dict[str, tuple[Any, dict[str, str]]] = {
     "off": (None, {}),
     "own_sync": (SYNC, {}),
+    "own_sync_nccl": (SYNC_NCCL, {}),
     "own_async": (ASYNC, {}),
-    "own_async_nccl": ({**ASYNC, "communicator": "torch_nccl"}, {}),
     "plugin_sync": (SYNC, PLUG_IN),
+    "plugin_sync_nccl": (SYNC_NCCL, PLUG_IN),
     "plugin_async": (ASYNC, PLUG_IN),
-    "plugin_async_nccl": ({**ASYNC, "communicator": "torch_nccl"}, PLUG_IN),
     "plugin_sync_cuda_ipc": (SYNC, _over("cuda_ipc")),
     "plugin_async_cuda_ipc": (ASYNC, _over("cuda_ipc")),
     "plugin_async_nixl": (ASYNC, _over("nixl")),

@@ -105,7 +105,8 @@ class _Source(NamedTuple):
 _sources: list[_Source] = []
 _finished: dict[Key, float] = {}
 """What owners that are gone have counted: a counter never falls."""
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""Of one thread at a time: a function that is asked for numbers may itself watch something."""
 _rank: list[int | None] = [None]
 _errors = [0]
 _logged: set[str] = set()
@@ -114,7 +115,7 @@ _logged: set[str] = set()
 def _start_anew() -> None:
     """In a forked child: what the parent counted is told by the parent, and its lock may never be given back."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _sources.clear()
     _finished.clear()
     _errors[0] = 0
@@ -216,13 +217,13 @@ def _escaped(text: str) -> str:
 
 def _fold_finished() -> None:
     """Keep what owners that are gone have counted; under the lock."""
-    alive = []
+    alive: list[_Source] = []
+    gone: list[_Source] = []
     for source in _sources:
-        if source.owner() is None:
-            _tell(_finished, source.counters)
-        else:
-            alive.append(source)
+        (gone if source.owner() is None else alive).append(source)
     _sources[:] = alive
+    for source in gone:  # off the list before: what they call may come here again
+        _tell(_finished, source.counters)
 
 
 def _tell(told: dict[Key, float], numbers: Callable[..., Iterable[Sample]], *owner: object) -> None:

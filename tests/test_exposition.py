@@ -51,6 +51,27 @@ def test_counters_add_up_and_outlive_their_owner_and_gauges_are_the_largest() ->
     assert exposition._sources == []
 
 
+def test_a_function_that_is_asked_may_itself_watch_something() -> None:
+    """FD9: it waited for itself, for ever."""
+    made: list[Owner] = []
+
+    def counters() -> list[Sample]:
+        if not made:
+            made.append(Owner(0, 4.0))
+            samples()
+        return [Sample(READ, 3.0, 0)]
+
+    owner: list[Any] = [Owner(0, 1.0)]
+    watch(owner[0], counters=counters)
+    owner.clear()
+    gc.collect()
+    asked = threading.Thread(target=samples, daemon=True)
+    asked.start()
+    asked.join(20.0)
+    assert not asked.is_alive()
+    assert samples()[READ, ("0",)] == 8.0
+
+
 def test_what_does_not_know_its_rank_has_that_of_the_process() -> None:
     owner = Owner(None, 3.0)
     assert samples()[READ, ("",)] == 3.0

@@ -6,6 +6,7 @@ engine's own, with one line in the log that says what was expected and what was 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import logging
@@ -28,7 +29,7 @@ NO_SUCH = "no such function"
 SAME = "give all ranks the same eplb_core, environment variables and engine version"
 
 _PATIENCE_S = 300.0
-_gathers: dict[int, tuple[Any, Callable[[Said], list[Said]]]] = {}
+_gathers: dict[int, tuple[Any, Gather]] = {}
 """By the group's identity: the group, kept so that no other gets its identity, and what gathers over its ranks."""
 _logged: set[str] = set()
 _failures: dict[str, str] = {}
@@ -188,8 +189,12 @@ def do_nothing(*_: object) -> None:
 
 
 def words(error: Exception) -> str:
-    """Return an error's type and text, for log lines and messages to other ranks."""
-    return f"{type(error).__name__}: {error}"
+    """Return an error's type and text, for log lines and messages to other ranks; raises nothing."""
+    try:
+        text = str(error)
+    except Exception as trouble:  # of another's class: a line in the log must not stop the engine
+        text = f"(its text raised {type(trouble).__name__})"
+    return f"{type(error).__name__}: {text}"
 
 
 @contextmanager
@@ -213,12 +218,29 @@ class Said(NamedTuple):
     """Why the answer is the engine's own; empty where it is ours."""
 
 
-def gather_by(agreement: Agreement) -> Callable[[Said], list[Said]]:
-    """Return a collective call that exchanges what ranks say; answers by rank."""
-    return lambda said: [Said(*json.loads(blob)) for blob in agreement.gather(json.dumps(said).encode())]
+class Gather:
+    """A collective call that exchanges what ranks say; answers by rank."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+
+    def __call__(self, said: Said) -> list[Said]:
+        """Every rank's, by rank."""
+        return [Said(*json.loads(blob)) for blob in self._agreement.gather(json.dumps(said).encode())]
+
+    def same(self, digest: str) -> bool:
+        """Whether all ranks have this digest, and one at all: one short collective, where words take two long ones."""
+        same = getattr(self._agreement, "same", None)  # ranks of one engine have agreements of one kind
+        word = int.from_bytes(hashlib.sha256(digest.encode()).digest()[:7], "big") + 1 if digest else 0
+        return same is not None and bool(same(word)) and word > 0
 
 
-def gather_over(cpu_group: Any) -> Callable[[Said], list[Said]]:
+def gather_by(agreement: Agreement) -> Gather:
+    """Return what exchanges words over this agreement."""
+    return Gather(agreement)
+
+
+def gather_over(cpu_group: Any) -> Gather:
     """As `gather_by`, over a group of its own of the ranks of a torch group on the CPU.
 
     The group is made the first time that this is called for `cpu_group`, which is collective, and kept: collectives of
@@ -290,6 +312,7 @@ def settle(
     *,
     digest_of: Callable[[T], str],
     otherwise: Callable[[], T],
+    same: Callable[[str], object] = do_nothing,
 ) -> T:
     """Return an answer that is the same on every rank: where ranks differ, all take the engine's own.
 
@@ -304,11 +327,15 @@ def settle(
         digest_of: Returns a hash of an answer.
         otherwise: Gives the answer that changes nothing, for ranks whose inputs differ, so that the engine's own
             answers do too.
+        same: Whether all ranks have this digest, asked before words are exchanged: `Gather.same`, where all ranks are
+            known to have this version of eplb_core.
 
     Raises:
         Exception: What the engine's own code raised on this rank.
     """
     answer, said, error = attempt(ours, digest_of)
+    if same(said.digest):
+        return answer
     told = gather(said if error else said._replace(failure=failure_of(part)))
     if error is None and _are_equal(told):
         return answer

@@ -140,6 +140,19 @@ class GroupAgreement:
         self._guarded(lambda: self._wait(work))
         return int(buffer[0])
 
+    def same(self, word: int) -> bool:
+        """Whether every rank gave the same int64, not the lowest there is; blocks for one all-reduce of 16 bytes.
+
+        Raises:
+            AgreementError: As `take`.
+        """
+        import torch
+
+        both = torch.tensor([word, -word], dtype=torch.int64, device="cpu")
+        self._guarded(lambda: self._wait(self._group.allreduce([both], self._options)))
+        lowest, highest = both.tolist()
+        return bool(lowest == -highest)
+
     def gather(self, blob: bytes) -> list[bytes]:
         """Every rank's blob, by rank; the word posted last stays where it is.
 

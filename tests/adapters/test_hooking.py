@@ -10,7 +10,7 @@ import torch.distributed
 
 from eplb_core.adapters import hooking
 from eplb_core.errors import EplbError, TransportError
-from eplb_core.loading.agreement import LocalAgreement
+from eplb_core.loading.agreement import GroupAgreement, LocalAgreement
 from tests.adapters.fakes import group_of_one, on_ranks
 from tests.loading.worlds import on_threads
 
@@ -70,6 +70,22 @@ def test_an_error_is_logged_once_and_the_engine_answers(caplog: pytest.LogCaptur
     (line,) = caplog.messages
     assert line.startswith("eplb_core: part: ")
     assert line.endswith("ValueError: -3 is negative")
+
+
+def test_an_error_that_cannot_say_itself_stops_no_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """FD9."""
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    def ours() -> str:
+        raise Mute
+
+    assert hooking.guarded(ours, lambda: "the engine's", "part")() == "the engine's"
+    assert hooking.failure_of("part") == "Mute: (its text raised RuntimeError)"
+    assert hooking.attempt(ours, str)[1] == ("", "Mute: (its text raised RuntimeError)")
+    assert len(caplog.messages) == 1
 
 
 # ---- one answer on all ranks -----------------------------------------------------------------------------------------
@@ -172,6 +188,40 @@ def test_a_group_of_its_own_is_made_once_for_the_ranks_of_the_engine_s(tmp_path:
         assert hooking.gather_over(engines) is gather
         assert made == len(dist.distributed_c10d._world.pg_map) == 2
         assert gather(hooking.Said("a", "")) == [("a", "")]
+
+
+def test_equal_answers_take_one_short_collective_and_others_exchange_words(tmp_path: Path) -> None:
+    """FD2: a commit of a layer waits for this on the forward thread."""
+
+    def settled(ours: list[Any], own: list[Any]) -> list[Any]:
+        store = f"{tmp_path}/{len(list(tmp_path.iterdir()))}"
+
+        def rank_does(rank: int) -> Any:
+            group = dist.ProcessGroupGloo(dist.FileStore(store, 2), rank, 2, timedelta(seconds=30))
+            gather, exchanged = hooking.Gather(GroupAgreement(group)), []
+
+            def words(said: hooking.Said) -> list[hooking.Said]:
+                exchanged.append(said)
+                return gather(said)
+
+            answer = hooking.settle(
+                "part",
+                words,
+                lambda: given(ours[rank]),
+                lambda: own[rank],
+                digest_of=str,
+                otherwise=lambda: "as it was",
+                same=gather.same,
+            )
+            return answer, len(exchanged)
+
+        return on_ranks(rank_does)
+
+    assert settled(["a", "a"], ["own"] * 2) == [("a", 0)] * 2
+    assert settled(["a", "b"], ["own"] * 2) == [("own", 2)] * 2
+    assert settled(["a", KeyError("x")], ["own"] * 2) == [("own", 2)] * 2
+    assert settled([KeyError("x")] * 2, ["own"] * 2) == [("own", 2)] * 2
+    assert settled(["a", "b"], ["x", "y"]) == [("as it was", 2)] * 2
 
 
 def test_what_a_part_failed_by_is_known_until_it_works_again() -> None:

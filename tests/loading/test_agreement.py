@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,16 @@ def test_the_minimum_comes_one_pass_later_and_nothing_on_the_first(make: Make) -
             member.post(word)
         taken = on_threads([member.take for member in members])
         assert taken == [min(words)] * 3
+
+
+def test_ranks_hear_in_one_exchange_whether_their_words_are_equal(tmp_path: Path) -> None:
+    members = gloo(tmp_path, 3, 20.0)
+    for words, equal in (([5, 5, 5], True), ([5, 5, 6], False), ([0, 5, 5], False), ([2**62] * 3, True)):
+        for member in members:
+            member.post(7)  # what is on its way stays there
+        asked = [partial(member.same, word) for member, word in zip(members, words, strict=True)]
+        assert on_threads(asked) == [equal] * 3
+        assert on_threads([member.take for member in members]) == [7] * 3
 
 
 def test_blobs_of_any_length_come_by_rank_and_leave_the_word_where_it_is(make: Make) -> None:

@@ -62,13 +62,15 @@ def maps_hook(engine_own: Callable[..., Any], *, ours: bool) -> Callable[..., An
             group = sender.group_of(physical_to_logical_map.shape[-1] // sender.slots_per_rank)
         if group is None:
             return own(*given)
+        gather = hooking.gather_over(group)
         return hooking.settle(
             "dispatch",
-            hooking.gather_over(group),
+            gather,
             lambda: own(*given),
             lambda: inverse(*given),
             digest_of=lambda maps: digest(*maps),
             otherwise=lambda: inverse(*given),
+            same=gather.same,  # ranks of another version have no sender
         )
 
     return compute_logical_maps

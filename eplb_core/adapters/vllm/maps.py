@@ -117,7 +117,9 @@ def _repeated(
         return hash_dispatch_table(layout, shares=shares, rank=rank, width=width)
     by_layer = []
     for layer in range(layout.num_layers):
-        one = ExpertLayout(layout.physical_to_logical_map[[layer]], layout.num_experts, topology=layout.topology)
+        one = layout
+        if layout.num_layers > 1:
+            one = ExpertLayout(layout.physical_to_logical_map[[layer]], layout.num_experts, topology=layout.topology)
         part = None if shares is None else shares[[layer]]
         turn = (first_layer + layer) % layout.topology.num_ranks
         by_layer.append(hash_dispatch_table(one, shares=part, rank=turn, width=width))
