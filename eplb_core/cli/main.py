@@ -98,7 +98,10 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--history", metavar="N", type=_positive, help="windows that a policy sees (default: interval)")
     replay.add_argument("--current", metavar="FILE", help="layout to start from (default: the trivial one)")
     replay.add_argument(
-        "--dispatch", choices=DISPATCHES, default="even", help="how replicas share tokens (default: %(default)s)"
+        "--dispatch",
+        choices=[each for each in DISPATCHES if each != "near"],
+        default="even",
+        help="how replicas share tokens (default: %(default)s)",
     )
     _cost_options(replay)
     replay.add_argument("--report", metavar="FILE", help="write a page of HTML to look at, with the bound")

@@ -111,6 +111,7 @@ def _replay_facts(result: Simulation) -> dict[str, Any]:
         "blocks": [dict(zip(names, block, strict=True)) for block in result.blocks()],
         "link_transfers": dict(zip(LINKS, result.link_transfers.sum(axis=(0, 1)).tolist(), strict=True)),
         "pass_s": result.pass_s if result.cost is not None else None,
+        "exchange_s": result.summary()["exchange_s"] if result.cost is not None else None,
         "pause_s": float(result.pause_s.sum()) if result.cost is not None else None,
         "memory_bytes": result.memory_bytes if result.cost is not None else None,
         "digests": result.digests,

@@ -81,6 +81,7 @@ class StepCost:
 
     A layer takes the time of `model` plus the all-to-all time of the rank that receives longest. Tokens are assumed to
     come from all ranks in equal parts, and a token is sent once per expert: engines that do so once per rank take less.
+    Where a replay knows the tokens (`TokenTrace`), each is sent once to each other node, within nodes once per expert.
 
     Raises:
         ValueError: A number is negative or NaN.
@@ -107,12 +108,24 @@ class StepCost:
 
     def exchange_s(self, topology: Topology) -> FloatArray:
         """Seconds of the all-to-all for each token that a rank computes, float64 `[R]`."""
+        near, far = self.exchange_bytes(topology)
+        return near / self.model.node_bandwidth + far / self.model.network_bandwidth
+
+    def exchange_bytes(self, topology: Topology, sends: FloatArray | None = None) -> tuple[FloatArray, FloatArray]:
+        """Bytes that a (token, expert) brings to its rank, within nodes and between them, each float64 `[..., R]`.
+
+        Args:
+            topology: Ranks and nodes.
+            sends: Sends to other nodes for each (token, expert), `[..., 1]`. Default: as tokens from all ranks in equal
+                parts that are sent once per expert.
+        """
         check_kind(topology, "topology", Topology)
         node_size = (topology.rank_to_node[:, None] == topology.rank_to_node[None, :]).sum(axis=1)
-        near = (node_size - 1) / topology.num_ranks
-        far = 1.0 - node_size / topology.num_ranks
-        seconds: FloatArray = self.token_bytes * (near / self.model.node_bandwidth + far / self.model.network_bandwidth)
-        return seconds
+        if sends is None:
+            near, far = (node_size - 1) / topology.num_ranks, 1.0 - node_size / topology.num_ranks
+        else:
+            near, far = 1.0 - 1.0 / node_size, sends * np.ones(topology.num_ranks)
+        return self.token_bytes * near, self.token_bytes * far
 
     def traffic_price(self, top_k: int) -> float:
         """What a token's send to another node is worth in balancedness, for `place(traffic_price=)`.

@@ -44,6 +44,13 @@ class PolicySetting(NamedTuple):
     cost: CostModel | None
     window_passes: float
     interval: int
+    pairs: Callable[[], IntArray | None] = lambda: None
+    """Pairs of the windows that the policy sees, where their tokens are known and dispatch uses them."""
+
+    def with_pairs(self) -> dict[str, Any]:
+        """Options that change from one rebalance to the next."""
+        pairs = None if "pairs" in self.options else self.pairs()
+        return {} if pairs is None else {"pairs": pairs}
 
 
 def to_options(place_options: Mapping[str, object] | None) -> dict[str, Any]:
@@ -72,7 +79,7 @@ def policy_of(policy: PolicyName | Policy, setting: PolicySetting) -> tuple[str,
 def _placed(windows: IntArray | FloatArray, live: ExpertLayout, setting: PolicySetting) -> Placement:
     from eplb_core.placement.place import place  # compiles: only where it is used
 
-    return place(windows, live.topology, current=live, **setting.slots, **setting.options)
+    return place(windows, live.topology, current=live, **setting.slots, **setting.options, **setting.with_pairs())
 
 
 def _auto(setting: PolicySetting) -> Policy:
@@ -81,6 +88,7 @@ def _auto(setting: PolicySetting) -> Policy:
 
     options = {**setting.slots, **{n: v for n, v in setting.options.items() if n not in OWN}}
     balancers: list[Balancer] = []
+    calls, pairs = 0, dict[str, Any]()
 
     def choose(windows: IntArray | FloatArray, live: ExpertLayout) -> ExpertLayout:
         if balancers:
@@ -93,7 +101,11 @@ def _auto(setting: PolicySetting) -> Policy:
                 Balancer(live.topology, cost=setting.cost if told else None, window_passes=passes, **options)
             )
             balancers[0].observe(windows)
-        return balancers[0].propose(live).layout
+        nonlocal calls, pairs
+        if calls % setting.interval == 0:  # each change of pairs makes it look at every layer anew
+            pairs = setting.with_pairs()
+        calls += 1
+        return balancers[0].propose(live, **pairs).layout
 
     return choose
 

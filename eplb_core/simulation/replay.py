@@ -28,7 +28,7 @@ from eplb_core.metrics import mean_of_known, mean_over_top
 from eplb_core.placement.worth.costs import CostModel
 from eplb_core.simulation.dispatch import Dispatch, Dispatcher, DispatchName
 from eplb_core.simulation.hardware import LINKS, StepCost, count_links
-from eplb_core.simulation.load.sources import Block, Source, blocks_of, joined
+from eplb_core.simulation.load.sources import Block, Source, TokenTrace, blocks_of, joined
 from eplb_core.simulation.policies import Policy, PolicyName, PolicySetting, policy_of, to_options
 from eplb_core.simulation.result import Simulation
 from eplb_core.topology import Topology
@@ -96,15 +96,18 @@ def simulate(
             shares solved for each window as it comes, as in `place` and as the mode "quota" of `DispatchTables`.
             `"previous"`: in shares solved for the windows that the policy saw, as the mode "weighted" of
             `DispatchTables`. `"static_table"` and `"even_table"`: by `static_dispatch_table` and `even_dispatch_table`
-            (modes "static" and "even"); tokens of a `TokenTrace` then go where their own rank's table says. Or a
-            callable `(layout, window [L, E]) -> shares [L, P]`. All words: `simulation.DispatchName`.
+            (modes "static" and "even"); tokens of a `TokenTrace` then go where their own rank's table says. `"near"`:
+            as the mode "near", token by token (a `TokenTrace`, and torch); policies but "none" and "deepseek" then
+            place with the pairs of the windows they see. Or a callable `(layout, window [L, E]) -> shares [L, P]`. All
+            words: `simulation.DispatchName`.
         interval: Windows between rebalances, 1 or more and less than T.
         history: How many of the last windows the policy sees. Default: `interval`.
         score_from: First window to score, at least `interval`: the same for replays with several intervals, so that
             they are compared on the same windows. Default: `interval`.
         current: Layout to start from. Default: the trivial one.
         num_groups: Groups of experts for `"deepseek"` and `place`. Default: no grouping.
-        place_options: Further arguments for `place`; `"auto"` leaves out those that it decides itself.
+        place_options: Further arguments for `place`; `"auto"` leaves out those that it decides itself. Where tokens are
+            known, `traffic_price` is by default what `cost` says (`StepCost.traffic_price`).
         cost: Seconds and bytes (`cost_preset`, or your own). Default: time is counted in tokens, moves are free.
         window_passes: Passes that a window covers, for times.
         bound: Whether to prove for each interval how much balance is possible at all: one more `place` each.
@@ -141,10 +144,19 @@ def simulate(
     step = StepCost(cost) if isinstance(cost, CostModel) else cost
     if step is not None:
         check_kind(step, "cost", StepCost)
-    options = to_options(place_options)
+    options = _with_price(to_options(place_options), step, trace)
     passes = check_real(window_passes, "window_passes", above=0.0)
     model = None if step is None else step.model
+    met: deque[IntArray] = deque(maxlen=seen)  # tokens of the windows that the policy sees
+
+    def pairs_seen() -> IntArray | None:
+        from eplb_core.placement.affinity.pairs import pair_counts  # compiles: only where it is used
+
+        return pair_counts(np.concatenate(met), trace.num_experts) if isinstance(trace, TokenTrace) and met else None
+
     setting = PolicySetting(given, num_groups, options, model, passes, every)
+    if dispatch == "near":
+        setting = setting._replace(pairs=pairs_seen)
     if policy == "auto":
         seen = every  # it remembers by itself
     name, choose = policy_of(policy, setting)
@@ -155,10 +167,10 @@ def simulate(
     run = _Run(topology, slots, given, Dispatcher(dispatch), StepCost(CostModel()) if step is None else step, passes)
     run.bound, run.keep_ranks = check_flag(bound, "bound"), check_flag(keep_ranks, "keep_ranks")
     past: deque[IntArray | FloatArray] = deque(maxlen=-(-seen // step_windows))
-    most, pairs = 0.0, 0
+    most, cells = 0.0, 0
     for number, block in enumerate(blocks):
-        most, pairs = max(most, float(block.load.max(initial=0))), pairs + block.load.size
-        if not most * pairs < np.inf:
+        most, cells = max(most, float(block.load.max(initial=0))), cells + block.load.size
+        if not most * cells < np.inf:
             raise ValueError(f"`trace` (up to {most:g}) is too large to be added up in float64; scale it down")
         if number == 0:
             run.start(current, block)
@@ -169,9 +181,18 @@ def simulate(
                 progress(done + 1, 0 if total is None else -(-(total - every) // step_windows))
         run.live_through(block)
         past.append(block.load)
+        if dispatch == "near" and block.ids is not None:
+            met.extend(block.ids)
     _check_scored(every, scored, sum(map(len, run.columns["max_load"])))
     word = dispatch if isinstance(dispatch, str) else getattr(dispatch, "__name__", type(dispatch).__name__)
     return run.result(name, word, (every, seen, scored), trace if isinstance(trace, Trace) else None, step)
+
+
+def _with_price(options: dict[str, Any], cost: StepCost | None, trace: Source) -> dict[str, Any]:
+    """What a send between nodes is worth, by the cost, where it is told and the tokens' experts are known."""
+    if cost is None or not cost.token_bytes or not cost.model.token_s or not isinstance(trace, TokenTrace):
+        return options
+    return {"traffic_price": cost.traffic_price(trace.topk_ids.shape[2]), **options}
 
 
 def _first_number(names: Sequence[str]) -> int:
@@ -204,7 +225,6 @@ class _Run:
     ) -> None:
         self.topology, self.slots, self.given, self.dispatcher = topology, slots, given, dispatcher
         self.cost, self.passes = cost, passes
-        self.exchange_s = cost.exchange_s(topology)
         self.columns: dict[str, list[FloatArray]] = defaultdict(list)  # arrays of the result, block by block
         self.starts: list[int] = []
         self.links: list[IntArray] = []
@@ -245,16 +265,28 @@ class _Run:
 
     def live_through(self, block: Block) -> None:
         model, speed = self.cost.model, self.topology.rank_speed
-        slots = self.dispatcher.slot_load(block)
+        slots, (nodes, sends) = self.dispatcher.spread(block)
         by_rank = (*slots.shape[:2], self.topology.num_ranks, self.live.slots_per_rank)
         ranks: FloatArray = slots.reshape(by_rank).sum(axis=3)
         work = model.token_s * ranks
         if model.expert_s:
             work += model.expert_s * np.minimum(slots, self.passes, out=slots).reshape(by_rank).sum(axis=3)
         step = (work / speed).max(axis=2)
+        each = None  # sends of a (token, expert)
+        if block.ids is not None:
+            tokens, entries = (block.ids >= 0).any(axis=3).sum(axis=1), (block.ids >= 0).sum(axis=(1, 3))
+            each = (np.nan_to_num(sends) * tokens / np.maximum(entries, 1))[..., None]
+        exchange, sent = np.zeros_like(step), np.zeros((len(ranks), 2))
         if self.cost.token_bytes:
-            step += (ranks * self.exchange_s).max(axis=2)
+            near, far = self.cost.exchange_bytes(self.topology, each)
+            exchange = (ranks * (near / model.node_bandwidth + far / model.network_bandwidth)).max(axis=2)
+            sent = np.stack([(ranks * link).sum(axis=(1, 2)) for link in (near, far)], axis=1)
+            step += exchange
         found = {
+            "nodes_per_token": nodes,
+            "sends_per_token": sends,
+            "exchange_s": exchange / self.passes,
+            "exchange_bytes": sent / self.passes,
             "mean_load": ranks.sum(axis=2) / speed.sum(),
             "max_load": (ranks / speed).max(axis=2),
             "step_s": step / self.passes + model.layer_s,

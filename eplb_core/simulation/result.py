@@ -102,6 +102,15 @@ class Simulation:
     """Mean over layers of what no layout of these slots exceeds, `[T]`, equal within an interval; NaN if not asked."""
     step_s: FloatArray
     """Time of each layer in a pass, `[T, L]`: seconds, or without a cost the fullest rank's tokens over its speed."""
+    exchange_s: FloatArray
+    """Time of the all-to-all within `step_s`, `[T, L]`; 0 where the cost says nothing of it."""
+    exchange_bytes: FloatArray
+    """Bytes of the all-to-all in a pass, all layers together, within nodes and between them, `[T, 2]`."""
+    nodes_per_token: FloatArray
+    """Nodes that a token reaches, its own included where that computes any of its experts, `[T, L]`; NaN where
+    tokens are not known."""
+    sends_per_token: FloatArray
+    """Nodes besides its own that a token reaches, `[T, L]`; NaN where tokens are not known."""
     rank_load: FloatArray
     """Tokens that each rank computes, all layers together, `[T, R]`."""
     layer_rank_load: FloatArray | None
@@ -192,7 +201,7 @@ class Simulation:
         )
 
     def summary(self) -> dict[str, Any]:
-        """One row of a comparison or sweep: settings and totals as plain values."""
+        """One row of a comparison or sweep: settings and totals as plain values, of sends where tokens are known."""
         rank, node, network = self.link_transfers.sum(axis=(0, 1)).tolist()
         _, node_bytes, network_bytes = self.transfer_bytes.tolist()
         return {
@@ -216,8 +225,19 @@ class Simulation:
             "pause_s": float(self.pause_s.sum()),
             "longest_pause_s": float(self.pause_s.max(initial=0.0)),
             "total_s": self.total_s,
+            "exchange_s": float(self.exchange_s[self.scored_from :].sum(axis=1).mean()),
+            "exchange_node_bytes": float(self.exchange_bytes[self.scored_from :, 0].mean()),
+            "exchange_network_bytes": float(self.exchange_bytes[self.scored_from :, 1].mean()),
+            **self._reached(),
             "memory_bytes": self.memory_bytes,
         }
+
+    def _reached(self) -> dict[str, float]:
+        """Means of the scored windows, where tokens are known."""
+        found = {"nodes_per_token": self.nodes_per_token, "sends_per_token": self.sends_per_token}
+        if np.isnan(self.sends_per_token).all():
+            return {}
+        return {name: mean_of_known(values[self.scored_from :]) for name, values in found.items()}
 
     def __repr__(self) -> str:
         return (
@@ -234,14 +254,22 @@ def summary_table(sims: Sequence[Simulation]) -> str:
     """An HTML table: a row per replay, with times and memory where all have a cost."""
     costs = all(sim.cost is not None for sim in sims)
     head = ["policy", "total balancedness", "mean balancedness", "transfers", "network"]
-    head += ["ms per pass", "s of pauses", "GB per rank"] if costs else []
+    head += ["ms per pass", "of it all-to-all", "s of pauses", "GB per rank"] if costs else []
+    known = all(sim.topology.num_nodes > 1 and sim._reached() for sim in sims)
+    head += ["sends per token"] if known else []
     rows = []
     for sim in sims:
         facts = sim.summary()
         row = [sim.policy, number(sim.total_balancedness), number(sim.mean_balancedness)]
         row += [f"{sim.total_transfers:,}", f"{facts['network_transfers']:,}"]
         if costs:
-            row += [f"{facts['pass_s'] * 1e3:.4g}", f"{facts['pause_s']:.3g}", f"{facts['memory_bytes'] / 1e9:.3g}"]
+            row += [
+                f"{facts['pass_s'] * 1e3:.4g}",
+                f"{facts['exchange_s'] * 1e3:.4g}",
+                f"{facts['pause_s']:.3g}",
+                f"{facts['memory_bytes'] / 1e9:.3g}",
+            ]
+        row += [f"{facts['sends_per_token']:.3f}"] if known else []
         rows.append([*row, sim.dispatch, sim.num_slots, sim.interval])
     return table_html([*head, "dispatch", "slots", "interval"], rows)
 

@@ -18,6 +18,7 @@ from eplb_core._arrays import ArrayLike, check_call, check_int, check_kind, to_l
 from eplb_core._text import quoted
 from eplb_core._version import __version__
 from eplb_core.files.reading import PathLike, check_path, write_atomic
+from eplb_core.simulation.load.sources import TokenTrace
 from eplb_core.simulation.replay import SimulateOptions, simulate
 from eplb_core.simulation.result import Records
 from eplb_core.topology import Topology
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def sweep(
-    trace: Trace | ArrayLike,
+    trace: Trace | TokenTrace | ArrayLike,
     grid: Mapping[str, Sequence[Any]],
     *,
     workers: int = 1,
@@ -39,7 +40,7 @@ def sweep(
     """What do all combinations of these settings reach?
 
     Args:
-        trace: A trace, or windows `[T, L, E]`.
+        trace: A trace, windows `[T, L, E]`, or a `TokenTrace`, which one process replays.
         grid: Values to try for arguments of `simulate`, as in `{"num_slots": [256, 288], "interval": [8, 32]}`; all
             combinations are replayed. Besides those, `redundant_per_rank` ties slots to ranks: each rank has that many
             more than the fewest with which all ranks hold all experts, as in
@@ -77,22 +78,24 @@ def sweep(
     ]
     if not points:
         raise ValueError(f"`grid` (={quoted(dict(grid), 80)}) must have a value or more for each setting")
-    load: Any = np.ascontiguousarray(trace.load if isinstance(trace, Trace) else check_trace_load(trace))
+    load: Any = np.ascontiguousarray(trace.load if isinstance(trace, (Trace, TokenTrace)) else check_trace_load(trace))
     scored = {"score_from": max(intervals)} if (intervals := grid.get("interval")) else {}
     settings = [_with_slots({**scored, **options, **point}, load.shape[2]) for point in points]
-    check_int(workers, "workers", 1)
+    if check_int(workers, "workers", 1) > 1 and isinstance(trace, TokenTrace):
+        raise ValueError(f"`workers` (={workers}) must be 1 for a TokenTrace")
     if results is not None or workers > 1:
         for setting in settings:
             _check_named(setting)
     rows: dict[int, dict[str, Any]] = {}
-    paths = _result_paths(results, load, settings)
+    tokens = {} if not isinstance(trace, TokenTrace) else {"ids": trace.topk_ids, "window_tokens": trace.window_tokens}
+    paths = _result_paths(results, load, [{**setting, **tokens} for setting in settings])
     for at, path in enumerate(paths):
         if path is not None and path.exists():
             rows[at] = json.loads(path.read_text("utf-8"))
     todo = [at for at in range(len(settings)) if at not in rows]
     replayed: Iterable[tuple[int, dict[str, Any]]]
     if workers == 1 or len(todo) < 2:
-        source = Trace(load)
+        source = trace if isinstance(trace, TokenTrace) else Trace(load)
         replayed = ((at, simulate(source, **settings[at]).summary()) for at in todo)
     else:
         replayed = _replayed_by_processes(load, settings, todo, workers)

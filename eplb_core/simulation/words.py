@@ -74,7 +74,18 @@ def _weighed(sim: Simulation) -> str:
     if sim.cost is not None:
         model, sent = sim.cost.model, sim.cost.token_bytes > 0.0
         weighed = cost_words(model, sim.window_passes, float(load), sim.cost.assumed, all_to_all=sent)
-    return f"Scored are {scored}; {every}. {weighed}"
+    return f"Scored are {scored}; {every}. {weighed}{_reaches(sim)}"
+
+
+def _reaches(sim: Simulation) -> str:
+    """What tokens send between nodes, and what that takes, where they are known."""
+    facts = sim.summary()
+    if sim.topology.num_nodes < 2 or "sends_per_token" not in facts:
+        return ""
+    text = f" With dispatch `{sim.dispatch}` a token goes to {facts['sends_per_token']:.2f} other nodes"
+    if facts["exchange_s"]:
+        text += f"; the all-to-all takes {facts['exchange_s'] / facts['pass_s']:.0%} of a pass"
+    return text + "."
 
 
 def _moves(sim: Simulation) -> str:

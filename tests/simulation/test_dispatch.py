@@ -8,9 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_core import ExpertLayout, TokenTrace, Topology, place, replica_shares, simulate, static_dispatch_table
+from eplb_core import (
+    ExpertLayout,
+    TokenTrace,
+    Topology,
+    compare_policies,
+    cost_preset,
+    even_dispatch_table,
+    place,
+    replica_shares,
+    simulate,
+    static_dispatch_table,
+    sweep,
+)
 from eplb_core._arrays import FloatArray, IntArray
+from eplb_core.metrics import even_shares
 from eplb_core.simulation import DispatchName, SimulateOptions, Simulation
+from tests.placement.affinity.sends import clustered_tokens
 
 torch = pytest.importorskip("torch", reason="dispatch tables are tensors")
 
@@ -155,3 +169,95 @@ def test_words_of_0_1_are_refused_by_their_new_name(old: Any, new: str) -> None:
 def test_shares_of_a_wrong_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`shares` \(shape \[1, 3\]\) must be \[1, 4\]"):
         simulate(np.ones((2, 1, 4)), topology=Topology(2), num_slots=4, interval=1, dispatch=lambda *_: np.ones((1, 3)))
+
+
+def test_near_sends_are_those_of_the_tables_and_fewer_than_of_chance() -> None:
+    from eplb_core import DispatchTables, count_sends
+
+    tokens, topology = own_tokens(), Topology(num_ranks=8, num_nodes=4)
+    trace = TokenTrace(tokens, 16, 256)
+    layout = place(trace.load, topology=topology, num_slots=32).layout
+    near = replayed(trace, layout, "near")
+    assert near.layer_rank_load is not None
+    assert near.layer_rank_load.sum() == tokens.size
+    wanted = np.zeros(layout.num_layers)
+    for rank, mine in enumerate(parts(tokens[:256], 8)):  # window 0 runs on equal shares
+        tables = DispatchTables(layout, rank=rank, mode="near")
+        for layer in range(layout.num_layers):
+            tables.map(layer, torch.from_numpy(np.ascontiguousarray(mine[:, layer])))
+            wanted[layer] += int(tables.layer(layer).sends[0])
+    assert near.sends_per_token[0] == pytest.approx(wanted / 256)
+    assert near.sends_per_token.mean() == pytest.approx(count_sends(layout, tokens).sends.mean(), rel=0.03)
+    assert near.nodes_per_token.mean() == pytest.approx(count_sends(layout, tokens).nodes.mean(), rel=0.03)
+    even = replayed(trace, layout, "even")
+    assert near.sends_per_token.mean() < 0.9 * even.sends_per_token.mean()
+    shares = count_sends(layout, tokens[:256], shares=even_shares(layout))
+    assert even.sends_per_token[0] == pytest.approx(shares.sends)
+    assert even.nodes_per_token[0] == pytest.approx(shares.nodes)
+
+
+@pytest.mark.parametrize("dispatch", ["even_table", "static_table"])
+def test_sends_by_tables_are_counted_token_by_token(dispatch: DispatchName) -> None:
+    tokens = own_tokens()[:64]
+    layout = place(TokenTrace(tokens, 16, 64).load, topology=TOPOLOGY, num_slots=24).layout
+    sim = simulated(np.concatenate([tokens, tokens]), layout, dispatch, 64)
+    table = static_dispatch_table(layout) if dispatch == "static_table" else even_dispatch_table(layout)
+    node, sends = TOPOLOGY.rank_to_node, np.zeros((2, layout.num_layers))
+    for rank, mine in enumerate(parts(tokens, 4)):
+        for layer in range(layout.num_layers):
+            for row in mine[:, layer].tolist():
+                met = {int(node[table[rank, layer, expert] // layout.slots_per_rank]) for expert in row}
+                sends[:, layer] += len(met), len(met - {int(node[rank])})
+    assert sim.nodes_per_token[0] == pytest.approx(sends[0] / 64)
+    assert sim.sends_per_token[0] == pytest.approx(sends[1] / 64)
+
+
+def test_sends_are_unknown_without_tokens_and_near_needs_them() -> None:
+    tokens = own_tokens()
+    trace = TokenTrace(tokens, 16, 256)
+    layout = place(trace.load, topology=TOPOLOGY, num_slots=24).layout
+    assert np.isnan(replayed(trace.load, layout, "even").sends_per_token).all()
+    with pytest.raises(ValueError, match="TokenTrace"):
+        replayed(trace.load, layout, "near")
+    alone = ExpertLayout.trivial(3, 16, num_slots=24, topology=Topology(4))
+    one = replayed(trace, alone, "even")
+    assert (one.nodes_per_token.mean(), one.sends_per_token.mean()) == (1.0, 0.0)
+
+
+def test_policies_place_with_the_pairs_they_saw_and_the_price_of_their_cost() -> None:
+    tokens = np.stack([clustered_tokens(2048, 4, 8, 4, loyalty=0.9, seed=seed) for seed in range(2)], axis=1)
+    trace = TokenTrace(tokens, 32, 512)
+    options: Any = {"topology": Topology(8, 4), "num_slots": 40, "interval": 1}
+    cost = cost_preset("H200")
+    settings: Any = {name: {"dispatch": name, "policy": "place"} for name in ("even", "near")}
+    both = compare_policies(trace, settings, cost=cost, **options)
+    even, near = both
+    assert near.sends_per_token[1:].mean() < 0.7 * even.sends_per_token[1:].mean()
+    assert (near.exchange_s[1:] < even.exchange_s[1:]).all()
+    assert (near.exchange_bytes[1:, 1] < even.exchange_bytes[1:, 1]).all()
+    # Each token once to each other node, all layers together.
+    sent = near.sends_per_token.sum(axis=1) * 512 * cost.token_bytes
+    assert near.exchange_bytes[:, 1] == pytest.approx(sent)
+    assert both.best is near
+    row = near.summary()
+    assert row["sends_per_token"] == pytest.approx(near.sends_per_token[1:].mean())
+    assert row["exchange_network_bytes"] == pytest.approx(sent[1:].mean())
+    assert 0.0 < row["exchange_s"] < row["pass_s"]
+    free = simulate(trace, dispatch="near", policy="place", place_options={"traffic_price": 0.0}, cost=cost, **options)
+    assert free.sends_per_token[1:].mean() > near.sends_per_token[1:].mean()
+    auto = simulate(trace, dispatch="near", policy="auto", **options)
+    assert auto.sends_per_token[1:].mean() < even.sends_per_token[1:].mean()
+
+
+def test_a_sweep_replays_tokens_and_keeps_rows_by_their_windows(tmp_path: Path) -> None:
+    tokens = own_tokens()
+    grid: Any = {"dispatch": ["even", "near"]}
+    options: Any = {"topology": TOPOLOGY, "num_slots": 24, "interval": 1, "policy": "none", "results": tmp_path}
+    rows = sweep(TokenTrace(tokens, 16, 256), grid, **options)
+    assert rows.sends_per_token[1] < rows.sends_per_token[0]
+    assert len(list(tmp_path.iterdir())) == 2
+    assert sweep(TokenTrace(tokens, 16, 256), grid, **options).tolist() == rows.tolist()
+    sweep(TokenTrace(tokens, 16, 512), grid, **options)
+    assert len(list(tmp_path.iterdir())) == 4
+    with pytest.raises(ValueError, match="workers"):
+        sweep(TokenTrace(tokens, 16, 256), grid, workers=2, **options)

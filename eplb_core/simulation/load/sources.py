@@ -28,6 +28,13 @@ class Block(NamedTuple):
     """`[t, L, E]`, int64 or float64, checked."""
     by_source: Callable[[int], FloatArray] | None = None
     """From a number of ranks to what each sends, `[t, R, L, E]`; None where tokens are not known."""
+    ids: IntArray | None = None
+    """Top-k ids of each window's tokens, `[t, tokens, L, K]`, or None."""
+
+
+def rank_starts(tokens: int, ranks: int) -> IntArray:
+    """Where the tokens of each rank begin among those of a window, and where the last one's end `[R + 1]`."""
+    return -(-np.arange(ranks + 1) * tokens // ranks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +83,7 @@ class TokenTrace:
             load = np.stack([count_topk(window, self.num_experts) for window in part])
 
             def by_source(ranks: int, part: IntArray = part) -> FloatArray:
-                starts = -(-np.arange(ranks + 1) * self.window_tokens // ranks)
+                starts = rank_starts(self.window_tokens, ranks)
                 return np.stack(
                     [
                         [count_topk(window[a:b], self.num_experts) for a, b in itertools.pairwise(starts)]
@@ -84,7 +91,7 @@ class TokenTrace:
                     ]
                 ).astype(np.float64)
 
-            yield Block(load, by_source)
+            yield Block(load, by_source, part)
 
     def _repr_html_(self) -> str:
         tokens, layers, width = self.topk_ids.shape
