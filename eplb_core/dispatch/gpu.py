@@ -24,6 +24,8 @@ DIRECT_ELEMENTS = 8192
 """Up to so many elements are added to the counts one by one."""
 BLOCKS = ((DIRECT_ELEMENTS, 128, 4), (65536, 256, 4), (float("inf"), 1024, 4))
 """Up to how many elements a program takes how many, with how many warps: about one program for each multiprocessor."""
+NEAR_BLOCK = 128
+"""Elements of a program where sets of nodes are chosen, one for each thread; twice as many where there are many."""
 NARROW = 8
 """Candidates up to which the solver takes a way of its own: layouts rarely have experts with more."""
 SUB_BLOCK = 128
@@ -280,9 +282,10 @@ def _least(fits, word, last, FULL: tl.constexpr):
     size, some = _smaller(size, some, fits, 1, 65814)
     size, some = _smaller(size, some, fits, 0, 1)
     flip = tl.where(last, FULL, 0)
-    number = (word * 32 + _place_of(some, last[:, None])) ^ flip[:, None]
-    key = (size + _bits_of(word)) * 256 + (number & 255)
-    return (tl.min(key, 1) & 255) ^ flip
+    key = (size + _bits_of(word)) * 8 + (word ^ (flip >> 5)[:, None])
+    least = tl.min(key, 1)
+    some = tl.sum(tl.where(key == least[:, None], some, 0), 1)  # keys of words differ: one has the least
+    return ((least & 7) ^ (flip >> 5)) * 32 + _place_of(some, last)
 
 
 @triton.jit(do_not_specialize=_NO_VALUES, do_not_specialize_on_alignment=_NO_ALIGNMENT)
@@ -325,7 +328,7 @@ def _near_kernel(
     high = tl.reshape(held >> 5, [TOKENS, WIDTH, 1]) & word[None, None, :]
     fits = tl.reduce(tl.where(high != 0, -1, meets), 1, _and)
     best = _least(fits, word[None, :], (order_of_row >> 3) != 0, FULL)
-    tl.atomic_add(sends, tl.sum(_bits_of(best), 0).to(tl.int64), sem="relaxed")
+    sent = _bits_of(best)
     best = tl.reshape(tl.broadcast_to(best[:, None], [TOKENS, WIDTH]), [TOKENS * WIDTH])
     among = tl.where(is_far, held & best, here)
     there = (_place_of(among, last) + N - turn) % N
@@ -339,6 +342,7 @@ def _near_kernel(
         passed = real & (column >= COLUMNS - SHARED)
         result = tl.where(passed, value.to(out.dtype.element_ty), result)
     tl.store(out + row.to(tl.int64) * out_row + column * out_column, result, mask=inside)
+    tl.atomic_add(sends, tl.sum(sent, 0).to(tl.int64), sem="relaxed")
     if COUNTS:
         _add_counts(count, window, recording, expert, valid, E, BINS, DIRECT)
 
@@ -663,17 +667,16 @@ def map_near(
     if rows * columns == 0:
         return
     runs, thresholds, _, masks = row_parts(num_entries, num_experts * num_nodes)
-    block, warps = next((block, warps) for most, block, warps in BLOCKS if rows * columns <= most)
-    width = _power(columns)
-    tokens = max(1, block // width)
+    few, width = rows * columns <= DIRECT_ELEMENTS, _power(columns)
+    tokens = max(1, (NEAR_BLOCK if few else 2 * NEAR_BLOCK) // width)
     pairs = _pairs_first(ids, out, count, state, num_tokens, num_shared, num_experts, _pair_parts(state, columns))
     _near_kernel[(-(-rows // tokens) + (pairs["PAIR_WIDTH"] > 0),)](
         ids, out, table, settings, count, state, errors, sends, state if num_tokens is None else num_tokens,
         rows, ids_row, ids_column, out_row, out_column,
         COLUMNS=columns, SHARED=num_shared, E=num_experts, N=num_nodes, RUNS=runs, THRESHOLDS=thresholds, MASKS=masks,
         BINS=_power(num_experts), MASKED=num_tokens is not None, COUNTS=count.shape[0] > 0,
-        DIRECT=rows * columns <= DIRECT_ELEMENTS, DEBUG=debug, TOKENS=tokens, WIDTH=width,
-        WORDS=max(1, (1 << num_nodes) // 32), **pairs, num_warps=warps,
+        DIRECT=few, DEBUG=debug, TOKENS=tokens, WIDTH=width, WORDS=max(1, (1 << num_nodes) // 32), **pairs,
+        num_warps=4 if few else 8,
     )  # fmt: skip
 
 
