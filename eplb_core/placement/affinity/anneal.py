@@ -24,6 +24,8 @@ _MASK, _GOLDEN = 0xFFFFFFFF, 0x9E3779B9
 _STAGES = 64
 """The temperature falls in so many stages, each time to 244/256 of it: to a twentieth in all."""
 _FALL = 244
+_BEYOND = 4
+"""Transfers beyond the budget that are allowed on the way, so that one can take another's place."""
 
 
 @kernel
@@ -48,11 +50,14 @@ def anneal(frame: Frame, state: State, transfers: int, steps: int, heat: int, se
     pairs, had, home, nodes, pinned = frame.pairs, frame.had, frame.home, frame.nodes, frame.pinned
     experts, number, stride = load.size, filled.size, row.size // node.size
     here = least = 0
+    most = max(frame.budget, transfers)
+    spare = beyond = min(_BEYOND, most >> 2)
     length = max(1, steps // _STAGES)
     draw = seed * 4 * steps
     for step in range(steps):
         if step % length == 0 and step > 0:
             heat = heat * _FALL >> 8
+            beyond = spare if 4 * step < 3 * steps else 0
         draw += 4
         room = heat * _exponential(_random(draw)) >> 16
         choice = _random(draw + 3)
@@ -70,7 +75,7 @@ def anneal(frame: Frame, state: State, transfers: int, steps: int, heat: int, se
             if e == f or on[e, q] > 0 or on[f, r] > 0:
                 continue
         more = received(had, on, e, r, q) + received(had, on, f, q, r)
-        if more > 0 and transfers + more > frame.budget:
+        if more > 0 and transfers + more > most + beyond:
             continue
         n = node[r]
         m = n if gift else node[q]
@@ -79,7 +84,10 @@ def anneal(frame: Frame, state: State, transfers: int, steps: int, heat: int, se
             to = -1 if gift else m
             if not (may_move(home, within, pinned, e, n, to) and may_move(home, within, pinned, f, to, n)):
                 continue
-        energy, changed = frame.transfer * more, 0
+        # Beyond the budget a transfer costs a little more than what those so far have gained on average.
+        over = max(0, transfers + more - most) - max(0, transfers - most)
+        toll = over * (max(0, -here) * 9 // (8 * max(1, transfers)))
+        energy, changed = toll + frame.transfer * more, 0
         if gift:
             lost, less = load[e] // count[e], load[e] // (count[e] - 1)
             for i in range(count[e]):
@@ -105,9 +113,9 @@ def anneal(frame: Frame, state: State, transfers: int, steps: int, heat: int, se
             )
         if energy <= room:
             accept(frame, state, a, b, f)
-            here += energy
+            here += energy - toll
             transfers += more
-            if here < least:
+            if here < least and transfers <= most:
                 least = here
                 best[:] = row
             continue
