@@ -22,7 +22,11 @@ from benchmarks import measure
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 PAGE, README = ROOT / "docs" / "claims.md", ROOT / "README.md"
-MADE_BY = {"engines": "engines_vllm", "soak_engine": "engine --soak 450 --ranks 4"}
+MADE_BY = {
+    "engine_nodes": "engine --preset nodes --nodes 2 --passes 100",
+    "engines": "engines_vllm",
+    "soak_engine": "engine --soak 450 --ranks 4",
+}
 """Commands of records that have another name than their benchmark."""
 MARKS = "<!-- figures: python -m benchmarks --table -->\n", "<!-- end of figures -->"
 Record = dict[str, Any]
@@ -360,6 +364,15 @@ def _engine(record: Record) -> Iterator[Claim]:
             yield Claim(f"... {what}", number, environment=soak["environment"])
 
 
+def _engine_nodes(record: Record) -> Iterator[Claim]:
+    rows = {row["dispatch"]: row for row in record["rows"]}
+    near, far = rows["near"], rows["weighted"]
+    said = f"reference engine, {record['shape']['ranks']} ranks in {record['shape']['nodes']} nodes: sends per token"
+    yield Claim(f"{said}, near with pairs", near["sends"], peer=far["sends"], whose="weighted, without pairs")
+    yield Claim("... predicted from the pairs", near["predicted"])
+    yield Claim("... tokens compared, none wrong", near["tokens_compared"] + far["tokens_compared"])
+
+
 def _soak_engine(record: Record) -> Iterator[Claim]:
     soak = record["soak"]
     shared = "engines" in soak
@@ -484,6 +497,7 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "engines_vllm": _engines,
     "engine_versions": _engine_versions,
     "engine": _engine,
+    "engine_nodes": _engine_nodes,
     "soak_engine": _soak_engine,
     "soak_engine_shared": _soak_engine,
     "record": _record,

@@ -33,6 +33,16 @@ PRESETS = {
         num_rows=32,
         slots_per_rank=10,
     ),
+    # Small, for several nodes on few cores: a token has four experts.
+    "nodes": Setup(
+        Path(),
+        config=ModelConfig(num_layers=2, num_experts=32, top_k=4),
+        num_rows=16,
+        slots_per_rank=10,
+        window=4,
+        interval=24,
+        move_cost=0.001,
+    ),
     # 30 layers of 128 experts, 1.5 million parameters each: 11 GB in bfloat16, and a quarter as much of replicas.
     "h200": Setup(
         Path(),
@@ -76,6 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--policy", choices=POLICIES, default=POLICIES[0], help="who decides: a Balancer, or place and should_rebalance"
     )
     parser.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        help='more than 1: mode "near" with pairs beside "weighted"',
+    )
+    parser.add_argument(
         "--shared", action="store_true", help="with --soak: engines that die on weights that outlive them"
     )
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="traffic and faults instead of figures")
@@ -83,6 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.preset == "h200" and options.device == "cpu" and not options.quick and options.soak is None:
         parser.error("--preset h200 takes tens of gigabytes and needs GPUs: give --device cuda:0 or --device cuda")
+    if options.nodes > 1 and (options.policy != "auto" or options.always or options.soak is not None):
+        parser.error("--nodes compares what a Balancer does: leave out --policy place, --always and --soak")
+    if options.nodes < 1 or options.ranks % options.nodes:
+        parser.error(f"--nodes (={options.nodes}) must be 1 or more and divide the {options.ranks} --ranks")
     eplb.warm_up()  # once, and not in every rank
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -117,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup = dataclasses.replace(setup, policy=options.policy)
         if not setup.synthetic:
             save_experts(Path(folder) / "experts-0", setup.config, setup.seed, setup.dtype)
-        record = figures(setup, options)
+        record = (figures if options.nodes == 1 else on_nodes)(setup, options)
     for line in record["summary"]:
         print(line)
     return 0
@@ -205,6 +225,55 @@ def by_mode(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
         "idle": idle,
         **moves,
     }
+
+
+def on_nodes(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
+    """Topics whose popularity does not change, on several nodes: sends across nodes before and after the moves."""
+    shape = dataclasses.asdict(setup.config) | {
+        "ranks": options.ranks,
+        "nodes": options.nodes,
+        "rows": setup.num_rows,
+        "slots_per_rank": setup.slots_per_rank,
+    }
+    rows: list[dict[str, Any]] = []
+    for dispatch in ("weighted", "near"):
+        one = dataclasses.replace(setup, mode="async", nodes=options.nodes, dispatch=dispatch)
+        oracle = Oracle(one.config, one.seed, one.num_rows * options.ranks, one.device)
+        oracle.load(one.checkpoint(0))
+        with Cluster(one) as cluster:
+            cluster.start(options.ranks)
+            scheduler = Scheduler(Traffic(one.config, one.seed, skew=1.0, drift=0.0), one.num_rows)
+            before = drive(cluster, scheduler, one.interval - 1, oracle=oracle, window=one.window)
+            moving = drive(cluster, scheduler, options.passes, first=one.interval, oracle=oracle, window=one.window)
+            number = one.interval + options.passes
+            after = drive(cluster, scheduler, one.interval, first=number, oracle=oracle, window=one.window)
+            predicted = cluster.call("predicted")[0]
+            cluster.call("close")
+        parts = (before, moving, after)
+        if wrong := sum(part.wrong for part in parts):
+            raise SystemExit(f"{wrong} of {sum(part.compared for part in parts)} tokens are wrong")
+        rows.append(
+            {
+                "dispatch": dispatch,
+                "sends before": round(before.sends, 4),
+                "sends": round(after.sends, 4),
+                "predicted": None if np.isnan(predicted) else round(predicted, 4),
+                **balance_of(after),
+                "installed": sum(part.installed for part in parts),
+                "tokens_compared": sum(part.compared for part in parts),
+            }
+        )
+    head = list(rows[0])
+    print(table(head, [[str(row[key]) for key in head] for row in rows]), flush=True)
+    far, near = rows
+    summary = [
+        f"{options.ranks} ranks in {options.nodes} nodes: {near['sends']:.3f} sends across nodes per token, predicted "
+        f"{near['predicted']}; {far['sends']:.3f} without pairs; no token of "
+        f"{far['tokens_compared'] + near['tokens_compared']:,} wrong"
+    ]
+    record = {"shape": shape, "rows": rows, "summary": summary}
+    write_json(options.json, record)
+    return record
 
 
 def balance_of(record: Record) -> dict[str, float]:

@@ -49,6 +49,8 @@ def serve(pipe: Connection, setup: Setup, worker: int) -> None:
         "update": rank.update,
         "close": rank.close,
         "received": rank.received,
+        "sent": rank.sent,
+        "predicted": rank.predicted,
         "map_cost": rank.map_cost,
         "verify": lambda: rank.verify(reference=rank._reference) is not None,
         "retire": lambda index: setattr(rank, "retiring", index),

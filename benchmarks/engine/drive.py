@@ -24,6 +24,8 @@ class Record:
     """Of rank 0: what it spent in calls of the library outside of the forward."""
     balance: list[float] = field(default_factory=list)
     """Mean balancedness over layers of what the ranks computed, by window of passes."""
+    sends: float = 0.0
+    """To other nodes per token and layer, counted by the ranks that the rows really went to."""
     compared: int = 0
     wrong: int = 0
     installed: int = 0
@@ -52,6 +54,7 @@ def drive(
     record = Record()
     workers = cluster.who.workers
     cluster.call("received")
+    cluster.call("sent")
     for number in range(first, first + passes):
         feeds = [scheduler.feed(worker) for worker in workers]
         for worker, feed in zip(workers, feeds, strict=True):
@@ -72,4 +75,6 @@ def drive(
             record.balance.append(eplb.mean_balancedness(load))
         if between is not None:
             between(number)
+    across, tokens = np.sum(cluster.call("sent"), axis=0)
+    record.sends = float(across / max(tokens, 1))
     return record

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from benchmarks.engine.watch import MOST_TRANSFERS, Watch
 from benchmarks.engine.weights import empty_experts, load_experts, make_dense
 from eplb_core.dispatch.counter import Snapshot
 from eplb_core.loading.transports import LocalCopy
+from eplb_core.placement.affinity.pairs import check_pairs
+from eplb_core.placement.affinity.sends import predict_sends
 
 MODES = ("off", "sync", "async")
 POLICIES = ("auto", "place")
@@ -52,6 +54,10 @@ class Setup:
     """Passes between two decisions."""
     policy: str = "auto"
     """Who decides: a `Balancer` that remembers all windows, or `place` and `should_rebalance` for the last ones."""
+    nodes: int = 1
+    """Nodes that the ranks lie in, where these can be shared out evenly."""
+    dispatch: Literal["weighted", "near"] = "weighted"
+    """Mode of the tables; "near" also counts pairs, by which the Balancer places."""
     move_cost: float = 0.01
     """Of "auto": what a transfer costs, in windows of its layer's time."""
     always: bool = False
@@ -154,7 +160,9 @@ class Rank:
         # Call 4. The dispatch kernel counts into it; a window ends with `roll`.
         self.load = eplb.LoadCounter(config.num_layers, config.num_experts, windows=WINDOWS, device=self.device)
         # Call 5. Buffers that stay: whatever layout is installed later, captured graphs go on.
-        self.tables = eplb.DispatchTables(layout, rank=self.rank, mode="weighted", device=self.device, load=self.load)
+        self.tables = eplb.DispatchTables(
+            layout, rank=self.rank, mode=setup.dispatch, device=self.device, load=self.load
+        )
         self.tables.warm_up(config.top_k)
         self._reference = self.verify(reference=self._reference)
         self._save_backup(who.version)
@@ -232,7 +240,8 @@ class Rank:
 
     def _agree(self, who: Membership) -> eplb.ExpertLayout:
         """From ranks that serve already, else from the record of the weights' host, else the trivial layout."""
-        topology = eplb.Topology(len(who.workers))
+        size, nodes = len(who.workers), self.setup.nodes
+        topology = eplb.Topology(size, 1 if size % nodes else nodes)
         if self.setup.weight_hosts is not None and self._layout is None:
             layout, state = self._ask_host(self.setup.weight_hosts, topology), None
         elif told := [blob for blob in self.agreement.gather(self._known()) if blob]:
@@ -351,6 +360,20 @@ class Rank:
         self.forward.received.zero_()
         return counts
 
+    def sent(self) -> tuple[int, int]:
+        """What this rank sent since the last call: (token, layer)s to other nodes, each node once; all of them."""
+        across, tokens = self.forward.sent.tolist()
+        self.forward.sent.zero_()
+        return across, tokens
+
+    def predicted(self) -> float:
+        """Sends per token of the live layout, as the pairs seen so far tell."""
+        if self._watch is None or self._watch.pairs is None:
+            return float("nan")
+        layout, pairs = self.layout, self._watch.pairs
+        checked = check_pairs(pairs, layout.num_layers, layout.num_experts)
+        return float(predict_sends(layout, checked).sends.mean())
+
     def map_cost(self, calls: int) -> float:
         """Seconds of one `topk_to_slots`, on a GPU as part of a graph: the least of some batches of calls."""
         shape = (self.setup.num_rows, self.setup.config.top_k)
@@ -388,7 +411,12 @@ class Rank:
         """The windows since the last decision; enqueued, not waited for."""
         snapshot = self.load.snapshot(all_reduce=add_up(self.members))
         if self._watch is not None:
-            self._watch.see(snapshot, self._rolled)
+            pairs = None
+            if self.setup.dispatch == "near":
+                pairs = self.forward.pairs.clone()
+                add_up(self.members)(pairs)
+                self.forward.pairs.zero_()
+            self._watch.see(snapshot, self._rolled, pairs)
         self._since = self._rolled = 0
         return snapshot
 

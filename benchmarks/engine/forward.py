@@ -92,6 +92,14 @@ class Forward:
         self._sampled = torch.zeros(num_rows, dtype=torch.int64, device=dense.device)
         self.received = torch.zeros(config.num_layers, dtype=torch.int64, device=dense.device)
         """(Token, expert) pairs that this rank has computed, by layer."""
+        nodes = layout.topology.num_nodes
+        self._node_of_rank = torch.from_numpy(layout.topology.rank_to_node.copy()).to(dense.device)
+        self._other = torch.arange(nodes, device=dense.device) != self._node_of_rank[tables.rank]
+        self.sent = torch.zeros(2, dtype=torch.int64, device=dense.device)
+        """Sends to other nodes, each node once per token, and tokens, of all layers."""
+        counted = config.num_experts if tables.mode == "near" else 0
+        self.pairs = torch.zeros(config.num_layers, counted, counted, dtype=torch.int64, device=dense.device)
+        """Tokens that use two experts together `[L, E, E]`; empty but for mode "near"."""
         self._flow = Flow(*(torch.zeros(0),) * 4)
         self._pool: Any = torch.cuda.graph_pool_handle() if dense.device.type == "cuda" else None
         pieces: list[Callable[[], None]] = [self._first]
@@ -126,8 +134,20 @@ class Forward:
         # Call 6. From logical experts to slots, counted on the way; rows beyond num_tokens become -1.
         slots = eplb.topk_to_slots(ids, self._tables[layer], num_tokens=self._num_tokens)
         rank = slots.reshape(-1).long().clamp(min=0) // self._slots_per_rank
+        self._count(layer, ids.long(), slots >= 0, rank)
         place = self._parcel.pack(normal, slots, self._member_of_rank[rank])
         self._flow = Flow(x, normal, weight, place)
+
+    def _count(self, layer: int, ids: torch.Tensor, used: torch.Tensor, rank: torch.Tensor) -> None:
+        """Count the nodes that rows go to, and which experts tokens use together."""
+        node = self._node_of_rank[rank].view(ids.shape)
+        reached = torch.zeros(len(ids), len(self._other), device=self.device)
+        reached.scatter_add_(1, node, used.float())
+        self.sent[0] += ((reached > 0) & self._other).sum()
+        self.sent[1] += used.any(dim=1).sum()
+        if self.pairs.shape[1]:
+            chosen = torch.zeros(len(ids), self.pairs.shape[1], device=self.device).scatter_add_(1, ids, used.float())
+            self.pairs[layer] += (chosen.T @ chosen).long()
 
     def _experts_of(self, layer: int) -> Callable[[], None]:
         run = run_experts if self.device.type == "cpu" else run_grouped

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 import eplb_core as eplb
@@ -30,14 +31,20 @@ class Watch:
             dispatch="weighted",
             max_transfers=MOST_TRANSFERS,
         )
+        self.pairs: NDArray[np.int64] | None = None
+        """Experts used together `[L, E, E]`, as far as they were counted."""
         if state is not None:
-            self._balancer.load_state_dict(state)
+            self.pairs = state.get("pairs")
+            self._balancer.load_state_dict({key: value for key, value in state.items() if key != "pairs"})
         self._ahead: list[tuple[Snapshot, int]] = []
         self._alone = threading.Lock()
 
-    def see(self, snapshot: Snapshot, new: int) -> None:
-        """Keep a snapshot, whose last `new` windows none before it has."""
+    def see(self, snapshot: Snapshot, new: int, pairs: torch.Tensor | None = None) -> None:
+        """Keep a snapshot, whose last `new` windows none before it has, and the pairs of these."""
         with self._alone:
+            if pairs is not None:
+                counted = pairs.cpu().numpy()
+                self.pairs = counted if self.pairs is None else counted + self.pairs
             for earlier, _ in self._ahead:
                 earlier.numpy()  # frees its buffers, of which there are two; it was copied long ago
             self._ahead.append((snapshot, new))
@@ -50,9 +57,10 @@ class Watch:
                 if new := min(new, len(loads)):
                     self._balancer.observe(loads[-new:])
             self._ahead.clear()
-            return self._balancer.propose(live, active_ranks=alive).layout
+            pairs = {} if self.pairs is None else {"pairs": self.pairs}
+            return self._balancer.propose(live, active_ranks=alive, **pairs).layout
 
     def state(self) -> dict[str, Any]:
         """What the Balancer knows, for a rank that comes."""
         with self._alone:
-            return self._balancer.state_dict()
+            return self._balancer.state_dict() | ({} if self.pairs is None else {"pairs": self.pairs})

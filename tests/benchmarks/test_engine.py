@@ -198,6 +198,22 @@ def test_requests_of_a_lost_rank_keep_their_tokens_and_start_anew_elsewhere() ->
     assert scheduler.tokens == tokens
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_ranks_in_two_nodes_give_the_tokens_of_one_process_and_count_what_crosses(tmp_path: Path) -> None:
+    setup = dataclasses.replace(setup_of(tmp_path, "async"), nodes=2, dispatch="near", move_cost=0.001)
+    with Cluster(setup) as cluster:
+        cluster.start(4)
+        record = drive(cluster, scheduler_of(setup), 60, oracle=oracle_of(setup, 4))
+        predicted = cluster.call("predicted")
+        cluster.call("close")
+    assert record.installed > 0
+    assert (record.compared, record.wrong) == (60 * 16, 0)
+    assert 0.0 < record.sends <= 1.0
+    assert predicted == predicted[:1] * 4
+    assert 0.0 < predicted[0] <= 1.0
+
+
 class Echo:
     """Buffers of an exchange that nobody carries out."""
 
