@@ -54,6 +54,8 @@ class Engine:
         """By what it routes, from the moment in which it has mapped the weights."""
         self.version = 0
         self.follows = self.stopped = self.ended = False
+        self.asks = False
+        """In a call: it does nothing else meanwhile."""
         self.moves: int | None = None
         """Layer that it may write."""
         self.wrote = self.off = False
@@ -183,6 +185,7 @@ class World:
 
     def _ask(self, engine: Engine, call: Callable[..., T], *arguments: Any) -> T | None:
         """What the call gives; None if it raised what it may, or the engine has died of it."""
+        engine.asks = True
         try:
             with self.injector.under(engine.name):
                 return call(*arguments)
@@ -190,6 +193,8 @@ class World:
             self.end(engine)
         except EplbError:
             self.events["requests without an answer"] += 1
+        finally:
+            engine.asks = False
         return None
 
     def start(self, kind: str) -> None:
@@ -251,7 +256,7 @@ class World:
     def _wait(self, seconds: float) -> None:
         """Somebody sleeps: followers poll."""
         for engine in list(self.engines):
-            if self.injector.process != engine.name:
+            if not engine.asks:
                 self.poll(engine)
 
     def begin(self, engine: Engine, layer: int) -> None:
