@@ -42,7 +42,7 @@ def kernel(name: str) -> Any:
 
 
 native = torch._ops._OpNamespace.__getattr__
-torch._ops._OpNamespace.__getattr__ = lambda self, name: (
+torch._ops._OpNamespace.__getattr__ = lambda self, name: (  # type: ignore[method-assign]
     kernel(name) if self.name in ("_C", "_moe_C") and not name.startswith("__") else native(self, name)
 )
 torch.library.register_fake = lambda *given, **named: lambda function: function
@@ -51,7 +51,7 @@ import vllm.platforms
 from vllm.platforms import cuda
 
 
-class Platform(cuda.CudaPlatformBase):
+class Platform(cuda.CudaPlatformBase):  # type: ignore[misc]
     """An H100 whose tensors are in the host's memory."""
 
     device_type = "cpu"
