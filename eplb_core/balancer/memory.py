@@ -24,7 +24,7 @@ HALF_LIFE = 64
 """Windows after which one weighs half as much."""
 _NEXT_WEIGHT = 1.0108892860517005  # 2 ** (1 / HALF_LIFE), written out: no libm decides
 # Windows of before a change: how many are still seen, and what they weigh.
-_BEFORE, _BEFORE_WEIGHT = 16, 0.02
+_BEFORE, _BEFORE_WEIGHT = 16, 0.1
 # A change: the mean of so many windows is so many times the usual distance from that of those before them. The usual
 # one is the median distance of two windows from those before, of this many past ones or more.
 _CHANGES = ((2, 3.0), (4, 2.6))
