@@ -7,12 +7,12 @@ not start at 0 says where it starts. They need the extra `notebook`.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_id, check_load, to_reals
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_id, check_kind, check_load, to_reals
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load
 from eplb_core.placement.affinity.pairs import check_pairs, pair_counts
@@ -114,6 +114,45 @@ def plot_load(
         axes[name].xaxis.get_major_locator().set_params(integer=True)
     if pairs is not None:
         _used_together(picture, axes["pairs"], _pairs_of(pairs, row, load.shape), order, named)
+    return picture
+
+
+def plot_together(pairs: ArrayLike, layouts: Mapping[str, ExpertLayout], *, layer: int = 0) -> Any:
+    """Are experts that tokens use together on one node? A map for each layout, its experts in the order of their nodes.
+
+    An expert stands in the node of most of its replicas, the first of equals; lines part the nodes.
+
+    Args:
+        pairs: `pair_counts` of that layer `[E, E]` or of all `[L, E, E]`.
+        layouts: By title, as in `{"before": live, "after": placed.layout}`; of the same layers and experts.
+        layer: Layer of the layouts.
+
+    Raises:
+        ValueError: No layout, or `pairs` are no counts of these experts.
+        IndexError: No such layer.
+    """
+    if not layouts:
+        raise ValueError("`layouts` (={}) must hold one layout or more")
+    picture = figure(6.0 * len(layouts), 5.2)
+    for at, (title, layout) in enumerate(layouts.items()):
+        check_kind(layout, "layouts", ExpertLayout)
+        row = check_id(layer, "layer", layout.num_layers)
+        mine = _pairs_of(pairs, row, (1, layout.num_layers, layout.num_experts))
+        held = np.zeros((layout.num_experts, layout.topology.num_nodes), dtype=np.int64)
+        slots = layout.physical_to_logical_map[row]
+        filled = np.flatnonzero(slots >= 0)
+        np.add.at(held, (slots[filled], layout.topology.rank_to_node[filled // layout.slots_per_rank]), 1)
+        node = held.argmax(axis=1)
+        order = np.argsort(node, kind="stable")
+        off = mine * (1.0 - np.eye(len(mine)))
+        near = float(off[(held > 0).astype(int) @ (held > 0).T > 0].sum() / max(off.sum(), 1e-300))
+        axes = picture.add_subplot(1, len(layouts), at + 1)
+        _used_together(picture, axes, mine, order, title)
+        for edge in np.flatnonzero(np.diff(node[order])) + 0.5:
+            axes.axhline(edge, color="black", linewidth=0.8)
+            axes.axvline(edge, color="black", linewidth=0.8)
+        axes.set(xlabel="expert (id), node by node")
+        axes.set_title(f"{title}: {near:.0%} of pairs have a node with both", loc="left", fontsize=10)
     return picture
 
 
@@ -360,7 +399,7 @@ def _pairs_of(pairs: ArrayLike, row: int, shape: tuple[int, ...]) -> FloatArray:
 
 def _used_together(picture: Any, axes: Any, pairs: FloatArray, order: IntArray, named: str) -> None:
     """Pair counts over what chance gives: the product of how often each expert is in a pair."""
-    counts = pairs[np.ix_(order, order)]
+    counts = pairs[np.ix_(order, order)] * (1.0 - np.eye(len(order)))  # an expert is no pair with itself
     each = counts.sum(axis=1)
     chance = each[:, None] * each[None, :]
     np.fill_diagonal(chance, 0.0)

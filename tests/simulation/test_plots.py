@@ -200,6 +200,26 @@ def test_experts_that_tokens_use_together_are_shown_over_chance() -> None:
     plots.plot_load(tokens.load, pairs=np.zeros((4, 4)))._repr_png_()
 
 
+def test_experts_are_shown_node_by_node_before_and_after() -> None:
+    pairs = pair_counts([[0, 2], [1, 3]] * 20, 4)
+    topology = Topology(2, 2)
+    layouts = {"before": ExpertLayout([[0, 1, 2, 3]], 4, topology=topology)}
+    layouts["after"] = ExpertLayout([[0, 2, 3, 1]], 4, topology=topology)
+    before, after = (each for each in plots.plot_together(pairs, layouts).axes if each.images)
+    assert np.ma.filled(before.images[0].get_array(), np.nan)[0, 2] > 1.0
+    assert np.ma.filled(after.images[0].get_array(), np.nan)[0, 1] > 1.0
+    assert [line.get_ydata()[0] for line in after.lines] == [1.5, 0.0]
+    assert ("0%" in before.get_title(loc="left"), "100%" in after.get_title(loc="left")) == (True, True)
+    with pytest.raises(ValueError, match="`layouts`"):
+        plots.plot_together(pairs, {})
+    with pytest.raises(IndexError, match="`layer`"):
+        plots.plot_together(pairs, layouts, layer=1)
+    with pytest.raises(ValueError, match="`pairs`"):
+        plots.plot_together(pairs[:3, :3], layouts)
+    with pytest.raises(TypeError, match="`layouts`"):
+        plots.plot_together(pairs, {"before": pairs})  # type: ignore[dict-item]
+
+
 def test_what_has_no_load_is_not_drawn() -> None:
     load = np.zeros((2, 2, 4), dtype=np.int64)
     with pytest.raises(ValueError, match="`trace`"):
