@@ -90,7 +90,8 @@ def compare(name: str, ids: Ids, slots: int, nodes: int, *, effort: float) -> li
         orders = eplb.near_orders(placement.layout, counted, load)
         row["sends near"], row["balance near"] = dispatched(placement.layout, judged, "near", orders)
         row["balance near, all orders"] = dispatched(placement.layout, judged, "near")[1]
-        row["sends weighted"], row["balance weighted"] = dispatched(placement.layout, judged, "weighted")
+        for mode in ("weighted", "even"):
+            row[f"sends {mode}"], row[f"balance {mode}"] = dispatched(placement.layout, judged, mode)
         row["saved"] = row["sends near"] / (rows[0] if rows else row)["sends near"] - 1
         row["s per layer"], row["transfers"] = seconds, float(placement.transfers.mean())
         rows.append(row)

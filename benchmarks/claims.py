@@ -405,6 +405,11 @@ def _dispatch_gpu(record: Record) -> Iterator[Claim]:
         said = f"map and count of {int(tokens):,} tokens x 8"
         first = f"{said} (H200)" if int(tokens) == 4096 else ""
         yield Claim(said, ours, "us", torch, "torch operations, map alone", headline=first)
+    for tokens in ("512", "4096"):
+        for name, nodes in (("near", 4), ("near, 8 nodes", 8)):
+            if (key := f"{name}: map + count") in us:
+                said = f"map and count of {int(tokens):,} tokens x 8, mode near, {nodes} nodes"
+                yield Claim(said, us[key][tokens][0], "us", us["weighted: map + count"][tokens][0], "mode weighted")
 
 
 def _fingerprint_gpu(record: Record) -> Iterator[Claim]:

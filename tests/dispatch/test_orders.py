@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_core import DispatchTables, ExpertLayout, Topology, near_orders, place, replica_shares
+from eplb_core import DispatchTables, ExpertLayout, Topology, near_orders, pair_counts, place, replica_shares
 from eplb_core._arrays import FloatArray, IntArray
 from tests.cases import random_layout
 
@@ -71,6 +71,22 @@ def test_flows_are_what_the_tables_do() -> None:
         slots = tables.map(0, torch.tensor(tokens)).numpy()
         by_node = np.bincount(node[slots[slots >= 0] // 3], minlength=3)
         np.testing.assert_allclose(np.bincount(node, flows[0, option]) * 3, by_node)
+
+
+def test_a_table_of_one_slot_per_expert_saves_a_part_of_what_near_does() -> None:
+    rng = np.random.default_rng(0)
+    groups = np.log(0.1 + 0.9 * (np.arange(32) % 8 == rng.integers(0, 8, (600, 1, 1)))) + rng.gumbel(size=(600, 1, 32))
+    ids: IntArray = np.argsort(-groups, axis=2)[:, :, :4]
+    load, topology = np.bincount(ids.ravel(), minlength=32)[None], Topology(8, 4)
+    layout = place(load, topology, num_slots=48, pairs=pair_counts(ids, 32), effort=0.05).layout
+    sends = {}
+    for mode in ("near", "even", "weighted"):
+        sends[mode] = 0
+        for rank in range(8):
+            to = DispatchTables(layout, rank=rank, mode=mode).map(0, torch.tensor(ids[:, 0])).numpy() // 6 // 2
+            sends[mode] += sum(len(set(nodes) - {rank // 2}) for nodes in to.tolist())
+    assert sends["near"] < 0.9 * sends["weighted"]
+    assert sends["near"] < sends["even"] < sends["weighted"]
 
 
 def test_tokens_stand_for_a_load() -> None:
