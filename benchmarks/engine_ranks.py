@@ -88,8 +88,8 @@ def part_of_rank(window: npt.NDArray[np.int64], rank: int, ranks: int) -> npt.ND
 class Future:
     """Balance of each layout on the windows after it."""
 
-    def __init__(self, load: npt.NDArray[np.int64], ranks: int) -> None:
-        self._load, self._topology = load, eplb.Topology(ranks)
+    def __init__(self, load: npt.NDArray[np.int64], ranks: int, every: int = EVERY) -> None:
+        self._load, self._topology, self._every = load, eplb.Topology(ranks), every
         self.balances: list[float] = []
         self.digests = ""
 
@@ -97,7 +97,7 @@ class Future:
         """The layout that serves the windows after `window`."""
         layout = eplb.ExpertLayout(physical_to_logical_map, EXPERTS, topology=self._topology)
         self.digests += layout.digest
-        future = self._load[window + 1 : window + 1 + EVERY]
+        future = self._load[window + 1 : window + 1 + self._every]
         self.balances.append(eplb.mean_balancedness(eplb.rank_load(layout, future)))
 
 

@@ -1,6 +1,7 @@
 """vLLM's own rebalance with the plug-in and without: are the weights right, how many transfers, how even?
 
     .engines/vllm/bin/python -m benchmarks.engines_vllm --json benchmarks/results/engines.json
+    .engines/vllm/bin/python -m benchmarks.engines_vllm --auto --ranks 8 --json benchmarks/results/engines_auto.json
 
 Runs in vLLM's environment (`make engines`). vLLM's `EplbState` lives in several processes over gloo, on the CPU, with a
 stand-in model of plain tensors, and rebalances every 10 windows of moe128's `drift_load` (16 layers, 128 experts, 144
@@ -8,6 +9,8 @@ slots), synchronously and layer by layer beside the passes. After each rebalance
 expert that the map says. Transfers are what vLLM's own communicator is asked to receive, summed over ranks. A second
 table replays the two policies alone at 16 ranks. What a plan costs inside the adapter is measured beside the library's
 own call on the same input.
+
+`--auto`: the default beside mode "auto", a Balancer; also with a rebalance every 2 windows, which it is made for.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,11 +41,15 @@ POLICIES = {
     "eplb_core": {"EPLB_CORE": "vllm"},
     "eplb_core and its transport": {"EPLB_CORE": "vllm", "EPLB_CORE_OPTIONS": "transport=shared_memory"},
 }
+AUTO = {"EPLB_CORE": "vllm", "EPLB_CORE_OPTIONS": "mode=auto"}
+OFTEN = 2
+"""Windows from one rebalance to the next, where moves are few."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = measure.parser("engines_vllm", __doc__, quick="three rebalances")
     parser.add_argument("--ranks", type=int, default=4, help="processes")
+    parser.add_argument("--auto", action="store_true", help='the default and mode "auto", and no other')
     options = parser.parse_args(argv)
     if engine_ranks.is_absent("vLLM"):
         measure.write_json(options.json, {"summary": []})
@@ -51,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(VLLM_TARGET_DEVICE="cpu", GLOO_SOCKET_IFNAME="lo")
     os.environ.pop("EPLB_CORE", None)
     importlib.import_module("vllm.distributed.eplb.eplb_state")  # seconds, once: the ranks are forked
+    if options.auto:
+        return _auto(options.ranks, times, options.json)
     rows = [
         {
             "run": f"{'asynchronous' if beside else 'synchronous'}, {name}",
@@ -59,12 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for beside in (False, True)
         for name in POLICIES
     ]
-    head = ["EplbState", "rebalances", "wrong weights", "transfers", "balance of the next windows"]
-    cells = [
-        [row["run"], *(f"{row[name]:,}" for name in ("rebalances", "wrong", "transfers")), f"{row['balance']:.4f}"]
-        for row in rows
-    ]
-    print(measure.table(head, cells))
+    _print_runs(rows)
     replays = _replay(times)
     print(
         measure.table(
@@ -85,12 +90,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(row["wrong"] for row in rows))
 
 
+def _auto(ranks: int, times: int, path: Path | None) -> int:
+    """The default, and mode "auto" as often and more often, over the same windows."""
+    rows = [
+        {"run": f"{name}, every {every} windows", **_run(ranks, plugin, False, times * EVERY // every, every)}
+        for name, plugin, every in (("vLLM's default", {}, EVERY), ("auto", AUTO, EVERY), ("auto", AUTO, OFTEN))
+    ]
+    _print_runs(rows)
+    default, same, often = rows
+    said = [
+        f"every {every} windows 1/{default['transfers'] / max(row['transfers'], 1):.0f} of the default's transfers at "
+        f"{row['balance'] / default['balance']:.3f} of its balance, {row['wrong']} wrong weights"
+        for row, every in ((same, EVERY), (often, OFTEN))
+    ]
+    summary = [f"vLLM's own rebalance, {ranks} processes, mode auto:", *said]
+    measure.write_json(path, {"summary": summary, "ranks": ranks, "rows": rows})
+    return int(any(row["wrong"] for row in rows))
+
+
+def _print_runs(rows: Sequence[dict[str, Any]]) -> None:
+    head = ["EplbState", "rebalances", "wrong weights", "transfers", "balance of the next windows"]
+    cells = [
+        [row["run"], *(f"{row[name]:,}" for name in ("rebalances", "wrong", "transfers")), f"{row['balance']:.4f}"]
+        for row in rows
+    ]
+    print(measure.table(head, cells))
+
+
 # ---- vLLM's state in several processes -------------------------------------------------------------------------------
 
 
-def _run(ranks: int, plugin: dict[str, str], beside: bool, times: int) -> dict[str, Any]:
+def _run(ranks: int, plugin: dict[str, str], beside: bool, times: int, every: int = EVERY) -> dict[str, Any]:
     """All ranks of one run; rank 0's answer with the transfers of all."""
-    answers = engine_ranks.run(ranks, plugin, _serve, beside, times)
+    answers = engine_ranks.run(ranks, plugin, _serve, beside, times, every)
     return {
         **{name: answers[0][name] for name in ("rebalances", "balance", "parts")},
         "wrong": sum(answer["wrong"] for answer in answers),
@@ -125,7 +157,7 @@ class _Layer:
     def set_eplb_state(self, **_: Any) -> None: ...
 
 
-def _serve(rank: int, ranks: int, folder: str, beside: bool, times: int) -> dict[str, Any]:
+def _serve(rank: int, ranks: int, folder: str, beside: bool, times: int, every: int) -> dict[str, Any]:
     """One rank: feed the trace's windows to vLLM's state, step it, look at the weights after each rebalance."""
     torch.set_num_threads(1)
     import vllm.plugins
@@ -157,8 +189,8 @@ def _serve(rank: int, ranks: int, folder: str, beside: bool, times: int) -> dict
     config = SimpleNamespace(
         eplb_config=SimpleNamespace(
             use_async=beside,
-            window_size=EVERY,
-            step_interval=EVERY,
+            window_size=every,
+            step_interval=every,
             policy="default",
             communicator="torch_nccl",
             log_balancedness_interval=1,
@@ -174,7 +206,7 @@ def _serve(rank: int, ranks: int, folder: str, beside: bool, times: int) -> dict
     name = SimpleNamespace(compute_hash=lambda: "model", model="stand-in")
     state.add_model(model, name)
     state.start_async_loop()
-    return _drive(state, state.model_states["model"], rank, ranks, times)
+    return _drive(state, state.model_states["model"], rank, ranks, times, every)
 
 
 def _model(rank: int, ranks: int, local: int) -> Any:
@@ -204,10 +236,11 @@ def _start(async_worker: Any, state: Any) -> threading.Thread:
     return thread
 
 
-def _drive(state: Any, model_state: Any, rank: int, ranks: int, times: int) -> dict[str, Any]:
+def _drive(state: Any, model_state: Any, rank: int, ranks: int, times: int, every: int) -> dict[str, Any]:
     load = traces.drift_load()
     communicator = model_state.communicator
-    if "EPLB_CORE_OPTIONS" in os.environ and type(communicator).__name__ != "TransportCommunicator":
+    ours = "transport=" in os.environ.get("EPLB_CORE_OPTIONS", "")
+    if ours and type(communicator).__name__ != "TransportCommunicator":
         raise RuntimeError(f"the communicator is {type(communicator).__name__}")
     received = [0]
     receive = communicator.add_recv
@@ -218,12 +251,12 @@ def _drive(state: Any, model_state: Any, rank: int, ranks: int, times: int) -> d
 
     communicator.add_recv = counted
     state.expert_rearrangement_step = 0
-    future = engine_ranks.Future(load, ranks)
+    future = engine_ranks.Future(load, ranks, every)
     wrong = done = 0
-    for window in range(min(len(load) - EVERY, times * EVERY)):
+    for window in range(min(len(load) - every, times * every)):
         model_state.expert_load_pass.copy_(_counts(load[window], model_state, rank, ranks))
         state.step()
-        if (window + 1) % EVERY:
+        if (window + 1) % every:
             continue
         while model_state.rebalanced:  # passes without tokens until the last layer is in
             state.expert_rearrangement_step = 0  # or the next rebalance would begin among them
