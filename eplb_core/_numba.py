@@ -40,6 +40,14 @@ def inline_kernel(function: Callable[P, T]) -> Callable[P, T]:
     return cast("Callable[P, T]", _compiled(function, forceinline=True))
 
 
+def lean_kernel(function: Callable[P, T]) -> Callable[P, T]:
+    """Compile a function that allocates no array: references are not counted, one atomic step for each array of a call.
+
+    The caller keeps its arrays alive until the call has ended, as all callers do.
+    """
+    return cast("Callable[P, T]", _compiled(function, _nrt=False))
+
+
 def _compiled(function: Callable[..., Any], **more: bool) -> Any:
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, **more}
     try:

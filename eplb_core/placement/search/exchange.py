@@ -8,7 +8,7 @@ exchange gains at most. What is chosen is the same.
 from __future__ import annotations
 
 from eplb_core._arrays import IntArray
-from eplb_core._numba import kernel
+from eplb_core._numba import lean_kernel
 from eplb_core.placement.search.links import Ask, Links, Step, is_allowed
 from eplb_core.placement.search.state import NEVER, Work, eighth
 
@@ -20,7 +20,7 @@ _ROUNDING = 1e-9
 _FEW = 3
 
 
-@kernel
+@lean_kernel
 def best_exchange(full: int, ask: Ask, found: Step, row: IntArray, senders: IntArray, work: Work, links: Links) -> Step:
     """The best exchange of a slot of rank `full` with one of another rank, if above `found`."""
     share, power, fetch, holds, held = work.share, work.power, work.fetch, work.holds, work.held
@@ -37,8 +37,10 @@ def best_exchange(full: int, ask: Ask, found: Step, row: IntArray, senders: IntA
             p = r * stride + s
             f = row[p]
             other_pay[s * n + j] = fetch[f, full] - fetch[f, r] if f >= 0 and holds[f, full] == 0 else NEVER
-            for t in range(num_windows):
-                other_share[t, s * n + j] = share[t, p]
+    for t in range(num_windows):
+        for j in range(n):
+            for s in range(stride):
+                other_share[t, s * n + j] = share[t, others[j] * stride + s]
     if bounded and n > 0:
         _tilt(full, n, work)
     for a in range(full * stride, full * stride + stride):
@@ -73,7 +75,7 @@ def best_exchange(full: int, ask: Ask, found: Step, row: IntArray, senders: IntA
     return best, kind, place, other, cost, number
 
 
-@kernel
+@lean_kernel
 def _list_others(full: int, bounded: bool, ask: Ask, best: float, row: IntArray, work: Work) -> int:
     """List the ranks that `full` may exchange with, and their times; returns how many.
 
@@ -115,7 +117,7 @@ def _list_others(full: int, bounded: bool, ask: Ask, best: float, row: IntArray,
     return near
 
 
-@kernel
+@lean_kernel
 def _most_of_ranks(full: int, n: int, work: Work) -> None:
     """Power that an exchange with each rank can take away at most: into `most`.
 
@@ -135,12 +137,12 @@ def _most_of_ranks(full: int, n: int, work: Work) -> None:
         most[j] = both - most[j] * (p + q) / max(p, q) + _rounding(both, p, q)
 
 
-@kernel
+@lean_kernel
 def _rounding(power: float, p: float, q: float) -> float:
     return _ROUNDING * power * max(p / q, q / p)
 
 
-@kernel
+@lean_kernel
 def _tilt(full: int, n: int, work: Work) -> None:
     """How power falls with load that goes from `full` to each rank; `drop`: that, of their slots' load."""
     time, weight, pace, tilt, drop = work.time, work.weight, work.pace, work.tilt, work.drop
@@ -157,13 +159,13 @@ def _tilt(full: int, n: int, work: Work) -> None:
                 drop[s * n + j] += tilt[t, j] * other_share[t, s * n + j]
 
 
-@kernel
+@lean_kernel
 def _seventh(x: float) -> float:
     square = x * x
     return square * square * square * x
 
 
-@kernel
+@lean_kernel
 def _list_near(a: int, n: int, ask: Ask, best: float, work: Work) -> int:
     """List in `near` the exchanges of slot `a` that could be above `best`; returns how many."""
     share, tilt, lift, drop, most, near = work.share, work.tilt, work.lift, work.drop, work.most, work.near
@@ -188,7 +190,7 @@ def _list_near(a: int, n: int, ask: Ask, best: float, work: Work) -> int:
     return left
 
 
-@kernel
+@lean_kernel
 def _power_after_near(a: int, full: int, n: int, left: int, work: Work) -> None:
     """As `_power_after`, for the exchanges in `near` alone."""
     share, other_share, other_time, other_pace = work.share, work.other_share, work.other_time, work.other_pace
@@ -209,7 +211,7 @@ def _power_after_near(a: int, full: int, n: int, left: int, work: Work) -> None:
             after[k] += w * (eighth(x) + eighth(y))
 
 
-@kernel
+@lean_kernel
 def _rate_near(n: int, left: int, mine: float, ask: Ask, work: Work) -> None:
     """As `_rate`, for the exchanges in `near` alone."""
     other_power, other_pay, pay, after, near = work.other_power, work.other_pay, work.pay, work.after, work.near
@@ -219,7 +221,7 @@ def _rate_near(n: int, left: int, mine: float, ask: Ask, work: Work) -> None:
         after[k] = ((mine + other_power[m % n] - after[k]) * ask.unit - ask.price * pays) / max(pays, 0.5)
 
 
-@kernel
+@lean_kernel
 def _power_after(a: int, full: int, n: int, work: Work) -> None:
     """Power of rank `full` and another together, if slot `a` were exchanged for each of its slots: into `after`.
 
@@ -239,7 +241,7 @@ def _power_after(a: int, full: int, n: int, work: Work) -> None:
                 after[s * n + j] += w * (eighth(x) + eighth(y))
 
 
-@kernel
+@lean_kernel
 def _rate(n: int, mine: float, ask: Ask, best: float, work: Work) -> int:
     """Turn the powers after each exchange into net gains by transfer; how many are above `best`?"""
     other_power, other_pay, pay, after = work.other_power, work.other_pay, work.pay, work.after

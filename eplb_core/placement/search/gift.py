@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from eplb_core._arrays import IntArray
-from eplb_core._numba import kernel
+from eplb_core._numba import lean_kernel
 from eplb_core.placement.search.links import Ask, Links, Step, is_allowed, keeps_home
 from eplb_core.placement.search.state import Work, eighth
 
 
-@kernel
+@lean_kernel
 def list_gifts(capacity: IntArray, weighted: bool, row: IntArray, work: Work, links: Links) -> int:
     """List the slots that can be given to another expert, with what is left when they are; returns how many."""
     share, time, power, count = work.share, work.time, work.power, work.replicas
@@ -63,7 +63,7 @@ def list_gifts(capacity: IntArray, weighted: bool, row: IntArray, work: Work, li
     return n
 
 
-@kernel
+@lean_kernel
 def best_gift(
     full: int, num_gifts: int, ask: Ask, found: Step, row: IntArray, senders: IntArray, work: Work, links: Links
 ) -> Step:
@@ -116,7 +116,7 @@ def best_gift(
     return best, kind, place, other, cost, number
 
 
-@kernel
+@lean_kernel
 def _relief(e: int, work: Work) -> float:
     """Power that goes from the holders of `e` if it gets one more replica somewhere."""
     load, time, holds, count = work.load, work.time, work.holds, work.replicas
@@ -131,7 +131,7 @@ def _relief(e: int, work: Work) -> float:
     return gain
 
 
-@kernel
+@lean_kernel
 def _power_after_gift(e: int, num_gifts: int, work: Work) -> None:
     """Power of each giver's rank if its slot holds an even share of `e`: into `gift_after`."""
     load, without, slot_pace, after = work.load, work.gift_time, work.gift_pace, work.gift_after
@@ -142,7 +142,7 @@ def _power_after_gift(e: int, num_gifts: int, work: Work) -> None:
             after[k] += w * eighth(without[t, k] + part * slot_pace[k])
 
 
-@kernel
+@lean_kernel
 def _power_after_split(a: int, full: int, num_gifts: int, work: Work) -> None:
     """Power of rank `full` and each giver's, if the share of slot `a` is split as evens their times: `gift_after`."""
     share, time, without, slot_pace, after = work.share, work.time, work.gift_time, work.gift_pace, work.gift_after
@@ -154,7 +154,7 @@ def _power_after_split(a: int, full: int, num_gifts: int, work: Work) -> None:
             after[k] += w * (eighth(my_time - part * my_pace) + eighth(without[t, k] + part * slot_pace[k]))
 
 
-@kernel
+@lean_kernel
 def _gain_of_gift(e: int, p: int, row: IntArray, work: Work) -> float:
     """Power that goes if slot `p` is given to `e`: its holders are relieved, those of the slot's expert take more."""
     load, time, holds, holders, count = work.load, work.time, work.holds, work.holders, work.replicas

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_core._arrays import BoolArray, FloatArray, IntArray
-from eplb_core._numba import kernel
+from eplb_core._numba import kernel, lean_kernel
 from eplb_core.placement.pack.block import holds
 from eplb_core.placement.search.exchange import best_exchange
 from eplb_core.placement.search.gift import best_gift, list_gifts
@@ -166,13 +166,13 @@ def improve_layers(
         _copy(kept_sender, sender)
 
 
-@kernel
+@lean_kernel
 def _copy(source: IntArray, target: IntArray) -> None:
     for p in range(source.size):  # a slice would bring in numpy's broadcasting, and seconds of compilation
         target[p] = source[p]
 
 
-@kernel
+@lean_kernel
 def _fullest(tried: BoolArray, capacity: IntArray, power: FloatArray) -> int:
     """The live rank with the most power that was not tried yet, or -1."""
     full = -1
@@ -209,7 +209,7 @@ def score_weighted(
     return out
 
 
-@kernel
+@lean_kernel
 def _take_back(start: int, old: IntArray, row: IntArray, work: Work, links: Links) -> tuple[int, int]:
     """Take the first transfer from slot `start` on back, with that of the expert that it was exchanged for.
 
@@ -242,7 +242,7 @@ def _take_back(start: int, old: IntArray, row: IntArray, work: Work, links: Link
     return -1, -1
 
 
-@kernel
+@lean_kernel
 def _is_home(e: int, row: IntArray, work: Work, links: Links) -> bool:
     stride = row.size // links.node.size
     found = bool(work.home[e] < 0)
@@ -251,7 +251,7 @@ def _is_home(e: int, row: IntArray, work: Work, links: Links) -> bool:
     return found
 
 
-@kernel
+@lean_kernel
 def _step(found: Step, ask: Ask, row: IntArray, senders: IntArray, work: Work, links: Links) -> bool:
     """Exchange two slots (kind 0), or give the second to the expert in the first (kind 1); False = it did not pay."""
     _, kind, a, p, pays, _ = found
@@ -299,7 +299,7 @@ def _step(found: Step, ask: Ask, row: IntArray, senders: IntArray, work: Work, l
     return True
 
 
-@kernel
+@lean_kernel
 def _hand_over(kind: int, a: int, p: int, f: int, row: IntArray, work: Work) -> None:
     """Bring the shares to where the step has put the experts; `solve_shares` makes them even."""
     share = work.share
@@ -314,7 +314,7 @@ def _hand_over(kind: int, a: int, p: int, f: int, row: IntArray, work: Work) -> 
         _pool(f, row, work)
 
 
-@kernel
+@lean_kernel
 def _pool(e: int, row: IntArray, work: Work) -> None:
     """Put all load of an expert on its first holder, as a start."""
     share, load = work.share, work.load

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core._arrays import FloatArray, IntArray
-from eplb_core._numba import kernel
+from eplb_core._numba import kernel, lean_kernel
 from eplb_core.placement.search.state import NEVER, Work
 
 # So many transfers are no limit.
@@ -62,7 +62,7 @@ def new_links(cost: FloatArray, node: IntArray, rank_limit: IntArray, node_limit
     return Links(cost, cheapest, dearest, np.array(node), rank_limit, node_limit, rank_limit.copy(), node_limit.copy())
 
 
-@kernel
+@lean_kernel
 def mark(row: IntArray, value: int, held: npt.NDArray[np.int8]) -> None:
     """Write `value` for each expert of a row and each rank that holds it there."""
     stride = row.size // held.shape[1]
@@ -71,7 +71,7 @@ def mark(row: IntArray, value: int, held: npt.NDArray[np.int8]) -> None:
             held[row[p], p // stride] = value
 
 
-@kernel
+@lean_kernel
 def find_sender(e: int, to: int, held: npt.NDArray[np.int8], links: Links) -> int:
     """The cheapest holder whose links to rank `to` have room, the lowest of equals, or -1."""
     best = -1
@@ -86,7 +86,7 @@ def find_sender(e: int, to: int, held: npt.NDArray[np.int8], links: Links) -> in
     return best
 
 
-@kernel
+@lean_kernel
 def book(sender: int, to: int, number: int, links: Links) -> None:
     """Take room for so many transfers, or give it back; a sender of -1 takes none."""
     if sender >= 0:
@@ -94,7 +94,7 @@ def book(sender: int, to: int, number: int, links: Links) -> None:
         links.node_room[links.node[sender], links.node[to]] -= number
 
 
-@kernel
+@lean_kernel
 def book_row(senders: IntArray, links: Links) -> None:
     """Leave the room that the transfers of a row leave; `senders` says of each slot where its expert comes from."""
     if links.rank_limit.size == 0:
@@ -111,7 +111,7 @@ def book_row(senders: IntArray, links: Links) -> None:
         book(senders[p], p // stride, 1, links)
 
 
-@kernel
+@lean_kernel
 def book_step(
     kind: int, a: int, p: int, keep: bool, row: IntArray, senders: IntArray, work: Work, links: Links
 ) -> bool:
@@ -155,7 +155,7 @@ def book_step(
     return fits
 
 
-@kernel
+@lean_kernel
 def price_fetches(old: IntArray, links: Links, whole: bool, work: Work) -> None:
     """Cost for each rank to hold each expert `[E, R]`: 0 where it does, else that of the cheapest holder's link."""
     cost, fetch = links.cost, work.fetch
@@ -179,7 +179,7 @@ def price_fetches(old: IntArray, links: Links, whole: bool, work: Work) -> None:
                     fetch[e, r] = NEVER
 
 
-@kernel
+@lean_kernel
 def keeps_home(e: int, leaves: int, to: int, work: Work, links: Links) -> bool:
     """Is a copy of `e` left in its home node, if one slot of rank `leaves` goes to rank `to`, or -1, to none?"""
     home, node = work.home[e], links.node
@@ -192,7 +192,7 @@ def keeps_home(e: int, leaves: int, to: int, work: Work, links: Links) -> bool:
     return found
 
 
-@kernel
+@lean_kernel
 def is_allowed(kind: int, a: int, p: int, row: IntArray, senders: IntArray, work: Work, links: Links) -> bool:
     """Does a step leave every expert at home, on links with room?"""
     stride = row.size // links.cost.shape[0]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core._arrays import FloatArray, IntArray
-from eplb_core._numba import inline_kernel, kernel
+from eplb_core._numba import inline_kernel, kernel, lean_kernel
 
 # Passes over the replicated experts by which shares come near the best at the start.
 FIRST_SWEEPS = 12
@@ -147,7 +147,7 @@ def new_work(num_windows: int, experts: int, pace: FloatArray, stride: int) -> W
     )
 
 
-@kernel
+@lean_kernel
 def begin(weighted: bool, row: IntArray, work: Work) -> None:
     """Derive counts, holders, shares and times from the row."""
     ranks = work.pace.size
@@ -174,7 +174,7 @@ def begin(weighted: bool, row: IntArray, work: Work) -> None:
             retime(r, work)
 
 
-@kernel
+@lean_kernel
 def add_holder(e: int, r: int, work: Work) -> None:
     """Count one more slot of `e` on rank `r`."""
     if work.holds[e, r] == 0:
@@ -183,7 +183,7 @@ def add_holder(e: int, r: int, work: Work) -> None:
     work.holds[e, r] += 1
 
 
-@kernel
+@lean_kernel
 def drop_holder(e: int, r: int, work: Work) -> None:
     """Count one slot of `e` less on rank `r`."""
     holders = work.holders
@@ -196,7 +196,7 @@ def drop_holder(e: int, r: int, work: Work) -> None:
         holders[e, i] = holders[e, work.num_holders[e]]
 
 
-@kernel
+@lean_kernel
 def share_evenly(e: int, row: IntArray, work: Work) -> None:
     """Give each slot of `e` an equal share of its load, in each window."""
     share, load = work.share, work.load
@@ -210,7 +210,7 @@ def share_evenly(e: int, row: IntArray, work: Work) -> None:
                     share[t, p] = load[t, e] / work.replicas[e]
 
 
-@kernel
+@lean_kernel
 def retime(r: int, work: Work) -> None:
     """Add up a rank's shares anew, always in the same order: what it says depends on the row alone."""
     share, time, weight, pace = work.share, work.time, work.weight, work.pace
@@ -225,7 +225,7 @@ def retime(r: int, work: Work) -> None:
     work.power[r] = power
 
 
-@kernel
+@lean_kernel
 def scale(windows: FloatArray, weights: FloatArray, layer: int, speed: float, work: Work) -> bool:
     """Write a layer's load in units of the time of an even layout, and weights that sum to 1; is there any load?"""
     weight, load = work.weight, work.load
@@ -246,7 +246,7 @@ def scale(windows: FloatArray, weights: FloatArray, layer: int, speed: float, wo
     return True
 
 
-@kernel
+@lean_kernel
 def add_speed(capacity: IntArray, pace: FloatArray) -> float:
     """Of all live ranks."""
     speed = 0.0
@@ -256,7 +256,7 @@ def add_speed(capacity: IntArray, pace: FloatArray) -> float:
     return speed
 
 
-@kernel
+@lean_kernel
 def add_up(values: FloatArray) -> float:
     """Add in order: numpy's sum adds in another one."""
     total = 0.0
@@ -265,7 +265,7 @@ def add_up(values: FloatArray) -> float:
     return total
 
 
-@kernel
+@lean_kernel
 def balance_of(weight: FloatArray, time: FloatArray) -> float:
     """Mean over windows of 1 / largest time, which is the balancedness: the even time is 1."""
     balance = 0.0
@@ -286,7 +286,7 @@ def eighth(x: float) -> float:
     return x * x
 
 
-@kernel
+@lean_kernel
 def solve_shares(sweeps: int, row: IntArray, work: Work) -> None:
     """Bring the shares of replicated experts near those with the most even times, in each window; then the times.
 
@@ -307,7 +307,7 @@ def solve_shares(sweeps: int, row: IntArray, work: Work) -> None:
         retime(r, work)
 
 
-@kernel
+@lean_kernel
 def _pour(e: int, row: IntArray, work: Work) -> float:
     """Pour an expert's load over its holders in each window; returns the largest change of a time.
 
