@@ -25,6 +25,8 @@ PAGE, README = ROOT / "docs" / "claims.md", ROOT / "README.md"
 MADE_BY = {
     "engine_nodes": "engine --preset nodes --nodes 2 --passes 100",
     "engines": "engines_vllm",
+    "engines_auto": "engines_vllm --auto --ranks 8",
+    "regimes_speed": "regimes --speed",
     "soak_engine": "engine --soak 450 --ranks 4",
 }
 """Commands of records that have another name than their benchmark."""
@@ -329,6 +331,28 @@ def _engines(record: Record) -> Iterator[Claim]:
         yield Claim(said, plan["adapter_s"] * 1e3, "ms", plan["library_s"] * 1e3, "the library's own call")
 
 
+def _engines_auto(record: Record) -> Iterator[Claim]:
+    default, *rows = record["rows"]
+    for row in rows:
+        said = f"vLLM's own code, {record['ranks']} processes, mode {row['run']}: transfers"
+        yield Claim(said, row["transfers"], "", default["transfers"], "its default, every 10")
+        yield Claim(
+            "... balance of the windows that follow", row["balance"], "", default["balance"], "its default", True
+        )
+
+
+def _regimes_speed(record: Record) -> Iterator[Claim]:
+    layers, experts, *_ = record["shape"]
+    for what, each in record["speed"].items():
+        yield Claim(f"Balancer, {layers} x {experts}, 128 windows: {what}, median", each["median_ms"], "ms")
+    yield Claim("... propose, after a change, at most", record["speed"]["propose, after a change"]["max_ms"], "ms")
+    yield Claim("... first placement of all layers", record["first_s"], "s")
+    for what in ("observe", "propose"):
+        waits = record["waits"]
+        said = f"... a thread that wakes every 50 us waits in `{what}`, median of each call's longest"
+        yield Claim(said, waits[what]["median_us"], "us", waits["no call"]["median_us"], "without a call")
+
+
 def _engines_sglang(record: Record) -> Iterator[Claim]:
     rows = {row["run"]: row for row in record["rows"]}
     for way in ("static", "dynamic"):
@@ -498,6 +522,8 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "moving": _moving,
     "transports": _transports,
     "engines": _engines,
+    "engines_auto": _engines_auto,
+    "regimes_speed": _regimes_speed,
     "engines_sglang": _engines_sglang,
     "engines_vllm": _engines,
     "engine_versions": _engine_versions,

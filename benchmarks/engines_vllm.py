@@ -41,9 +41,8 @@ POLICIES = {
     "eplb_core": {"EPLB_CORE": "vllm"},
     "eplb_core and its transport": {"EPLB_CORE": "vllm", "EPLB_CORE_OPTIONS": "transport=shared_memory"},
 }
-AUTO = {"EPLB_CORE": "vllm", "EPLB_CORE_OPTIONS": "mode=auto"}
-OFTEN = 2
-"""Windows from one rebalance to the next, where moves are few."""
+OFTEN, MOVE_COST = 2, 0.01
+"""Of mode "auto": windows from one rebalance to the next where moves are few, and what one costs in single windows."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +93,7 @@ def _auto(ranks: int, times: int, path: Path | None) -> int:
     """The default, and mode "auto" as often and more often, over the same windows."""
     rows = [
         {"run": f"{name}, every {every} windows", **_run(ranks, plugin, False, times * EVERY // every, every)}
-        for name, plugin, every in (("vLLM's default", {}, EVERY), ("auto", AUTO, EVERY), ("auto", AUTO, OFTEN))
+        for name, plugin, every in (("vLLM's default", {}, EVERY), *(("auto", _auto_of(n), n) for n in (EVERY, OFTEN)))
     ]
     _print_runs(rows)
     default, same, often = rows
@@ -106,6 +105,10 @@ def _auto(ranks: int, times: int, path: Path | None) -> int:
     summary = [f"vLLM's own rebalance, {ranks} processes, mode auto:", *said]
     measure.write_json(path, {"summary": summary, "ranks": ranks, "rows": rows})
     return int(any(row["wrong"] for row in rows))
+
+
+def _auto_of(every: int) -> dict[str, str]:
+    return {"EPLB_CORE": "vllm", "EPLB_CORE_OPTIONS": f"mode=auto,move_cost={MOVE_COST / every:g}"}
 
 
 def _print_runs(rows: Sequence[dict[str, Any]]) -> None:

@@ -28,10 +28,13 @@ import itertools
 import json
 import math
 import statistics
+import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -63,6 +66,8 @@ LARGE = (58, 256, 32, 288)
 """Layers, experts, ranks and slots where calls are timed."""
 FULL, SETTLE = 150, 20
 """Windows that fill the memory, and calls before any is timed: at the first, all layers are looked at."""
+WAKE_S, SWITCH_S = 50e-6, 10e-6
+"""A thread that wants to run so often, and after how long Python makes another let it."""
 
 
 class Model(NamedTuple):
@@ -422,11 +427,77 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
             yield from rows
 
 
-def speed(calls: int) -> Row:
+class Alarm:
+    """A thread that wants to run every `WAKE_S`: how long was it kept from the interpreter at most?"""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._wake, daemon=True)
+
+    def __enter__(self) -> Alarm:
+        self._usual = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)  # else Python itself lets a thread run for 5 ms
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        sys.setswitchinterval(self._usual)
+
+    def _wake(self) -> None:
+        while not self._over.is_set():
+            start = time.perf_counter()
+            time.sleep(WAKE_S)
+            self.longest = max(self.longest, time.perf_counter() - start - WAKE_S)
+
+    def take(self) -> float:
+        """Seconds since it was asked last."""
+        longest, self.longest = self.longest, 0.0
+        return longest
+
+
+def holds(calls: int) -> Row:
+    """Microseconds that `Alarm` is kept waiting in a call, beside those in which this thread sleeps."""
+    waits: dict[str, list[float]] = defaultdict(list)
+    with Alarm() as alarm:
+        for _ in range(calls):
+            alarm.take()
+            time.sleep(0.02)
+            waits["no call"].append(1e6 * alarm.take())
+        speed(calls, lambda name, call: _alarmed(alarm, waits[name], call))
+    return {
+        name: {"median_us": round(statistics.median(each)), "max_us": round(max(each))} for name, each in waits.items()
+    }
+
+
+def _alarmed(alarm: Alarm, waits: list[float], call: Callable[[], Any]) -> Any:
+    alarm.take()
+    answer = call()
+    waits.append(1e6 * alarm.take())
+    return answer
+
+
+def first_placement() -> float:
+    """Seconds of this thread for the first placement of all layers with a full memory."""
+    layers, experts, ranks, slots = LARGE
+    rng = np.random.default_rng(0)
+    balancer = eplb.Balancer(eplb.Topology(ranks), num_slots=slots)
+    live = eplb.ExpertLayout.trivial(layers, experts, num_slots=slots, topology=eplb.Topology(ranks))
+    fondness = rng.gamma(2.0, 1.0, (layers, experts))
+    for _ in range(FULL):
+        balancer.observe(rng.poisson(fondness / fondness.sum(axis=1, keepdims=True) * 8 * TOKENS))
+    start = time.thread_time()
+    balancer.propose(live)
+    return time.thread_time() - start
+
+
+def speed(calls: int, through: Callable[[str, Callable[[], Any]], Any] = lambda _, call: call()) -> Row:
     """Milliseconds of this thread for `observe` and `propose`, full memory: minimum, median and most of so many calls.
 
     Of even traffic, of one whose experts' loads change by 2% each window, and of the windows after a sudden change,
-    in which all layers are looked at.
+    in which all layers are looked at. Timed calls go `through` a function that gets their name and the call.
     """
     layers, experts, ranks, slots = LARGE
     times: dict[str, list[float]] = defaultdict(list)
@@ -440,12 +511,13 @@ def speed(calls: int) -> Row:
             if changes and window == FULL + SETTLE:
                 fondness = rng.permuted(fondness, axis=1)
             load = rng.poisson(fondness / fondness.sum(axis=1, keepdims=True) * 8 * TOKENS)
+            timed = through if window >= FULL + SETTLE else lambda _, call: call()
             start = time.thread_time()
-            balancer.observe(load)
+            timed("observe", partial(balancer.observe, load))
             seen = time.thread_time()
             if window < FULL:
                 continue
-            placed = balancer.propose(live)
+            placed = timed("propose", partial(balancer.propose, live))
             end, live = time.thread_time(), placed.layout
             if window >= FULL + SETTLE:
                 moves = "something moves" if placed.transfers.any() else "nothing moves"
@@ -475,11 +547,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     measure.one_thread()
     if options.speed:
-        took = speed(4 if options.quick else 60)
+        calls = 4 if options.quick else 60
+        took, waits, first_s = speed(calls), holds(calls), first_placement()
         head = ["58 layers x 256 experts, 128 windows", "calls", "min ms", "median ms", "most ms"]
         cells = [[what, *(f"{one[name]:.4g}" for name in one)] for what, one in took.items()]
         print(measure.table(head, cells))
-        measure.write_json(options.json, {"shape": LARGE, "speed": took})
+        cells = [[what, *(f"{one[name]}" for name in one)] for what, one in waits.items()]
+        print(measure.table(["a thread that wakes every 50 us", "waits us, median", "most us"], cells))
+        print(f"first placement of all layers: {first_s:.2f} s")
+        summary = [f"{what}: {one['median_ms']:.3g} ms, {one['max_ms']:.3g} at most" for what, one in took.items()]
+        record = {"summary": summary, "shape": LARGE, "speed": took, "waits": waits, "first_s": round(first_s, 2)}
+        measure.write_json(options.json, record)
         return 0
     parts: list[Row] = []
     if options.merge:

@@ -30,6 +30,7 @@ from eplb_core.topology import Topology
 
 # Of a layer's slots, what may move in a rebalance. SwiftBalancer moves 22% in the case of its own test.
 _MOST_MOVED = 0.2
+_FROM_TABLE = {"expert_load", "topology", "current", "num_slots", "slots_per_rank"}
 
 
 class EplbCorePolicy:
@@ -45,7 +46,7 @@ class EplbCorePolicy:
 
     Raises:
         ValueError: No such mode, or a bad `move_cost`.
-        TypeError: An option that "auto" does not take.
+        TypeError: An option that "auto" does not take, or that says what each call's table says: ranks and slots.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class EplbCorePolicy:
     ) -> None:
         if mode not in ("place", "auto"):
             raise ValueError(f"`mode` (={mode!r}) must be 'place' or 'auto'")
+        for name in sorted(_FROM_TABLE & {*options}):
+            raise TypeError(f"`{name}` must not be given: the engine's table says it in each call; leave it out")
         self._options, self._move_cost = options, move_cost
         self._balancers = Balancers() if mode == "auto" else None
         if mode == "auto":

@@ -15,6 +15,7 @@ from eplb_core.exposition import Placements
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import mean_of_known, mean_over_top, rank_load, transfers
 from eplb_core.placement.place import Placement
+from eplb_core.placement.windows import add_windows
 from eplb_core.placement.worth.pass_time import solved_balancedness
 from eplb_core.topology import Topology
 
@@ -103,11 +104,13 @@ class Notes:
         """Remember what is proposed, and what it promises: the rise on the windows that it was made for."""
         now, new = live.physical_to_logical_map, placed.physical_to_logical_map
         self.proposed, self.offered = new.copy(), np.zeros(len(new))
-        for layer in np.flatnonzero((now != new).any(axis=1)).tolist():
-            windows, weights = view_of(memory, np.array([layer]), np.full(len(new), memory.count))
-            rows = (table[layer : layer + 1] for table in (new, now))
-            after, before = (_mean_balance(row, windows, weights, live.topology, weighted) for row in rows)
-            self.offered[layer] = after - before
+        layers = np.flatnonzero((now != new).any(axis=1))
+        if layers.size:
+            windows, weights = view_of(memory, layers, np.full(len(new), memory.count))
+            after, before = (
+                _mean_balance(table[layers], windows, weights, live.topology, weighted) for table in (new, now)
+            )
+            self.offered[layers] = after - before
 
     def measure(self, memory: Memory, topology: Topology, weighted: bool) -> tuple[float, float]:
         """What the last moves promised and have brought, mean over the layers with windows since; NaN without any."""
@@ -117,24 +120,27 @@ class Notes:
             since = np.arange(max(int(self.moved_at[layer]), memory.count - KEPT), memory.count) % KEPT
             windows, weights = np.ascontiguousarray(memory.shares[since, layer : layer + 1]), np.ones(len(since))
             rows = (table[layer : layer + 1] for table in (self.live, self.before))
-            now, was = (_mean_balance(row, windows, weights, topology, weighted) for row in rows)
+            now, was = (float(_mean_balance(row, windows, weights, topology, weighted)[0]) for row in rows)
             if math.isfinite(now - was):
                 promised, brought, number = promised + float(self.promised[layer]), brought + now - was, number + 1
         return (promised / number, brought / number) if number else (math.nan, math.nan)
 
 
-def _mean_balance(row: IntArray, windows: FloatArray, weights: FloatArray, topology: Topology, weighted: bool) -> float:
-    """Of one row `[1, P]` on windows `[T, 1, E]` of some weight; NaN where there is no load."""
-    layout = ExpertLayout._of_valid(row, windows.shape[2], topology)
+def _mean_balance(
+    rows: IntArray, windows: FloatArray, weights: FloatArray, topology: Topology, weighted: bool
+) -> FloatArray:
+    """Of rows `[L, P]` on windows `[T, L, E]` of some weight, `[L]`; NaN where there is no load."""
+    layout = ExpertLayout._of_valid(rows, windows.shape[2], topology)
     if weighted:
-        active, lost = np.ones(topology.num_ranks, dtype=np.bool_), np.zeros(1, dtype=np.bool_)
-        each = solved_balancedness(layout, read_only(windows), active, lost)[:, 0]
+        active, lost = np.ones(topology.num_ranks, dtype=np.bool_), np.zeros(len(rows), dtype=np.bool_)
+        each = solved_balancedness(layout, read_only(windows), active, lost)
     else:
-        ranks, speed = rank_load(layout, windows)[:, 0], topology.rank_speed
-        each = mean_over_top(ranks.sum(axis=1) / speed.sum(), (ranks / speed).max(axis=1))
+        ranks, speed = rank_load(layout, windows), topology.rank_speed
+        each = mean_over_top(ranks.sum(axis=2) / speed.sum(), (ranks / speed).max(axis=2))
     known = np.isfinite(each)
-    total = float(weights[known].sum())
-    return float((each[known] * weights[known]).sum()) / total if total > 0.0 else math.nan
+    total = add_windows(known.astype(np.float64), weights)
+    summed = add_windows(np.where(known, each, 0.0), weights)
+    return np.divide(summed, total, out=np.full(len(rows), np.nan), where=total > 0.0)
 
 
 def tell(placements: Placements, load: FloatArray, live: ExpertLayout | None, placed: Placement) -> None:

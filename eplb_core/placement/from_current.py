@@ -15,7 +15,7 @@ from eplb_core.placement.problem import Problem, Terms
 from eplb_core.placement.score import cost_of_transfers, score_rows
 from eplb_core.placement.search.chains import search_chains
 from eplb_core.placement.search.improve import improve_layers
-from eplb_core.placement.search.links import book_layers, follow
+from eplb_core.placement.search.links import NO_LIMIT, book_layers, follow
 from eplb_core.placement.search.mend import drop_surplus, restore_lost
 from eplb_core.placement.search.relabel import keep_in_place, least_transfers, settle
 from eplb_core.placement.search.widen import widen
@@ -23,6 +23,8 @@ from eplb_core.placement.windows import Load
 
 # Fullest ranks whose steps are compared where several windows are seen: a better use of each transfer, in more time.
 _WIDTH = 3
+# Where all slots together cost less balance than this, no use of a transfer is better than another.
+_FREE = 1e-3
 # Changes that a rank may have to choose from, times windows, where all chains of a few are tried; experts and ranks of
 # which all sets are looked at, for solved shares; ways to spread groups over nodes.
 _MOST_CHANGES, _MOST_IN_SETS, _MOST_HOMES = 256, 8, 16
@@ -104,6 +106,7 @@ def _search_from(start: Start, problem: Problem, load: Load, terms: Terms) -> tu
         restore_lost(load.total, problem.capacity, start.was, terms.links, rows, senders)
     _, needed = cost_of_transfers(start.was, rows, terms.links)
     first, first_senders, skip = rows.copy(), senders.copy(), start.anew | ~load.known
+    free = terms.budget >= NO_LIMIT and not terms.limited and terms.price * terms.links.dearest * rows.shape[1] < _FREE
     improve_layers(
         start.searched,
         load.weights,
@@ -117,7 +120,7 @@ def _search_from(start: Start, problem: Problem, load: Load, terms: Terms) -> tu
         terms.price,
         np.maximum(terms.budget - needed, 0),
         rows.shape[1],
-        1 if len(load.windows) == 1 else _WIDTH,
+        1 if len(load.windows) == 1 or free else _WIDTH,
         problem.weighted,
         rows,
         senders,

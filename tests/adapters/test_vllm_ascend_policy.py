@@ -171,3 +171,10 @@ def test_what_auto_does_not_take_raises_at_once() -> None:
         EplbCorePolicy(mode="auto", move_cost=-1.0)
     with pytest.raises(TypeError, match="min_gain"):
         use_in_factory(None, mode="auto", min_gain=0.1)
+
+
+@pytest.mark.parametrize("mode", ["place", "auto"])
+@pytest.mark.parametrize("name", ["num_slots", "slots_per_rank", "topology", "current", "expert_load"])
+def test_what_the_table_says_is_refused_before_the_first_load(mode: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=f"`{name}`"):
+        EplbCorePolicy(mode=mode, **{name: 8})

@@ -125,6 +125,24 @@ def test_layers_in_turn_get_the_answers_of_a_rank_that_never_asked_before(
         live = found.layout
 
 
+def test_the_price_falls_with_the_age_of_a_regime() -> None:
+    bal = balancer(move_cost=0.64)
+    prices = []
+    for window in windows(40, move=0.0):
+        bal.observe(window)
+        prices.append(round(0.64 / bal.report().price))
+    assert prices == [32] * 16 + list(range(34, 64, 2)) + [64] * 9
+
+
+def test_a_layer_that_gains_little_stays() -> None:
+    """Two experts on one rank have a little more load than all others: an exchange would gain a thousandth or so."""
+    bal = Balancer(Topology(2), num_slots=4, move_cost=0.0)
+    layout = ExpertLayout([[0, 1, 2, 3]] * 2, 4, topology=Topology(2)).replace([[0, 2, 1, 3]] * 2, [0, 1])
+    bal.observe([[1000, 996, 1001, 997], [1000, 950, 1050, 960]])
+    changed = (bal.propose(layout).layout.physical_to_logical_map != layout.physical_to_logical_map).any(axis=1)
+    assert changed.tolist() == [False, True]
+
+
 def test_windows_one_by_one_or_together_are_the_same() -> None:
     load = windows(20)
     one, all_of_them = balancer(), balancer()
