@@ -24,7 +24,7 @@ from eplb_core.placement.windows import Load
 # Fullest ranks whose steps are compared where several windows are seen: a better use of each transfer, in more time.
 _WIDTH = 3
 # Where all slots together cost less balance than this, no use of a transfer is better than another.
-_FREE = 1e-3
+_FREE = 5e-4
 # Changes that a rank may have to choose from, times windows, where all chains of a few are tried; experts and ranks of
 # which all sets are looked at, for solved shares; ways to spread groups over nodes.
 _MOST_CHANGES, _MOST_IN_SETS, _MOST_HOMES = 256, 8, 16
