@@ -29,6 +29,7 @@ RANKS, LAYERS = 16, 6
 def main(argv: Sequence[str] | None = None) -> int:
     parser = measure.parser("affinity", __doc__, quick="one layer, few tokens, 4 nodes")
     parser.add_argument("--tokens", nargs=3, action="append", default=[], metavar=("FILE", "KEY", "SLOTS"))
+    parser.add_argument("--domains", nargs=4, action="append", default=[], metavar=("LIVE", "OTHER", "KEY", "SLOTS"))
     options = parser.parse_args(argv)
     measure.one_thread()
     cases = [(Path(file).stem, read(file, key), int(slots)) for file, key, slots in options.tokens]
@@ -41,7 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(measure.table(["tokens", "nodes", "layout", *FIGURES], shown))
     best = min(rows, key=lambda row: row["saved"])
     summary = [f"affinity: up to {-100 * best['saved']:.0f}% fewer sends per token than `place` alone, both near"]
-    measure.write_json(options.json, {"summary": summary, "rows": rows})
+    domains = []
+    for live, other, key, slots in options.domains:
+        for nodes in (4, 8):
+            domains.append(other_domain(read(live, key), read(other, key), int(slots), nodes))
+            print(f"{Path(live).stem} with pairs of {Path(other).stem}, {nodes} nodes: {domains[-1]}")
+    measure.write_json(options.json, {"summary": summary, "rows": rows, "domains": domains})
     return 0
 
 
@@ -96,6 +102,22 @@ def compare(name: str, ids: Ids, slots: int, nodes: int, *, effort: float) -> li
         row["s per layer"], row["transfers"] = seconds, float(placement.transfers.mean())
         rows.append(row)
     return rows
+
+
+def other_domain(live: Ids, other: Ids, slots: int, nodes: int) -> dict[str, float]:
+    """What remains of the fewer sends of `live` tokens with pairs of another domain, and with those of both."""
+    counted, experts = live[::2], int(max(live.max(), other.max())) + 1
+    load = np.stack([np.bincount(layer.ravel(), minlength=experts) for layer in counted.transpose(1, 0, 2)])
+    own, far = eplb.pair_counts(counted, experts), eplb.pair_counts(other[::2], experts)
+    sends = {
+        way: float(eplb.count_sends(layout.layout, live[1::2]).sends.mean())
+        for way, layout in (
+            (way, eplb.place(load, eplb.Topology(RANKS, nodes), num_slots=slots, pairs=pairs))
+            for way, pairs in (("none", None), ("own", own), ("other", far), ("both", own + far))
+        )
+    }
+    gain = sends["none"] - sends["own"]
+    return {**sends, **{f"kept by {way}": (sends["none"] - sends[way]) / gain for way in ("other", "both")}}
 
 
 def dispatched(layout: eplb.ExpertLayout, ids: Ids, mode: Any, orders: Ids | None = None) -> tuple[float, float]:

@@ -109,7 +109,7 @@ class Dispatcher:
         for rank, (first, end) in enumerate(itertools.pairwise(rank_starts(len(ids), topology.num_ranks))):
             own = nodes == topology.rank_to_node[rank]
             for layer in range(layout.num_layers):
-                part = np.ascontiguousarray(ids[first:end, layer], dtype=np.int64)
+                part = np.array(ids[first:end, layer], dtype=np.int64)
                 if self.table is not None:
                     to = np.where(part >= 0, self.table[rank, layer][np.maximum(part, 0)], -1)
                 else:
