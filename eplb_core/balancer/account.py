@@ -11,7 +11,7 @@ import hashlib
 
 import numpy as np
 
-from eplb_core._arrays import BoolArray, FloatArray, IntArray
+from eplb_core._arrays import BoolArray, FloatArray, IntArray, read_only
 from eplb_core.balancer.decide import is_trivial
 from eplb_core.balancer.memory import KEPT, Memory
 from eplb_core.layout import ExpertLayout
@@ -107,6 +107,7 @@ def _ranks(rows: IntArray, live: ExpertLayout) -> BoolArray:
 def _balance(rows: IntArray, windows: FloatArray, live: ExpertLayout, weighted: bool) -> FloatArray:
     """Mean balancedness of rows over windows `[T, L, E]`, `[L]`; NaN without load."""
     speed, weights = live.topology.rank_speed, np.ones(len(windows))
+    windows, rows = read_only(windows), rows.copy()  # as `place` gives them: kernels are compiled once
     capacity = np.where(_ranks(rows, live).any(axis=0), live.slots_per_rank, 0)
     if weighted:
         return score_weighted(windows, weights, rows, capacity, 1.0 / speed)
