@@ -120,20 +120,20 @@ real-engines:
 	-PYTHONPATH=. $(REAL_ENGINE_PYTHON) -m benchmarks.real_vllm --json benchmark_results/real_vllm.json
 	-PYTHONPATH=. $(REAL_ENGINE_PYTHON) -m benchmarks.real_sglang --json benchmark_results/real_sglang.json
 
-.engines/sglang/.installed: tests/engines/sglang.txt tests/engines/sglang-alone.txt pyproject.toml
+.engines/sglang/.installed: tests/engines/sglang.txt tests/engines/sglang-constraints.txt tests/engines/sglang-alone.txt pyproject.toml
 	@echo "SGLang 0.5.23 into .engines/sglang, once, step 1 of 2: what it imports; each package is named as it comes ..."
 	$(PYTHON) -m venv .engines/sglang
-	.engines/sglang/bin/python -m pip install --requirement tests/engines/sglang.txt
+	.engines/sglang/bin/python -m pip install --constraint tests/engines/sglang-constraints.txt --requirement tests/engines/sglang.txt
 	@echo "SGLang 0.5.23, step 2 of 2: the engine itself, hundreds of megabytes ..."
 	.engines/sglang/bin/python -m pip install --no-deps --requirement tests/engines/sglang-alone.txt
 	.engines/sglang/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
 # vLLM's own tests are in its source distribution alone.
-.engines/vllm/.installed: tests/engines/vllm.txt tests/engines/vllm-alone.txt pyproject.toml
+.engines/vllm/.installed: tests/engines/vllm.txt tests/engines/vllm-constraints.txt tests/engines/vllm-alone.txt pyproject.toml
 	@echo "vLLM 0.33.0 into .engines/vllm, once, step 1 of 2: what it imports; each package is named as it comes ..."
 	$(PYTHON) -m venv .engines/vllm
-	.engines/vllm/bin/python -m pip install --requirement tests/engines/vllm.txt
+	.engines/vllm/bin/python -m pip install --constraint tests/engines/vllm-constraints.txt --requirement tests/engines/vllm.txt
 	@echo "vLLM 0.33.0, step 2 of 2: the engine itself, hundreds of megabytes ..."
 	.engines/vllm/bin/python -m pip install --no-deps --requirement tests/engines/vllm-alone.txt
 	VLLM_VERSION_OVERRIDE=0.33.0 VLLM_TARGET_DEVICE=empty .engines/vllm/bin/python -m pip download --no-build-isolation --no-binary vllm --no-deps --dest .engines/vllm --requirement tests/engines/vllm-alone.txt

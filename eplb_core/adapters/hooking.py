@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 from eplb_core.adapters import source
@@ -150,6 +151,28 @@ def guarded(ours: Callable[..., T], engine_own: Callable[..., T], part: str) -> 
             return engine_own(*args, **kwargs)
         _failures.pop(part, None)
         return answer
+
+    return call
+
+
+def as_called(ours: Callable[..., T], engine_own: Callable[..., T], part: str) -> Callable[..., T]:
+    """Return a function with the name and signature of `engine_own` that calls `ours`.
+
+    Where it is called with other arguments than `ours` takes, since the engine changed while it ran, that logs one line
+    and calls `engine_own`.
+    """
+    parameters = inspect.signature(ours).parameters
+    names, most = frozenset(parameters), len(parameters)
+    least = sum(parameter.default is inspect.Parameter.empty for parameter in parameters.values())
+
+    @wraps(engine_own)
+    def call(*args: Any, **kwargs: Any) -> T:
+        if least <= len(args) + len(kwargs) <= most and names.issuperset(kwargs):
+            return ours(*args, **kwargs)
+        given = ", ".join([f"{len(args)} arguments", *kwargs])
+        wanted = ", ".join(parameters)
+        log_once(f"{part}: the engine's own code goes on: it is called with {given}; ours takes {wanted}")
+        return engine_own(*args, **kwargs)
 
     return call
 

@@ -72,6 +72,26 @@ def test_an_error_is_logged_once_and_the_engine_answers(caplog: pytest.LogCaptur
     assert line.endswith("ValueError: -3 is negative")
 
 
+def test_a_call_with_other_arguments_than_ours_takes_is_the_engine_s(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine may add a parameter with a default, and use it later."""
+
+    def engine_own(first: int, second: int = 0, *, third: int = 0) -> tuple[str, int]:
+        return "own", first + second + third
+
+    def ours(first: int, second: int = 0) -> tuple[str, int]:
+        return "ours", first + second
+
+    call: Any = hooking.as_called(ours, engine_own, "part")
+    assert call.__name__ == "engine_own"
+    assert [call(1), call(1, 2), call(1, second=2), call(second=2, first=1)] == [("ours", 1)] + [("ours", 3)] * 3
+    assert not caplog.messages
+    assert [call(1, third=5), call(1, 2, third=5)] == [("own", 6), ("own", 8)]
+    assert len(caplog.messages) == 2
+    assert "1 arguments, third; ours takes first, second" in caplog.messages[0]
+    with pytest.raises(TypeError):
+        call()
+
+
 def test_an_error_that_cannot_say_itself_stops_no_engine(caplog: pytest.LogCaptureFixture) -> None:
     """FD9."""
 

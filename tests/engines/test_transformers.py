@@ -15,7 +15,10 @@ PYTHON = Path(os.environ.get("EPLB_ENGINES", ROOT / ".engines")) / "sglang" / "b
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs SGLang's environment, which has Transformers: make engines"),
+    pytest.mark.skipif(
+        not PYTHON.exists(),
+        reason=f"SGLang's environment, which has Transformers, is not installed: {PYTHON} is missing; run make engines",
+    ),
 ]
 
 # Experts in one matrix, or a module for each.

@@ -76,7 +76,7 @@ def test_installed_but_not_asked_for_nothing_is_changed() -> None:
 
 def test_asked_for_all_parts_are_in_place_in_the_real_modules() -> None:
     found = answers("names", EPLB_CORE="vllm")
-    assert all(home == "eplb_core.adapters.vllm.plugin" for home in found["homes"].values())
+    assert all(home.startswith("eplb_core.adapters.") for home in found["homes"].values())
     assert found["row without load stays"]
     off = answers("names", EPLB_CORE="vllm", EPLB_CORE_OFF="maps,dispatch,fold")["homes"]
     assert off["policy"] == "eplb_core.adapters.vllm.plugin"

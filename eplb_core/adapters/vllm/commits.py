@@ -50,7 +50,6 @@ def maps_hook(engine_own: Callable[..., Any], *, ours: bool) -> Callable[..., An
     """Around `compute_logical_maps`: the inverse map, or within a commit what the router should find; `ours`: both."""
     inverse = hooking.guarded(vllm_maps.compute_logical_maps, engine_own, "maps") if ours else engine_own
 
-    @wraps(engine_own)
     def compute_logical_maps(physical_to_logical_map: torch.Tensor, num_logical_experts: int) -> Any:
         commit = _committing.get()
         if commit is None:
@@ -73,7 +72,7 @@ def maps_hook(engine_own: Callable[..., Any], *, ours: bool) -> Callable[..., An
             same=gather.same,  # ranks of another version have no sender
         )
 
-    return compute_logical_maps
+    return hooking.as_called(compute_logical_maps, engine_own, "maps")
 
 
 def _dispatch_maps(
@@ -118,7 +117,6 @@ def _load_of(model_state: Any, layer: int | None) -> Any:
 def commit_hook(engine_own: Callable[..., Any], fold: bool) -> Callable[..., Any]:
     """Around both functions that write maps: of all layers, and of `layer` alone."""
 
-    @wraps(engine_own)
     def commit(model_state: Any, new_physical_to_logical_map: torch.Tensor, layer: int | None = None) -> Any:
         rows = _Rows.of(model_state)
         if rows is not None and rows.hold(new_physical_to_logical_map, layer) and not _is_weighted(model_state):
@@ -137,7 +135,7 @@ def commit_hook(engine_own: Callable[..., Any], fold: bool) -> Callable[..., Any
         _Rows.note(model_state, rows, new_physical_to_logical_map, layer)
         return answer
 
-    return commit
+    return hooking.as_called(commit, engine_own, "dispatch")
 
 
 def _is_weighted(model_state: Any) -> bool:
@@ -222,12 +220,11 @@ def _fold(model_state: Any, before: torch.Tensor, first_layer: int) -> None:
 def update_hook(engine_own: Callable[..., Any]) -> Callable[..., Any]:
     """Around `EplbState.update_mapping`, which not all ranks call."""
 
-    @wraps(engine_own)
     def update_mapping(self: Any, model_config: Any, expanded_physical_to_logical: torch.Tensor) -> Any:
         with _commit_of(self.model_states[model_config.compute_hash()], None, alone=True):
             return engine_own(self, model_config, expanded_physical_to_logical)
 
-    return update_mapping
+    return hooking.as_called(update_mapping, engine_own, "dispatch")
 
 
 def add_model_hook(state_module: Any, active: Active) -> Callable[..., Any]:

@@ -219,6 +219,8 @@ def policy_class(default: Any, options: PolicyOptions, group_of: Callable[[int],
         def preserve_intragpu_slots(cls, phy2log: Any, num_ranks: int, old_phy2log: Any) -> Any:
             return preserve(phy2log, num_ranks, old_phy2log)
 
+    as_expected = hooking.as_called(EplbCorePolicy.rebalance_experts, default.rebalance_experts, "policy")
+    EplbCorePolicy.rebalance_experts = staticmethod(as_expected)  # type: ignore[method-assign]
     return EplbCorePolicy
 
 
