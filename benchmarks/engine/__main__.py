@@ -42,6 +42,7 @@ PRESETS = {
         window=4,
         interval=24,
         move_cost=0.001,
+        deadline=60.0,
     ),
     # 30 layers of 128 experts, 1.5 million parameters each: 11 GB in bfloat16, and a quarter as much of replicas.
     "h200": Setup(
