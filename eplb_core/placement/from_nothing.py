@@ -148,9 +148,11 @@ def _try_unsplit(
         _balance_windows(problem, load, rows, 1.0, ~far)
         starts = [rows, usual]
         few = p2l.shape[1] <= _FEW_SLOTS and not is_tiny(problem)
-        if few:  # what is even with equal shares lies elsewhere
-            starts.append(p2l.copy())
-            solve_layers(problem, load.total, ~far, _FAR_EFFORT, scratch, starts[-1], np.zeros_like(bound))
+        if few:  # what is even with equal shares lies elsewhere; squares split hot experts more often
+            share = load.total / np.maximum(load.total.max(axis=1, keepdims=True), 1e-300)
+            for total in (load.total, share * share):
+                starts.append(p2l.copy())
+                solve_layers(problem, total, ~far, _FAR_EFFORT, scratch, starts[-1], np.zeros_like(bound))
         for each in starts:
             if few:
                 polish(problem, load, far, bound, each)
