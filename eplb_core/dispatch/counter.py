@@ -53,7 +53,7 @@ class LoadCounter:
     Cost:
         8 * L * (T + 1) * E bytes, and 24 * L * T * E for snapshots; all allocated here. Counts are int64 and do not
         wrap. With `pairs` 8 * L * (T + 1) * E^2 more, and 24 * L * E^2 for snapshots: 150 MB for 58 layers of 256
-        experts and one window.
+        experts and one window; on an H200 a call takes 0.7 to 4.5 us longer (docs/dispatch.md).
 
     Threads:
         All methods from the thread that runs the passes, on its current stream; `Snapshot.numpy` from any.
