@@ -347,10 +347,6 @@ def _regimes_speed(record: Record) -> Iterator[Claim]:
         yield Claim(f"Balancer, {layers} x {experts}, 128 windows: {what}, median", each["median_ms"], "ms")
     yield Claim("... propose, after a change, at most", record["speed"]["propose, after a change"]["max_ms"], "ms")
     yield Claim("... first placement of all layers", record["first_s"], "s")
-    for what in ("observe", "propose"):
-        waits = record["waits"]
-        said = f"... a thread that wakes every 50 us waits in `{what}`, median of each call's longest"
-        yield Claim(said, waits[what]["median_us"], "us", waits["no call"]["median_us"], "without a call")
 
 
 def _engines_sglang(record: Record) -> Iterator[Claim]:
