@@ -29,7 +29,7 @@ MUTATIONS = [
     # scales kept as plain attributes stay behind
     (
         f"{LOADING}/modules.py",
-        'yield from list(getattr(value, "__dict__", {}).items())',
+        'yield from list(object.__getattribute__(value, "__dict__").items())',
         "yield from ()",
         f"{TEST_SLOTS}::test_what_is_certain_is_found_however_it_is_held_and_what_is_not_is_refused",
         "rule 9",

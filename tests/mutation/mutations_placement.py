@@ -15,8 +15,8 @@ MUTATIONS = [
     ),
     (
         f"{P}from_nothing.py",
-        "    solve_layers(problem, total",
-        "    np.random.random()\n    solve_layers(problem, total",
+        "    solve_layers(problem, total, skip",
+        "    np.random.random()\n    solve_layers(problem, total, skip",
         f"{T}test_same_bytes.py::test_the_global_random_state_is_neither_read_nor_advanced",
         "rule 5",
     ),
