@@ -11,6 +11,7 @@ nothing may be left: no descriptor, and no file but the record and two locks.
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import sys
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks import measure
 from tests.loading.record.injected import STEPS, NoExceptions, schedule
@@ -69,7 +70,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("-n", "--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no more schedules after this time")
+    parser.add_argument("--merge", type=Path, nargs="+", help="records of other seeds, in place of running")
     options = parser.parse_args(argv)
+    if options.merge:
+        records = [json.loads(path.read_text()) for path in options.merge]
+        made: set[tuple[Any, ...]] = {
+            (each["steps"], each["environment"]["commit"], each["environment"]["cpu"]) for each in records
+        }
+        if len(made) > 1:
+            parser.error("--merge: records of one machine, commit and number of steps")
+        first, left_out = records[0], {"summary", "environment", "steps"}
+        sums = joined([{name: each[name] for name in each.keys() - left_out} for each in records])
+        return tell({**sums, "steps": first["steps"], "environment": first["environment"]}, options.json)
     last = options.seed + (200 if options.quick else options.schedules)
     chunks = [range(start, min(start + CHUNK, last)) for start in range(options.seed, last, CHUNK)]
     events, hits, calls, failed = Counter[str](), Counter[Hit](), 0, list[str]()
@@ -81,22 +93,36 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed += [part.failed] * bool(part.failed)
             for line in [part.failed] * bool(part.failed):
                 print(line, flush=True)
-    took = time.perf_counter() - start
     faults: dict[str, dict[str, int]] = {}
     for hit, number in sorted(hits.items()):
         faults.setdefault(f"{hit.side}: {hit.call}", {})[hit.fault] = number
-    kinds = sum(map(len, faults.values()))
+    how = {"schedules": count, "first_seed": [options.seed], "steps": STEPS, "pool": options.processes}
+    gave = {"calls": calls, "events": dict(events), "faults": faults, "failed": failed}
+    return tell({**how, **gave, "seconds": time.perf_counter() - start}, options.json)
+
+
+def tell(record: dict[str, Any], path: Path | None) -> int:
+    """Print and write what the schedules gave."""
+    faults, failed = record["faults"], record["failed"]
     found = f"{len(failed)} FAILED" if failed else "no living engine was taken for gone"
+    hits, kinds = sum(sum(each.values()) for each in faults.values()), sum(map(len, faults.values()))
     lines = [
-        f"{count:,} schedules of {STEPS} steps, {calls:,} system calls, {hits.total():,} faults of {kinds} kinds "
-        f"in {len(faults)} calls, {took:.0f} s in {options.processes} process(es): {found}",
-        ", ".join(f"{number:,} {what}" for what, number in sorted(events.items())),
+        f"{record['schedules']:,} schedules of {record['steps']} steps, {record['calls']:,} system calls, {hits:,} "
+        f"faults of {kinds} kinds in {len(faults)} calls, {record['seconds']:.0f} s in {record['pool']} "
+        f"process(es): {found}",
+        ", ".join(f"{number:,} {what}" for what, number in sorted(record["events"].items())),
     ]
     print("\n".join(lines))
-    how = {"schedules": count, "first_seed": options.seed, "steps": STEPS, "processes": options.processes}
-    gave = {"calls": calls, "events": dict(events), "faults": faults, "failed": failed, "seconds": took}
-    measure.write_json(options.json, {"summary": lines, **how, **gave})
+    measure.write_json(path, {"summary": lines, **record})
     return 1 if failed else 0
+
+
+def joined(records: Sequence[Any]) -> Any:
+    """Sums of the numbers of records of other seeds."""
+    if isinstance(records[0], dict):
+        names = sorted(set().union(*records))
+        return {name: joined([each[name] for each in records if name in each]) for name in names}
+    return sum(records[1:], records[0])
 
 
 if __name__ == "__main__":
