@@ -26,6 +26,7 @@ MADE_BY = {
     "engine_nodes": "engine --preset nodes --nodes 2 --passes 100",
     "engines": "engines_vllm",
     "engines_auto": "engines_vllm --auto --ranks 8",
+    "real_vllm_one_gpu": "real_vllm --one-gpu",
     "regimes_speed": "regimes --speed",
     "soak_engine": "engine --soak 450 --ranks 4",
 }
@@ -363,6 +364,18 @@ def _engines_sglang(record: Record) -> Iterator[Claim]:
                 break
 
 
+def _real(record: Record) -> Iterator[Claim]:
+    where = "" if record["times_count"] else ", two ranks on one GPU"
+    rows = {row["run"]: row for row in record["rows"] if row.get("checks")}
+    for run, row in rows.items():
+        slots, wrong = (sum(check[name] for check in row["checks"]) for name in ("slots", "wrong_slots"))
+        yield Claim(f"real {record['engine']}{where}, {run}: wrong of {slots:,} slots", wrong)
+        own = rows.get(run.split("_cuda")[0].replace("plugin", "own"), row)
+        if own is not row:
+            yield Claim("... experts received", row["received"], "", own["received"], own["run"])
+            yield Claim("... balance by tokens", row["balance"], "", own["balance"], own["run"], True)
+
+
 def _engine_versions(record: Record) -> Iterator[Claim]:
     whole = [row for row in record["rows"] if row["parts"] and all(part["status"] == "works" for part in row["parts"])]
     said = f"of {len(record['rows'])} versions of vLLM and SGLang, those in which all parts of the plug-ins work"
@@ -523,6 +536,9 @@ CLAIMS: dict[str, Callable[[Record], Iterator[Claim]]] = {
     "engines_sglang": _engines_sglang,
     "engines_vllm": _engines,
     "engine_versions": _engine_versions,
+    "real_sglang": _real,
+    "real_vllm": _real,
+    "real_vllm_one_gpu": _real,
     "engine": _engine,
     "engine_nodes": _engine_nodes,
     "soak_engine": _soak_engine,
