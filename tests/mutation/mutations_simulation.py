@@ -23,8 +23,8 @@ MUTATIONS = [
     ),
     (
         f"{SIMULATION}/dispatch.py",
-        "_solved(layout, seen)",
-        "_solved(layout, seen[-1])",
+        "self.shares = _solved(layout, seen)",
+        "self.shares = _solved(layout, seen[-1])",
         f"{TESTS}/test_dispatch.py::test_previous_shares_are_solved_for_the_windows_that_were_seen",
     ),
     (
