@@ -140,7 +140,8 @@ def _mean_balance(
     known = np.isfinite(each)
     total = add_windows(known.astype(np.float64), weights)
     summed = add_windows(np.where(known, each, 0.0), weights)
-    return np.divide(summed, total, out=np.full(len(rows), np.nan), where=total > 0.0)
+    mean: FloatArray = np.divide(summed, total, out=np.full(len(rows), np.nan), where=total > 0.0)
+    return mean
 
 
 def tell(placements: Placements, load: FloatArray, live: ExpertLayout | None, placed: Placement) -> None:
