@@ -162,6 +162,24 @@ def test_every_picture_is_on_a_page() -> None:
     assert pictures == shown
 
 
+def test_what_each_has_is_tested_or_has_a_source() -> None:
+    """Our column by a test that exists, every cell of the others by a link."""
+    text = (ROOT / "docs" / "comparison.md").read_text("utf-8")
+    links = set(re.findall(r"^\[([\w-]+)\]: https://", text, re.M))
+    rows = [line.split(" | ") for line in text.splitlines() if re.match(r"\| .*::test_\w+` \|$", line)]
+    assert len(rows) > 20
+    for what, _, *theirs, test in rows:
+        named = re.fullmatch(r"`(tests/[\w/]+\.py)::(test_\w+)` \|", test)
+        assert named, what
+        assert f"def {named[2]}(" in (ROOT / named[1]).read_text("utf-8"), test
+        assert len(theirs) == 6, what
+        for cell in theirs:
+            source = re.fullmatch(r"\[.+\]\[([\w-]+)\]", cell)
+            assert source, cell
+            assert source[1] in links, cell
+    assert set(re.findall(r"\]\[([\w-]+)\]", text)) == links
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_are_whole(page: Path) -> None:
     """A row without its head, after an empty line, is shown as text; cells that are too many are left out."""
