@@ -39,7 +39,7 @@ SIDEBAR = {
     "Start": "guide simulation cli engines metrics testing",
     "How it works": "architecture placement balancer dispatch loading moving record transports algorithms",
     "Beside others": "comparison claims faq migration",
-    "Words and releases": "README glossary release-0.1.0",
+    "Words and releases": "README glossary release-0.2.0",
 }
 
 
