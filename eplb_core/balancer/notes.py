@@ -130,6 +130,8 @@ def _mean_balance(
     rows: IntArray, windows: FloatArray, weights: FloatArray, topology: Topology, weighted: bool
 ) -> FloatArray:
     """Of rows `[L, P]` on windows `[T, L, E]` of some weight, `[L]`; NaN where there is no load."""
+    if not len(windows):  # moved just now
+        return np.full(len(rows), np.nan)
     layout = ExpertLayout._of_valid(rows, windows.shape[2], topology)
     if weighted:
         active, lost = np.ones(topology.num_ranks, dtype=np.bool_), np.zeros(len(rows), dtype=np.bool_)

@@ -23,8 +23,9 @@ from eplb_core.placement.windows import Load
 
 # Fullest ranks whose steps are compared where several windows are seen: a better use of each transfer, in more time.
 _WIDTH = 3
-# Where all slots together cost less balance than this, no use of a transfer is better than another.
-_FREE = 5e-4
+# Where all slots together cost less balance than this, a better use of each transfer is worth little: of more windows
+# than these, which take long, one rank's steps are looked at.
+_FREE, _MANY_WINDOWS = 5e-4, 16
 # Changes that a rank may have to choose from, times windows, where all chains of a few are tried; experts and ranks of
 # which all sets are looked at, for solved shares; ways to spread groups over nodes.
 _MOST_CHANGES, _MOST_IN_SETS, _MOST_HOMES = 256, 8, 16
@@ -107,6 +108,7 @@ def _search_from(start: Start, problem: Problem, load: Load, terms: Terms) -> tu
     _, needed = cost_of_transfers(start.was, rows, terms.links)
     first, first_senders, skip = rows.copy(), senders.copy(), start.anew | ~load.known
     free = terms.budget >= NO_LIMIT and not terms.limited and terms.price * terms.links.dearest * rows.shape[1] < _FREE
+    width = 1 if len(load.windows) == 1 or (free and len(load.windows) > _MANY_WINDOWS) else _WIDTH
     improve_layers(
         start.searched,
         load.weights,
@@ -120,7 +122,7 @@ def _search_from(start: Start, problem: Problem, load: Load, terms: Terms) -> tu
         terms.price,
         np.maximum(terms.budget - needed, 0),
         rows.shape[1],
-        1 if len(load.windows) == 1 or free else _WIDTH,
+        width,
         problem.weighted,
         rows,
         senders,

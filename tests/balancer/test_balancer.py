@@ -393,6 +393,15 @@ def test_the_report_measures_what_moves_have_brought() -> None:
     assert "50 windows" in str(report)
 
 
+def test_a_report_right_after_a_move_has_nothing_to_measure() -> None:
+    bal = balancer()
+    bal.observe(windows(4))
+    moved = bal.propose(trivial()).layout
+    assert moved != trivial()
+    bal.propose(moved)
+    assert np.isnan(bal.report().brought)
+
+
 def test_solved_shares_are_planned_and_judged_as_such() -> None:
     bal = balancer(dispatch="weighted")
     seen, _ = live_through(bal, windows(20, move=0.1), trivial())
