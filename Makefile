@@ -89,9 +89,11 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-# The reference engine under traffic and faults: 10 minutes, 8 ranks on the CPU; fails if a token is wrong.
+# The reference engine under traffic and faults: 10 minutes, 8 ranks on the CPU. Then all at once, 5 minutes: a Balancer's moves of weights
+# that outlive their engines, told to their records, every engine killed in the middle. Fails if a token is wrong.
 soak: $(READY)
 	$(BIN)/python -m benchmarks.engine --soak 600 --ranks 8 --seed 1
+	$(BIN)/python -m benchmarks.engine --soak 300 --ranks 4 --seed 1 --shared
 
 # What needs GPUs: tests, then the reference engine and moves, each with a limit on its time; one that fails keeps no other from running.
 GPU_ENGINE = timeout 150 $(BIN)/python -m benchmarks.engine --preset h200 --passes 120
