@@ -47,8 +47,9 @@ def anneal(frame: Frame, state: State, transfers: int, steps: int, heat: int, se
     row, filled, at, count, on = state.row, state.filled, state.at, state.replicas, state.on
     within, mask, spread, rank_load, was = state.within, state.mask, state.spread, state.rank_load, state.was
     node, load, tokens, limit, weight = frame.node, frame.load, frame.tokens, frame.limit, frame.weight
-    pairs, had, home, nodes, pinned = frame.pairs, frame.had, frame.home, frame.nodes, frame.pinned
-    experts, number, stride = load.size, filled.size, row.size // node.size
+    share, pairs, had, home, nodes, pinned = state.share, frame.pairs, frame.had, frame.home, frame.nodes, frame.pinned
+    experts, number, stride = count.size, filled.size, row.size // node.size
+    nothing, for_e, for_f = experts, experts + 1, experts + 2  # in `share`
     here = least = 0
     most = max(frame.budget, transfers)
     spare = beyond = min(_BEYOND, most >> 2)
@@ -89,21 +90,21 @@ def anneal(frame: Frame, state: State, transfers: int, steps: int, heat: int, se
         toll = over * (max(0, -here) * 9 // (8 * max(1, transfers)))
         energy, changed = toll + frame.transfer * more, 0
         if gift:
-            lost, less = load[e] // count[e], load[e] // (count[e] - 1)
+            for t in range(load.shape[1]):
+                share[for_e, t], share[for_f, t] = load[e, t] // (count[e] - 1), load[f, t] // (count[f] + 1)
             for i in range(count[e]):
                 x = at[e, i] // stride
-                energy += set_load(rank_load, limit, weight, was, changed, x, (0 if x == r else less) - lost)
+                gets = nothing if x == r else for_e
+                energy += set_load(rank_load, share, limit, weight, was, changed, x, gets, e)
                 changed += 1
-            lost, less = load[f] // count[f], load[f] // (count[f] + 1)
             for i in range(count[f]):
-                energy += set_load(rank_load, limit, weight, was, changed, at[f, i] // stride, less - lost)
+                energy += set_load(rank_load, share, limit, weight, was, changed, at[f, i] // stride, for_f, f)
                 changed += 1
-            energy += set_load(rank_load, limit, weight, was, changed, r, less)
+            energy += set_load(rank_load, share, limit, weight, was, changed, r, for_f, nothing)
             changed += 1
         else:
-            change = load[f] // count[f] - load[e] // count[e]
-            energy += set_load(rank_load, limit, weight, was, 0, r, change)
-            energy += set_load(rank_load, limit, weight, was, 1, q, -change)
+            energy += set_load(rank_load, share, limit, weight, was, 0, r, f, e)
+            energy += set_load(rank_load, share, limit, weight, was, 1, q, e, f)
             changed = 2
         mask_e, mask_f = mask[e], mask[f]
         if moves and energy <= room + (tokens[e] + tokens[f]) * nodes // 2:  # else nothing can make up for it
@@ -120,7 +121,8 @@ def anneal(frame: Frame, state: State, transfers: int, steps: int, heat: int, se
                 best[:] = row
             continue
         for i in range(changed - 1, -1, -1):
-            rank_load[was[i, 0]] = was[i, 1]
+            for t in range(load.shape[1]):
+                rank_load[was[i, 0], t] = was[i, 1 + t]
         mask[e], mask[f], spread[e], spread[f] = mask_e, mask_f, bits(mask_e), bits(mask_f)
     return least
 

@@ -16,7 +16,7 @@ from eplb_core.placement.problem import Problem, Terms
 from eplb_core.placement.score import cost_of_transfers, score_rows
 from eplb_core.placement.search.links import book_layers
 from eplb_core.placement.search.relabel import settle
-from eplb_core.placement.windows import Load
+from eplb_core.placement.windows import Load, add_windows
 
 TRAFFIC_PRICE = 0.1
 """Balancedness that a cross-node send per token is worth where nothing is said."""
@@ -31,6 +31,8 @@ _LAST_WEIGHT = 24
 # How far above an even load a rank may be without cost: windows differ by more.
 _SLACK = 0.01
 _LIMIT_BITS = 16
+# Groups of windows that a search from a layout in place tells apart.
+_MOST_WINDOWS = 16
 # Of the generator, of both searches. Equal inputs give equal bytes; another one changes sends by 2%, balance by .004.
 _SEED, _SEED_LAST = 11, 12
 # Effort that is put to use.
@@ -92,7 +94,7 @@ def bring_near(
     for layer in np.flatnonzero(chosen).tolist():
         live = None if was is None else was[layer]
         home = homes[layer] if len(homes) else np.zeros(0, dtype=np.int64)
-        frame = _new_frame(problem, load.total[layer], near, layer, live, home, terms)
+        frame = _new_frame(problem, load, near, layer, live, home, terms)
         done = int(rows.received[layer])
         if spare is not None:
             frame = frame._replace(budget=min(frame.budget, done + spare))
@@ -147,7 +149,13 @@ def _take(
 
 
 def _new_frame(
-    problem: Problem, load: FloatArray, near: Near, layer: int, was: IntArray | None, home: IntArray, terms: Terms
+    problem: Problem,
+    load: Load,
+    near: Near,
+    layer: int,
+    was: IntArray | None,
+    home: IntArray,
+    terms: Terms,
 ) -> Frame:
     """One layer in integers; its limits are even loads."""
     topology, experts = problem.topology, problem.num_experts
@@ -157,7 +165,11 @@ def _new_frame(
     pace = np.where(active, np.maximum(pace, 1), 0)
     even = int(active.sum()) << LOAD_BITS
     target = np.maximum(even * pace // int(pace.sum()), 1)
-    used = np.ldexp(load, 30 - int(np.frexp(load.max())[1])).astype(np.int64)
+    used = _in_integers(load.total[layer])
+    windows, parts = [used], [1.0]
+    if was is not None and len(load.windows) > 1:
+        windows, parts = _some_windows(load, layer)
+    each = np.stack([window * even // int(window.sum()) for window in windows], axis=1)
     pairs = near.pairs.use[layer]
     had = np.full((experts, ranks), was is None)
     if was is not None:
@@ -168,9 +180,9 @@ def _new_frame(
     return Frame(
         topology.rank_to_node,
         nodes,
-        used * even // int(used.sum()),
-        target,
-        np.clip(weight, 1.0, 2.0**30).astype(np.int64),
+        each,
+        np.repeat(target[:, None], len(parts), axis=1),
+        np.clip(weight[:, None] * np.array(parts), 1.0, 2.0**30).astype(np.int64),
         ((pairs << PAIR_BITS + 1) // int(pairs.sum())).astype(np.int32),
         (used << PAIR_BITS) // int(used.sum()),
         had,
@@ -181,17 +193,35 @@ def _new_frame(
     )
 
 
+def _in_integers(load: FloatArray) -> IntArray:
+    """Loads of experts, the largest of 30 bits."""
+    return np.ldexp(load, 30 - int(np.frexp(load.max())[1])).astype(np.int64)
+
+
+def _some_windows(load: Load, layer: int) -> tuple[list[IntArray], list[float]]:
+    """The windows of a layer in a few groups one after the other, and what part of the weight each has."""
+    windows, parts = [], []
+    known = np.flatnonzero((load.windows[:, layer].max(axis=1) > 0.0) & (load.weights > 0.0))
+    for group in np.array_split(known, min(_MOST_WINDOWS, known.size)):
+        weights = load.weights[group]
+        windows.append(_in_integers(add_windows(load.windows[group, layer], weights / weights.max())))
+        parts.append(sum(weights.tolist()))
+    return windows, [part / sum(parts) for part in parts]
+
+
 def _limit(frame: Frame, state: State) -> IntArray:
-    """Load above which a rank costs `[R]`: a little more than even, or what the fullest rank has now."""
-    fullest = int(((state.rank_load << _LIMIT_BITS) // frame.limit).max())
-    return frame.limit * max(fullest, int(_SLACK * (1 << _LIMIT_BITS)) + (1 << _LIMIT_BITS)) >> _LIMIT_BITS
+    """Load above which a rank costs `[R, T]`: a little more than even, or what the fullest rank has now."""
+    fullest = ((state.rank_load << _LIMIT_BITS) // frame.limit).max(axis=0)
+    least = int(_SLACK * (1 << _LIMIT_BITS)) + (1 << _LIMIT_BITS)
+    limit: IntArray = frame.limit * np.maximum(fullest, least) >> _LIMIT_BITS
+    return limit
 
 
 @kernel
 def energy_of(frame: Frame, state: State) -> int:
     """Energy of what lies apart: see `set_mask`."""
     energy = 0
-    for e in range(frame.load.size):
+    for e in range(state.spread.size):
         energy += frame.tokens[e] * (frame.nodes - state.spread[e])
         for f in range(e):
             if state.mask[e] & state.mask[f] == 0:

@@ -28,11 +28,11 @@ class Frame(NamedTuple):
     nodes: int
     """N."""
     load: IntArray
-    """Of each expert `[E]`."""
+    """Of each expert in each window `[E, T]`."""
     limit: IntArray
-    """Load of each rank above which it costs `[R]`."""
+    """Load of each rank in each window above which it costs `[R, T]`."""
     weight: IntArray
-    """Energy of a unit of load above it `[R]`."""
+    """Energy of a unit of load above it `[R, T]`."""
     pairs: Int32Array
     """Use of two experts together `[E, E]`."""
     tokens: IntArray
@@ -68,22 +68,24 @@ class State(NamedTuple):
     """Nodes that hold an expert, as bits `[E]`."""
     spread: Int32Array
     """Number of those `[E]`."""
+    share: IntArray
+    """Load of each replica in each window `[E + 3, T]`; 0 at `E`, and two for a step to use."""
     rank_load: IntArray
-    """`[R]`, for equal shares of replicas."""
+    """Sums of these `[R, T]`."""
     was: IntArray
-    """Ranks that a step changes, and their loads before `[n, 2]`."""
+    """Ranks that a step changes, and their loads before `[n, 1 + T]`."""
 
 
 def new_state(frame: Frame, row: IntArray) -> State:
     """State of a row, which it keeps and changes."""
-    ranks, experts = frame.node.size, frame.load.size
+    ranks, experts, windows = frame.node.size, *frame.load.shape
     filled = np.flatnonzero(row >= 0)
     width = max(int(np.bincount(row[filled], minlength=experts).max()), filled.size - experts + 1, ranks)
     state = State(
         row, filled, np.zeros((experts, width + 1), np.int64), np.zeros(experts, np.int64),
         np.zeros((experts, ranks), np.int64), np.zeros((experts, frame.nodes), np.int64), np.zeros(experts, np.int32),
-        np.zeros(experts, np.int32), np.zeros(ranks, np.int64),
-        np.zeros((2 * width + 2, 2), np.int64),
+        np.zeros(experts, np.int32), np.zeros((experts + 3, windows), np.int64), np.zeros((ranks, windows), np.int64),
+        np.zeros((2 * width + 2, 1 + windows), np.int64),
     )  # fmt: skip
     _fill(frame, state)
     return state
@@ -98,9 +100,16 @@ def _fill(frame: Frame, state: State) -> None:
         state.mask[e] |= np.int32(1 << frame.node[p // stride])
     for e in range(state.replicas.size):
         state.spread[e] = bits(state.mask[e])
+        _set_share(frame, state, e)
     for p in state.filled:
-        e = state.row[p]
-        state.rank_load[p // stride] += frame.load[e] // state.replicas[e]
+        for t in range(frame.load.shape[1]):
+            state.rank_load[p // stride, t] += state.share[state.row[p], t]
+
+
+@inline_kernel
+def _set_share(frame: Frame, state: State, e: int) -> None:
+    for t in range(frame.load.shape[1]):
+        state.share[e, t] = frame.load[e, t] // state.replicas[e]
 
 
 @inline_kernel
@@ -114,12 +123,25 @@ def bits(mask: int) -> int:
 
 
 @inline_kernel
-def set_load(rank_load: IntArray, limit: IntArray, weight: IntArray, was: IntArray, i: int, r: int, more: int) -> int:
-    """Give a rank more load, note in `was[i]` what it had, and return the change of energy."""
-    before = rank_load[r]
-    was[i, 0], was[i, 1] = r, before
-    rank_load[r] = before + more
-    return int((max(0, before + more - limit[r]) - max(0, before - limit[r])) * weight[r])
+def set_load(
+    rank_load: IntArray,
+    share: IntArray,
+    limit: IntArray,
+    weight: IntArray,
+    was: IntArray,
+    i: int,
+    r: int,
+    gets: int,
+    gives: int,
+) -> int:
+    """Give a rank the share `gets` for the share `gives`; note in `was[i]` what it had, return the change of energy."""
+    energy, was[i, 0] = 0, r
+    for t in range(share.shape[1]):
+        before = rank_load[r, t]
+        after = before + share[gets, t] - share[gives, t]
+        was[i, 1 + t], rank_load[r, t] = before, after
+        energy += (max(0, after - limit[r, t]) - max(0, before - limit[r, t])) * weight[r, t]
+    return energy
 
 
 @inline_kernel
@@ -180,6 +202,9 @@ def accept(frame: Frame, state: State, a: int, b: int, f: int) -> None:
         _take_slot(frame, state, f, b, stride)
         _give_slot(frame, state, e, b, stride)
     _give_slot(frame, state, f, a, stride)
+    if b < 0:
+        _set_share(frame, state, e)
+        _set_share(frame, state, f)
 
 
 @inline_kernel
