@@ -261,6 +261,8 @@ def test_inspect_of_a_sound_layout_is_well(layout: str, eplb: Commands) -> None:
 def test_convert_goes_to_every_format_and_back(layout: str, tmp_path: Path, name: str, to: str, eplb: Commands) -> None:
     if name.endswith(".pt"):
         pytest.importorskip("torch", reason="torch writes .pt files")
+    if name.endswith(".yaml"):
+        pytest.importorskip("yaml", reason="PyYAML reads what is written")
     there, back = tmp_path / f"there-{name}", tmp_path / "back.json"
     eplb("convert", layout, str(there), "--to", to)
     eplb("convert", str(there), str(back), "--to", "eplb", "--ranks", "4", "--nodes", "2")

@@ -17,6 +17,8 @@ from eplb_core.errors import FileFormatError
 from eplb_core.files import tensorrt_llm
 from eplb_core.files.formats import read_layout_file
 
+pytest.importorskip("yaml", reason="PyYAML reads load-balancer files")
+
 TWO = Topology(num_ranks=2)
 LAYOUT = ExpertLayout([[0, 1, 2, 2, 3, 0], [3, 2, 1, 0, 1, 2]], 4, topology=TWO)
 
