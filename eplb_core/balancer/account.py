@@ -53,8 +53,7 @@ class Account:
         Returns:
             Layers that must stay, and those of them that have lost, which had better be as in `older`, bools `[L]`.
         """
-        rows, cost = live.physical_to_logical_map, min(move_cost, 1.0) * _UNITS
-        most = int(_MOST_LOSS * _UNITS + cost * live.num_slots)
+        rows, cost, most = live.physical_to_logical_map, _in_units(move_cost), self._most_loss(move_cost)
         new = memory.count - self.until
         if new > 0:
             # Nothing is held against a first placement, nor against a row that lost or got ranks.
@@ -75,10 +74,17 @@ class Account:
                 self.older, self.newer = self.newer, rows.copy()
                 self.gained[:] = 0
             self.live, self.until = rows.copy(), memory.count
-        stays: BoolArray = self.units < -most
+        stays = self.overdrawn(move_cost)
         lost = stays & (self.gained < -int(_MOST_LOSS / 2 * _UNITS))
         self.newer[lost] = self.older[lost]
         return stays, lost
+
+    def overdrawn(self, move_cost: float) -> BoolArray:
+        """Layers that stay, because their moves have not brought what they cost, bools `[L]`."""
+        return np.asarray(self.units < -self._most_loss(move_cost))
+
+    def _most_loss(self, move_cost: float) -> int:
+        return int(_MOST_LOSS * _UNITS + _in_units(move_cost) * self.live.shape[1])
 
     def taken_back(self, live: ExpertLayout, layers: IntArray) -> ExpertLayout:
         """`live` with the older rows of some layers; what stays on a rank stays in its slot."""
@@ -97,6 +103,10 @@ class Account:
         for table in (self.live, self.newer, self.older, self.units, self.gained):
             found.update(table.tobytes())
         return found.hexdigest()
+
+
+def _in_units(move_cost: float) -> float:
+    return min(move_cost, 1.0) * _UNITS
 
 
 def _ranks(rows: IntArray, live: ExpertLayout) -> BoolArray:

@@ -230,12 +230,12 @@ class Balancer:
         Cost:
             O(T * L * P) for the windows since the last move of each layer; do not ask in every pass.
         """
-        memory, notes = self._memory, self._notes
+        memory, notes, account = self._memory, self._notes, self._account
         if memory is None:
             no = math.nan
-            return BalancerReport(0, "unknown", 0, 0, no, self._move_cost, 0, no, no, no, no)
+            return BalancerReport(0, "unknown", 0, 0, no, self._move_cost, 0, no, no, no, no, ())
         regime = "unknown" if memory.count < _KNOWN else "new" if memory.age < _SETTLED else "settled"
-        moved, rate, brought = 0, math.nan, (math.nan, math.nan)
+        cost, moved, rate, brought = self._cost_of_move(memory), 0, math.nan, (math.nan, math.nan)
         if notes is not None:
             moved = notes.transfers
             if 0 <= notes.first_at < memory.count:
@@ -248,11 +248,12 @@ class Balancer:
             memory.start,
             memory.changes,
             memory.distance,
-            price_of(memory, self._cost_of_move(memory)),
+            price_of(memory, cost),
             moved,
             rate,
             rate * size,
             *brought,
+            () if account is None else tuple(np.flatnonzero(account.overdrawn(cost)).tolist()),
         )
 
     @property

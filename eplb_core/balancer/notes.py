@@ -47,10 +47,12 @@ class BalancerReport:
     """Rise in balancedness that the last move of each layer promised, mean over layers moved; NaN where none did."""
     brought: float
     """The same, measured on the windows since: the row that is live against the one before it."""
+    staying: tuple[int, ...]
+    """Layers that stay as they are, because their moves have not brought what they cost."""
 
     def numbers(self) -> Mapping[str, float | int | str]:
-        """All fields by name, for metrics."""
-        return asdict(self)
+        """All fields by name, for metrics; of `staying` how many."""
+        return asdict(self) | {"staying": len(self.staying)}
 
     def __str__(self) -> str:
         if not self.windows:
@@ -63,6 +65,9 @@ class BalancerReport:
             words.append(f"{self.transfers} transfers, {self.transfers_per_window:.2f} a window{size}")
         if self.brought == self.brought:
             words.append(f"the last moves promised {self.promised:+.4f} and have brought {self.brought:+.4f}")
+        if self.staying:
+            layers = ", ".join(map(str, self.staying))
+            words.append(f"layers that stay, because their moves did not bring what they cost: {layers}")
         return "; ".join(words)
 
 

@@ -390,6 +390,7 @@ def test_the_report_measures_what_moves_have_brought() -> None:
     assert report.brought > 0.0
     assert report.bytes_per_window == pytest.approx(report.transfers_per_window * 6e3)
     assert report.numbers()["windows"] == 50
+    assert report.staying == ()
     assert "50 windows" in str(report)
 
 
@@ -495,6 +496,9 @@ def test_what_moves_have_brought_is_part_of_the_state() -> None:
     bal = balancer()
     live, moved, _ = against(bal, turned_against, 60)
     assert moved[-30:].sum() == 0
+    report = bal.report()
+    assert report.staying == tuple(range(LAYERS))
+    assert report.numbers()["staying"] == LAYERS
     again, unaware = balancer(), balancer()
     again.load_state_dict(bal.state_dict())
     assert again.digest == bal.digest
