@@ -33,7 +33,7 @@ MUTATIONS = [
     (MEMORY, "_BACK, _BLOCK, _STEP = 1.5, 8, 4", "_BACK, _BLOCK, _STEP = 0.0, 8, 4", BACK),
     # answers that depend on when a rank was asked
     (BALANCER, "(asked, memory.start, until[n], kinds[n]", "(asked, memory.start, kinds[n]", TURNS, "rule 5"),
-    (ACCOUNT, "stays: BoolArray = self.units < -most", "stays: BoolArray = self.units < -(1 << 60)", AGAINST),
+    (ACCOUNT, "self.units < -self._most_loss(move_cost)", "self.units < -(1 << 60)", AGAINST),
     # digests that say less than what decides
     (MEMORY, "hashlib.sha256(self.chain + window.tobytes())", "hashlib.sha256(window.tobytes())", DIFFERS, "rule 5"),
     (BALANCER, 'known = "nothing" if self._memory is None else self._memory.digest', 'known = "nothing"', DIFFERS),
