@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, to_ids, to_numpy
+from eplb_core._arrays import ArrayLike, FloatArray, IntArray, check_int, check_made, to_ids, to_numpy
 
 _TOP = np.iinfo(np.int64).max
 
@@ -64,6 +64,7 @@ def count_topk(topk_ids: ArrayLike, num_experts: int, *, num_tokens: int | None 
             "ids are logical experts, before they are mapped to slots"
         )
     layers = by_layer.shape[1]
+    check_made(num_layers=layers, num_experts=experts)
     bins = (by_layer + 1) + np.arange(layers, dtype=np.int64)[:, None] * (experts + 1)
     counts = np.bincount(bins.reshape(-1), minlength=layers * (experts + 1)).reshape(layers, experts + 1)[:, 1:]
     counts = np.ascontiguousarray(counts, dtype=np.int64)

@@ -49,6 +49,11 @@ def test_bad_ids_raise_and_say_where(ids: Any, num_tokens: int | None, error: ty
         count_topk(ids, 4, num_tokens=num_tokens)
 
 
+def test_an_absurd_number_of_experts_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="`num_experts`"):
+        count_topk([[0]], 1 << 60)
+
+
 @pytest.mark.parametrize(("dtype", "message"), [(np.uint8, "uint8.*signed"), (np.int8, "int8.*up to 255")])
 def test_id_dtypes_that_cannot_hold_padding_are_refused(dtype: type[np.integer[Any]], message: str) -> None:
     """B14: uint8 makes 255 of -1; int8 cannot hold expert 255."""

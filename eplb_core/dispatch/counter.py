@@ -83,7 +83,7 @@ class LoadCounter:
         self.num_experts = check_int(num_experts, "num_experts", 1)
         self.windows = check_int(windows, "windows", 1)
         self.device = check_device(device)
-        check_made(num_layers=self.num_layers, num_experts=self.num_experts, windows=self.windows + 1)
+        check_made(num_layers=max(self.num_layers, 1), num_experts=self.num_experts, windows=self.windows + 1)
         every = check_int(pair_every, "pair_every", 1)
         if every > _MOST_EVERY:
             raise ValueError(f"`pair_every` (={every}) must be at most {_MOST_EVERY}")

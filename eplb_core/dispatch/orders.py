@@ -69,6 +69,7 @@ def near_orders(
     if ids.ndim != 3 or ids.shape[1] != layers:
         raise ValueError(f"`topk_ids` (shape {list(ids.shape)}) must be [tokens, {layers}, K], all layers of `layout`")
     load = np.zeros((layers, experts)) if expert_load is None else check_load_of(layout, expert_load)
+    load = load / max(float(load.max(initial=0.0)), np.finfo(float).tiny)  # so that sums stay finite
     load = read_only(load.sum(axis=0) if load.ndim == 3 else load)
     fractions = even_shares(layout) if shares is None else check_shares(shares, layout)
     orders = np.empty((layers, nodes, ORDERS), dtype=np.int64)

@@ -16,6 +16,8 @@ import torch
 
 _OWN = frozenset(vars(torch.nn.Module()))
 """What every module has by itself."""
+_DEEPEST = 64
+"""Lists in lists that are looked into for tensors by name."""
 
 
 class NamedTensor(NamedTuple):
@@ -79,17 +81,28 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, Place, torch.Tensor]]:
 
 def _contained(value: Any, outer: tuple[int, ...]) -> Iterator[tuple[str, tuple[Any, ...], torch.Tensor]]:
     """Name, way and tensor of all in a list, tuple or dict; `outer` are those around it, which it may lie in itself."""
-    kind = type(value)  # objects may answer anything when asked for their class
-    if not issubclass(kind, list | tuple | dict) or id(value) in outer:
+    # Objects may answer anything when asked for their class.
+    if not issubclass(type(value), list | tuple | dict) or id(value) in outer or len(outer) >= _DEEPEST:
         return
-    names = getattr(value, "_fields", range(len(value)))
-    items = list(value.items()) if issubclass(kind, dict) else list(enumerate(value))
-    for name, (key, part) in zip(value if issubclass(kind, dict) else names, items, strict=True):
+    for name, key, part in _items(value):
         if issubclass(type(part), torch.Tensor):
             yield f".{_key(name)}", (key,), part
         else:
             for inner, way, tensor in _contained(part, (*outer, id(value))):
                 yield f".{_key(name)}{inner}", (key, *way), tensor
+
+
+def _items(value: Any) -> list[tuple[Any, Any, Any]]:
+    """Name, key and part of what a list, tuple, dict or deque holds, whatever its class answers when it is asked."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        return [(key, key, part) for key, part in dict.items(value)]
+    base: Any = next(known for known in (list, tuple, deque) if issubclass(kind, known))
+    parts = list(base.__iter__(value))
+    names = getattr(kind, "_fields", None)
+    if not isinstance(names, tuple) or len(names) != len(parts):
+        names = tuple(range(len(parts)))
+    return list(zip(names, range(len(parts)), parts, strict=True))
 
 
 def place_of(module: torch.nn.Module, name: str, kind: str) -> Place | None:
@@ -204,11 +217,8 @@ def held_tensors(module: torch.nn.Module, is_left_out: Callable[[str], bool]) ->
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object refers to, by the name under which it does; types are asked, since objects may answer anything."""
     kind = type(value)
-    if issubclass(kind, dict):
-        yield from ((_key(key), part) for key, part in dict.items(value))
-    elif issubclass(kind, list | tuple | deque):
-        names = getattr(kind, "_fields", None) or range(len(value))
-        yield from ((str(key), part) for key, part in zip(names, value, strict=False))
+    if issubclass(kind, dict | list | tuple | deque):
+        yield from ((_key(name), part) for name, _, part in _items(value))
     elif issubclass(kind, FunctionType):  # without its globals, which would lead everywhere
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             yield from ((name, part) for part in gc.get_referents(cell))
@@ -241,6 +251,7 @@ def _key(key: Any) -> str:
 def _classes(value: Any) -> Iterator[type]:
     """The classes of an object that are of its program, not of torch or Python."""
     for cls in type(value).__mro__:
-        if cls.__module__.partition(".")[0] in ("torch", "builtins"):
+        home = type.__getattribute__(cls, "__module__")  # past a metaclass
+        if isinstance(home, str) and home.partition(".")[0] in ("torch", "builtins"):
             return
         yield cls

@@ -73,10 +73,12 @@ class Placement(Table):
     computes any of its experts, float64 `[L]`. Predicted as `sends_per_token` is. Else None."""
     sends_per_token: FloatArray | None = None
     """Where `pairs` were given: nodes besides its own that a token reaches so, predicted by tokens made from the pairs,
-    float64 `[L]`; NaN where the pairs' diagonal does not say how many experts a token has, and on more than 8 nodes."""
+    float64 `[L]`; NaN where the pairs' diagonal does not say how many experts a token has, where tokens have not
+    equally many, and on more than 8 nodes."""
     sends_bound: FloatArray | None = None
-    """Proven lower limit of `sends_per_token` over all layouts of these slots, for tokens that have these pairs,
-    float64 `[L]`; NaN without pairs. It is loose: a token's second node is not in it."""
+    """Proven lower limit of `sends_per_token` over all layouts of these slots, for tokens of equally many experts that
+    have these pairs, float64 `[L]`; NaN without pairs, and where the diagonal says that tokens have not equally many.
+    It is loose: a token's second node is not in it."""
 
     def _columns(self) -> Columns:
         columns = {
@@ -185,11 +187,12 @@ def place(
             more transfers than it is worth): multiplies the work that the search may do, and divides the distance from
             the bound at which it stops. 1 stops at 0.001. At most 10,000.
         pairs: Tokens that use two experts together, `[L, E, E]`, as `pair_counts` counts them; symmetric, not negative;
-            the diagonal, tokens that use the expert, counts for `sends_per_token` alone, and the unit for nothing.
-            Experts that are used together then come to the same nodes, so that tokens reach fewer (dispatch mode
-            "near"), while ranks stay about as even: a rank costs only what it has above 1.01 of an even load. No effect
-            on one node, with locality "group", and on layers whose pairs are all 0 or what chance makes of them. Pairs
-            of other tokens than the load's are as good as they are alike.
+            the diagonal, tokens that use the expert, counts for what is said of sends alone. Multiples do as well;
+            fractions of a token pass for chance, as few tokens do. Experts that are used together then come to the same
+            nodes, so that tokens reach fewer (dispatch mode "near"), while ranks stay about as even: a rank costs only
+            what it has above 1.01 of an even load. No effect on one node, with locality "group", and on layers whose
+            pairs are all 0 or what chance makes of them. Pairs of other tokens than the load's are as good as they are
+            alike.
             Transfers for their sake need to be worth `transfer_price`, but not `min_gain`.
         traffic_price: Balancedness that a token's send to another node than its own is worth, on average over tokens, 0
             or more: the time of such a send, by that of a token's experts (`StepCost.traffic_price` of

@@ -304,6 +304,8 @@ def test_pairs_that_were_not_asked_for_or_not_read_are_refused() -> None:
         LoadCounter(1, 4, pairs=True, pair_every=0)
     with pytest.raises(ValueError, match="pair_every"):
         LoadCounter(1, 4, pairs=True, pair_every=1 << 20)
+    with pytest.raises(ValueError, match="windows"):
+        LoadCounter(0, 4, pairs=True, windows=1 << 40)
     with pytest.raises(TypeError, match="pairs"):
         LoadCounter(1, 4, pairs=64)  # type: ignore[arg-type]
     load = LoadCounter(1, 4, pairs=True)

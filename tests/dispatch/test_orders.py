@@ -100,6 +100,8 @@ def test_tokens_stand_for_a_load() -> None:
     windows, _ = loads(layout, ids, near_orders(layout, odd, [load - 1, np.ones_like(load)]))
     assert weighed.std() < 0.9 * plain.std()
     np.testing.assert_array_equal(windows, weighed)
+    huge = load / load.max() * 2.0**1023
+    np.testing.assert_array_equal(near_orders(layout, odd, [huge, huge]), near_orders(layout, odd, load))
 
 
 def test_without_tokens_every_order_comes_as_often() -> None:

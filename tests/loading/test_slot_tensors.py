@@ -142,6 +142,21 @@ class Pair(NamedTuple):
     down: torch.Tensor
 
 
+class Strange(list[torch.Tensor]):
+    """Its fields are not its own, and it is not to be iterated."""
+
+    _fields = ("up", "down")
+
+    def __iter__(self) -> Any:
+        raise RuntimeError
+
+
+class StrangeDict(dict[str, torch.Tensor]):
+    """The same."""
+
+    __iter__ = items = keys = Strange.__iter__
+
+
 class Method:
     """As engines' quantization methods: it keeps what post-processing made."""
 
@@ -160,6 +175,10 @@ class Lazy:
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return self._made[key]
+
+
+def nested(held: Any, times: int) -> Any:
+    return nested([held], times - 1) if times else held
 
 
 def closure(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -196,6 +215,9 @@ WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a tuple of tuples": lambda t: ((t,),),
     "a list in a dict": lambda t: {"a": [t]},
     "a named tuple": lambda t: Pair(t, torch.zeros(())),
+    "a list that says what it likes": lambda t: Strange([t]),
+    "a dict that says what it likes": lambda t: StrangeDict(a=t),
+    "lists in lists": lambda t: nested(t, 100),
     "a set": lambda t: {t},
     "a deque": lambda t: deque([t]),
     "a namespace": lambda t: SimpleNamespace(up=t),

@@ -24,6 +24,10 @@ from eplb_core.load import count_topk
 _SOME_AFFINITY = 0.05
 # Iterations by which chance is found.
 _FIT = 30
+# Mean number of experts of a token that counts as whole: some tokens may name an expert twice.
+_WHOLE = 0.01
+# Larger counts are scaled down to this power of two: they say no more, and sums and squares of them stay finite.
+_LARGEST = 60
 # Pairs of one layer are scaled to integers below 2^30: their sum over 2^32 pairs fits 64 bits.
 _BITS = 30
 
@@ -103,12 +107,12 @@ class Pairs(NamedTuple):
         return self if layers.all() else Pairs(self.use[layers], self.unit[layers], self.tokens[layers])
 
     def width(self, layer: int) -> int:
-        """Experts of a token on average, 2 or more; 0 where the diagonal does not say it."""
+        """Experts of each token; 0 where the diagonal does not say it, and where tokens have not equally many."""
         tokens, pairs = self.tokens[layer], self.use[layer] * self.unit[layer]
         if not tokens.any() or (pairs.max(axis=1, initial=0.0) > tokens).any():
             return 0
-        width = round(1.0 + float(pairs.sum() / tokens.sum()))
-        return min(max(width, 2), int(tokens.shape[0]))
+        mean = 1.0 + float(pairs.sum() / tokens.sum())
+        return round(mean) if abs(mean - round(mean)) < _WHOLE else 0
 
     def speak(self) -> BoolArray:
         """Which layers have pairs that chance does not explain `[L]`."""
@@ -135,6 +139,7 @@ def check_pairs(pairs: ArrayLike, layers: int, experts: int) -> Pairs:
             f"`pairs` (={given[layer, e, f]}) must be symmetric at layer {layer}, experts {e} and {f}: {f} and {e} "
             f"have {given[layer, f, e]}; use `pair_counts`"
         )
+    given = np.ldexp(given, np.minimum(_LARGEST - np.frexp(given.max(axis=(1, 2), initial=0.0))[1], 0)[:, None, None])
     off = given * (1.0 - np.eye(experts))
     exponent = np.frexp(off.max(axis=(1, 2), initial=0.0))[1]
     return Pairs(

@@ -175,7 +175,7 @@ def _make_tokens(pairs: FloatArray, used: FloatArray, lift: FloatArray, weight: 
             whole += pairs[e, f]
     for e in range(experts):
         for f in range(experts):
-            chance = whole * used[e] * used[f] / (total * total)
+            chance = whole * (used[e] / total) * (used[f] / total)
             lift[e, f] = np.sqrt((pairs[e, f] + 1.0) / (chance + 1.0)) if e != f else 0.0
     for token in range(tokens):
         draw = token * width
@@ -208,7 +208,7 @@ def _pick(weight: FloatArray, point: float) -> int:
 
 
 def bound_sends(topology: Topology, capacity: IntArray, pairs: Pairs) -> FloatArray:
-    """Sends per token that no layout of these slots goes below, `[L]`, for tokens of equally many experts.
+    """Sends per token that no layout of these slots goes below, `[L]`, for tokens of equally many experts; else NaN.
 
     A token sends nothing only where its node holds all its experts, and with them all its pairs. A node of C slots
     holds at most the pairs that C experts have with their C - 1 most frequent ones.
@@ -217,6 +217,8 @@ def bound_sends(topology: Topology, capacity: IntArray, pairs: Pairs) -> FloatAr
     node, active = topology.rank_to_node, capacity > 0
     bound = np.full(layers, np.nan)
     for layer in np.flatnonzero(pairs.use.any(axis=(1, 2))).tolist():
+        if pairs.tokens[layer].any() and not pairs.width(layer):
+            continue
         most = -np.sort(-pairs.use[layer], axis=1)
         bound[layer] = 0.0
         for own in np.unique(node[active]).tolist():

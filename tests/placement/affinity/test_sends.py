@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 import eplb_core as eplb
 from eplb_core import ExpertLayout, Topology, count_sends, place
+from eplb_core.placement.affinity.pairs import check_pairs
+from eplb_core.placement.affinity.sends import predict_sends
 from tests.placement.affinity.sends import Ids, clustered_tokens, nodes_of, sends_per_token
 
 TOKENS = clustered_tokens(4000, 4, 8, 4, loyalty=0.8)
@@ -88,6 +90,34 @@ def test_no_layout_is_below_the_bound(seed: int, slots: int) -> None:
     placed = place(load, Topology(rank_to_node=[0, 0, 1, 2]), num_slots=slots, pairs=pairs, effort=0.01)
     assert placed.sends_bound is not None
     assert placed.sends_bound[0] <= count_sends(placed.layout, tokens).sends[0] + 1e-12
+
+
+def test_tokens_of_one_expert_have_no_second_one() -> None:
+    ids = TOKENS[:, :1]
+    load = np.bincount(ids.ravel(), minlength=32)[None]
+    placed = place(load, Topology(8, 4), num_slots=40, effort=0.01, pairs=eplb.pair_counts(ids, 32)[None])
+    assert placed.nodes_per_token is not None
+    assert placed.sends_per_token is not None
+    assert placed.nodes_per_token.tolist() == [1.0]
+    assert placed.sends_per_token[0] == pytest.approx(count_sends(placed.layout, ids).sends[0], abs=0.03)
+
+
+def test_of_tokens_that_have_not_equally_many_experts_nothing_is_said() -> None:
+    """Where tokens of one expert need no send, the others' pairs bound nothing."""
+    ids = TOKENS[:1000].copy()
+    ids[::2] = [0, -1, -1, -1]
+    load = np.bincount(ids[ids >= 0], minlength=32)[None]
+    placed = place(load, Topology(8, 4), num_slots=40, effort=0.01, pairs=eplb.pair_counts(ids, 32)[None])
+    for said in (placed.nodes_per_token, placed.sends_per_token, placed.sends_bound):
+        assert said is not None
+        assert np.isnan(said).all()
+
+
+@pytest.mark.parametrize("scale", [2.0**40, 2.0**900, 2.0**1010])
+def test_pairs_of_any_size_say_the_same(scale: float) -> None:
+    layout = ExpertLayout.trivial(1, 32, num_slots=32, topology=Topology(8, 4))
+    known, scaled = (predict_sends(layout, check_pairs(PAIRS * by, 1, 32)).sends[0] for by in (2.0**30, scale))
+    assert scaled == pytest.approx(known, rel=1e-6)
 
 
 def test_what_pairs_do_not_say_is_nan_and_without_them_nothing_is_said() -> None:
