@@ -16,9 +16,12 @@ from eplb_core.balancer.decide import is_trivial
 from eplb_core.balancer.memory import KEPT, Memory
 from eplb_core.layout import ExpertLayout
 from eplb_core.metrics import transfers
+from eplb_core.placement.affinity.near import TRAFFIC_PRICE, saved_sends
+from eplb_core.placement.affinity.pairs import Pairs
 from eplb_core.placement.score import score_layers
 from eplb_core.placement.search.improve import score_weighted
 from eplb_core.placement.search.relabel import settle
+from eplb_core.placement.windows import add_windows
 
 # Whole parts of a window add up to the same in any order.
 _UNITS = 1_000_000
@@ -47,8 +50,18 @@ class Account:
         self.gained: IntArray = self.units.copy()
         self.until = until
 
-    def book(self, live: ExpertLayout, memory: Memory, move_cost: float, weighted: bool) -> tuple[BoolArray, BoolArray]:
+    def book(
+        self,
+        live: ExpertLayout,
+        memory: Memory,
+        move_cost: float,
+        weighted: bool,
+        pairs: Pairs | None = None,
+        traffic_price: float = TRAFFIC_PRICE,
+    ) -> tuple[BoolArray, BoolArray]:
         """Book the windows since the last call, which ran on `live`, and the transfers to it.
+
+        With pairs, the sends that the live row saves count as balance, at `traffic_price`.
 
         Returns:
             Layers that must stay, and those of them that have lost, which had better be as in `older`, bools `[L]`.
@@ -65,7 +78,11 @@ class Account:
             before = ExpertLayout._of_valid(self.live, live.num_experts, live.topology)
             windows = memory.shares[np.arange(max(self.until, memory.count - KEPT), memory.count) % KEPT]
             now, was = (_balance(table, windows, live, weighted) for table in (rows, self.older))
-            gain = np.rint(new * np.where(np.isfinite(now - was), now - was, 0.0) * _UNITS).astype(np.int64)
+            better = np.where(np.isfinite(now - was), now - was, 0.0)
+            if pairs is not None:
+                load = add_windows(windows, np.ones(len(windows)))
+                better += traffic_price * saved_sends(self.older, rows, live.topology, load, pairs)
+            gain = np.rint(new * np.clip(better, -1.0, 1.0) * _UNITS).astype(np.int64)
             given, self.gained = new * int(_GIVEN * _UNITS), self.gained + gain
             least = np.minimum(self.units, -most - int(_SHORT * _GIVEN * _UNITS))
             self.units = np.clip(self.units + gain + given, least, int(_MOST_GAIN * _UNITS))

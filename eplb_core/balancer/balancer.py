@@ -27,6 +27,8 @@ from eplb_core.balancer.state import parts_of, state_of
 from eplb_core.exposition import Placements
 from eplb_core.layout import ExpertLayout, layer_rows
 from eplb_core.metrics import transfers
+from eplb_core.placement.affinity.near import TRAFFIC_PRICE
+from eplb_core.placement.affinity.pairs import Pairs, check_pairs
 from eplb_core.placement.place import Placement, place
 from eplb_core.placement.worth.costs import CostModel
 from eplb_core.topology import Topology
@@ -201,7 +203,8 @@ class Balancer:
             self._account = Account(live.physical_to_logical_map, self._memory.count)
             self._notes = Notes(live.num_layers, live.num_slots)
         weighted = options.get("dispatch") == "weighted"
-        poor, lost = self._account.book(live, self._memory, self._cost_of_move(self._memory), weighted)
+        cost = self._cost_of_move(self._memory)
+        poor, lost = self._account.book(live, self._memory, cost, weighted, *_worth_of_sends(options, live))
         back = np.flatnonzero(lost & ~stays) if not _LIMITS & {*options} else np.zeros(0, dtype=np.int64)
         base = self._account.taken_back(live, back)
         answers = self._answers(self._memory, base, stays | poor, options)
@@ -336,6 +339,15 @@ def _check_options(options: dict[str, Any]) -> dict[str, Any]:
         if name not in known:
             raise TypeError(f"`{name}` is no argument of `place`; it knows {', '.join(sorted({*known} - OWN))}")
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _worth_of_sends(options: dict[str, Any], live: ExpertLayout) -> tuple[Pairs | None, float]:
+    """The pairs that `place` heeds, and what a send per token is worth."""
+    given, price = options.get("pairs"), options.get("traffic_price", TRAFFIC_PRICE)
+    if given is None or options.get("locality") == "group":
+        return None, 0.0
+    price = check_real(price, "traffic_price", at_least=0.0, at_most=1e9)
+    return check_pairs(given, live.num_layers, live.num_experts), price
 
 
 def _key(options: dict[str, Any]) -> str:

@@ -15,11 +15,16 @@ from eplb_core import (
     InfeasiblePlacementError,
     Topology,
     balancedness,
+    pair_counts,
     place,
     rank_load,
     transfers,
 )
+from eplb_core.balancer.account import Account
 from eplb_core.balancer.state import _digest
+from eplb_core.placement.affinity.near import saved_sends
+from eplb_core.placement.affinity.pairs import check_pairs
+from tests.placement.affinity.sends import clustered_tokens
 
 RANKS = Topology(4, 2)
 LAYERS, EXPERTS, SLOTS = 6, 16, 24
@@ -523,3 +528,27 @@ def test_a_rank_that_leaves_is_no_loss_of_moves() -> None:
         late += int(transfers(live, new).sum()) if t else 0
         live = new
     assert late > LAYERS
+
+
+def test_a_row_that_saves_sends_is_not_taken_for_one_that_lost() -> None:
+    """It is a little less even than the row before it, which counts for less than its sends."""
+    tokens = clustered_tokens(2000, 4, 8, 4, loyalty=0.8)
+    load, pairs = np.bincount(tokens.ravel(), minlength=32)[None], pair_counts(tokens, 32)[None]
+    nodes = Topology(8, 4)
+    far, near = (place(load, nodes, num_slots=40, effort=0.1, pairs=given).layout for given in (None, pairs))
+    units = []
+    for heeded in (None, check_pairs(pairs, 1, 32)):
+        bal = Balancer(nodes, num_slots=40)
+        bal.observe(load)
+        assert bal._memory is not None
+        account = Account(far.physical_to_logical_map, 0)
+        account.live = near.physical_to_logical_map.copy()
+        account.book(near, bal._memory, 0.01, False, heeded)
+        units.append(int(account.units[0]))
+    assert units[1] - units[0] == pytest.approx(0.1 * 1e6 * sends_saved(far, near, load, pairs), abs=1)
+    assert units[1] > units[0] + 30_000
+
+
+def sends_saved(far: ExpertLayout, near: ExpertLayout, load: Any, pairs: Any) -> float:
+    rows = (far.physical_to_logical_map, near.physical_to_logical_map)
+    return float(saved_sends(*rows, far.topology, load.astype(float), check_pairs(pairs, 1, 32))[0])

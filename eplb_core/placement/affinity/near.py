@@ -17,6 +17,7 @@ from eplb_core.placement.score import cost_of_transfers, score_rows
 from eplb_core.placement.search.links import book_layers
 from eplb_core.placement.search.relabel import settle
 from eplb_core.placement.windows import Load, add_windows
+from eplb_core.topology import Topology
 
 TRAFFIC_PRICE = 0.1
 """Balancedness that a cross-node send per token is worth where nothing is said."""
@@ -102,6 +103,35 @@ def bring_near(
     if was is not None:
         settle(was, new, problem.capacity, problem.num_experts)
     _take(rows, new, saved, was, problem, load, near, terms)
+
+
+def saved_sends(old: IntArray, new: IntArray, topology: Topology, load: FloatArray, pairs: Pairs) -> FloatArray:
+    """Sends per token that rows `new` save against `old`, about, as the search counts them `[L]`; 0 without affinity.
+
+    Args:
+        old: Rows `[L, P]`.
+        new: Rows `[L, P]`.
+        topology: Of both.
+        load: Of the experts `[L, E]`.
+        pairs: Of all layers.
+    """
+    saved = np.zeros(len(new))
+    for layer in np.flatnonzero((old != new).any(axis=1) & (load.max(axis=1) > 0.0) & pairs.speak()).tolist():
+        used, use = _in_integers(load[layer]), pairs.use[layer]
+        tokens, together = (used << PAIR_BITS) // int(used.sum()), (use << PAIR_BITS + 1) // int(use.sum())
+        apart = [_apart(row[layer], topology, tokens, together) for row in (old, new)]
+        saved[layer] = _SENDS * (apart[0] - apart[1]) / (topology.num_nodes << PAIR_BITS)
+    return saved
+
+
+def _apart(row: IntArray, topology: Topology, tokens: IntArray, together: IntArray) -> int:
+    """As `energy_of`."""
+    held = np.zeros((tokens.size, topology.num_nodes), dtype=np.int64)
+    filled = np.flatnonzero(row >= 0)
+    held[row[filled], topology.rank_to_node[filled // (row.size // topology.num_ranks)]] = 1
+    spread = held.sum(axis=1)
+    reach = np.where(held @ held.T == 0, topology.num_nodes - spread[:, None] - spread, 0)
+    return int((tokens * (topology.num_nodes - spread)).sum()) + int((together * reach).sum()) // 2
 
 
 def _search(frame: Frame, row: IntArray, received: int, near: Near, free: bool, best: IntArray) -> float:
