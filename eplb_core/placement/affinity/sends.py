@@ -15,7 +15,7 @@ from eplb_core.placement.affinity.anneal import _random
 from eplb_core.placement.affinity.pairs import Pairs
 from eplb_core.topology import Topology
 
-MOST_NODES = 8
+MOST_NEAR_NODES = 8
 """Nodes whose sets are looked at one by one, as dispatch mode "near" does."""
 # Tokens that are made for a prediction: the mean over them is within .03 sends of the mean over all.
 _MADE = 512
@@ -52,8 +52,8 @@ def count_sends(layout: ExpertLayout, topk_ids: ArrayLike, *, shares: ArrayLike 
         ValueError: Ids of other layers than the layout's, or shares that are none.
 
     Cost:
-        O(tokens * L * K * N) with shares, O(tokens * L * (K + 2^N)) without: some 3 us for
-        a token and layer on 8 nodes; any thread.
+        O(tokens * L * K * N) with shares, O(tokens * L * K * 2^N) at most without: some 3 us for a token and layer on 8
+        nodes; any thread.
 
     Example:
         >>> topology = Topology(num_ranks=2, num_nodes=2)
@@ -89,7 +89,7 @@ def _of_tokens(
     np.add.at(part, (row[used], node), 1.0 if shares is None else shares[layer, used])
     if shares is not None:
         return _count_by_chance(tokens, part, source)
-    if nodes > MOST_NODES:
+    if nodes > MOST_NEAR_NODES:
         return np.nan, np.nan
     masks = (part > 0.0) @ (1 << np.arange(nodes))
     size = (np.arange(1 << nodes)[:, None] >> np.arange(nodes) & 1).sum(axis=1)
@@ -155,7 +155,7 @@ def predict_sends(layout: ExpertLayout, pairs: Pairs) -> Sends:
         row, width = layout.physical_to_logical_map[layer], pairs.width(layer)
         if topology.num_nodes == 1:
             found[:, layer] = 1.0, 0.0
-        elif width and topology.num_nodes <= MOST_NODES:
+        elif width and topology.num_nodes <= MOST_NEAR_NODES:
             tokens = np.full((_MADE, width), -1, dtype=np.int64)
             _make_tokens(pairs.use[layer] * pairs.unit[layer], pairs.tokens[layer], np.zeros((experts, experts)),
                          np.zeros(experts), tokens)  # fmt: skip
