@@ -53,12 +53,15 @@ def near_orders(
         thread.
 
     Example:
-        Two nodes; the tokens of node 0 need expert 2, which only node 1 has, and those of node 1 expert 0.
+        Tokens of node 0 find expert 1 on nodes 1 and 2, whose own tokens stay there. Rank 2 is twice as fast: 63 of
+        node 0's orders lead to it, those that prefer high numbers (1, 3) and that which numbers nodes from 2 on (4).
 
         >>> from eplb_core import Topology
-        >>> layout = ExpertLayout([[0, 1, 1, 2]], num_experts=3, topology=Topology(4, 2))
-        >>> near_orders(layout, [[[0, 2]], [[1, 2]]]).shape
-        (1, 2, 64)
+        >>> topology = Topology(num_ranks=3, num_nodes=3, rank_speed=[1, 1, 2])
+        >>> layout = ExpertLayout([[0, 1, 1]], num_experts=2, topology=topology)
+        >>> orders = near_orders(layout, [[[1]]] * 100)
+        >>> np.bincount(orders[0, 0], minlength=6).tolist()
+        [1, 21, 0, 21, 21, 0]
     """
     topology = check_kind(layout, "layout", ExpertLayout).topology
     layers, experts, nodes = layout.num_layers, layout.num_experts, topology.num_nodes
