@@ -79,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         if len(made) > 1:
             parser.error("--merge: records of one machine, commit and number of steps")
+        seeds = [seed for each in records for seed in each["first_seed"]]
+        if len(seeds) > len({*seeds}):
+            parser.error(f"--merge: records of seeds of their own, not from {sorted(seeds)} on")
         first, left_out = records[0], {"summary", "environment", "steps"}
         sums = joined([{name: each[name] for name in each.keys() - left_out} for each in records])
         return tell({**sums, "steps": first["steps"], "environment": first["environment"]}, options.json)

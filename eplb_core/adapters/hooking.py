@@ -161,17 +161,17 @@ def as_called(ours: Callable[..., T], engine_own: Callable[..., T], part: str) -
     Where it is called with other arguments than `ours` takes, since the engine changed while it ran, that logs one line
     and calls `engine_own`.
     """
-    parameters = inspect.signature(ours).parameters
-    names, most = frozenset(parameters), len(parameters)
-    least = sum(parameter.default is inspect.Parameter.empty for parameter in parameters.values())
+    signature = inspect.signature(ours)
 
     @wraps(engine_own)
     def call(*args: Any, **kwargs: Any) -> T:
-        if least <= len(args) + len(kwargs) <= most and names.issuperset(kwargs):
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            given, wanted = ", ".join([f"{len(args)} arguments", *kwargs]), ", ".join(signature.parameters)
+            log_once(f"{part}: the engine's own code goes on: it is called with {given}; ours takes {wanted}")
+        else:
             return ours(*args, **kwargs)
-        given = ", ".join([f"{len(args)} arguments", *kwargs])
-        wanted = ", ".join(parameters)
-        log_once(f"{part}: the engine's own code goes on: it is called with {given}; ours takes {wanted}")
         return engine_own(*args, **kwargs)
 
     return call

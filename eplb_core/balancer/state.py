@@ -61,6 +61,9 @@ def parts_of(state: dict[str, Any]) -> tuple[Memory | None, Notes | None, Accoun
         _fill(notes, state, _NOTES)
         account = Account(np.zeros((layers, slots), dtype=np.int64), 0)
         _fill(account, state, _ACCOUNT, "account_")
+        tables = (notes.live, notes.before, notes.proposed, account.live, account.newer, account.older)
+        if not all(table.min(initial=-1) >= -1 and table.max(initial=-1) < experts for table in tables):
+            raise ValueError(f"`state` must have experts in [-1, {experts}) in each slot; observe anew")
     if memory is not None and not (
         0 <= memory.start <= memory.count and len(memory.past) <= PAST and memory.shares.shape[0] == KEPT
     ):

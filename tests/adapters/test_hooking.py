@@ -86,10 +86,16 @@ def test_a_call_with_other_arguments_than_ours_takes_is_the_engine_s(caplog: pyt
     assert [call(1), call(1, 2), call(1, second=2), call(second=2, first=1)] == [("ours", 1)] + [("ours", 3)] * 3
     assert not caplog.messages
     assert [call(1, third=5), call(1, 2, third=5)] == [("own", 6), ("own", 8)]
-    assert len(caplog.messages) == 2
+    assert call(second=2, third=0, first=1) == call(1, second=2, third=0) == ("own", 3)
+    assert len(caplog.messages) == 4
     assert "1 arguments, third; ours takes first, second" in caplog.messages[0]
     with pytest.raises(TypeError):
         call()
+
+    def shorter(second: int = 0) -> tuple[str, int]:
+        return "own", second
+
+    assert hooking.as_called(ours, shorter, "part")(second=2) == ("own", 2)  # as many as ours needs, but not that one
 
 
 def test_an_error_that_cannot_say_itself_stops_no_engine(caplog: pytest.LogCaptureFixture) -> None:

@@ -450,6 +450,16 @@ def signed(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "digest": _digest(state)}
 
 
+def test_a_state_of_experts_that_are_none_is_refused() -> None:
+    bal = balancer()
+    bal.observe(windows(5))
+    bal.propose(trivial())
+    state = bal.state_dict()
+    for name in ("live", "account_older"):
+        with pytest.raises(ValueError, match=r"experts in \[-1, 16\)"):
+            balancer().load_state_dict(signed({**state, name: np.full_like(state[name], EXPERTS)}))
+
+
 def turned_against(live: ExpertLayout, last: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """A window in which the experts of the rank that is fullest now have tenfold load."""
     load = rng.poisson(np.full((live.num_layers, EXPERTS), 1000.0))

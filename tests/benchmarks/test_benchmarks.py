@@ -120,3 +120,16 @@ def test_times_leave_the_first_call_out() -> None:
     answer, times = measure.timed(lambda: next(numbers), calls=5, budget_s=100.0)
     assert (answer, times.calls, next(numbers)) == (1, 5, 7)
     assert times.minimum <= times.median
+
+
+def test_a_record_of_schedules_is_not_added_up_twice(tmp_path: Path) -> None:
+    from benchmarks import record_faults
+
+    numbers = {"schedules": 5, "pool": 1, "calls": 9, "events": {}, "faults": {}, "failed": [], "seconds": 1.0}
+    same = {"summary": [], "steps": 1, "environment": {"commit": "a", "cpu": "b"}}
+    for seed in (0, 5):
+        (tmp_path / f"{seed}.json").write_text(json.dumps({**numbers, **same, "first_seed": [seed]}))
+    one, other = str(tmp_path / "0.json"), str(tmp_path / "5.json")
+    assert record_faults.main(["--merge", one, other]) == 0
+    with pytest.raises(SystemExit):
+        record_faults.main(["--merge", one, one])
