@@ -26,13 +26,15 @@ previous: shares solved for the windows that the policy saw. `place`: "even"; `D
     `replica_shares` of those windows.
 static_table: one replica per rank, from `static_dispatch_table`. `place`: "even"; `DispatchTables`: "static".
 even_table: one replica per rank, from `even_dispatch_table`. `place`: "even"; `DispatchTables`: "even".
-near: token by token to few nodes, with `replica_shares` of the windows that the policy saw. `place`: "even", with the
-    pairs of those windows; `DispatchTables`: "near". Needs torch and a `TokenTrace`.
+near: token by token to few nodes, with `replica_shares` and `near_orders` of the windows that the policy saw.
+    `place`: "even", with the pairs of those windows; `DispatchTables`: "near". Needs torch and a `TokenTrace`.
 """
 Dispatch: TypeAlias = Callable[[ExpertLayout, FloatArray], ArrayLike]
 """From the live layout and one window `[L, E]` to the share of its expert's tokens that each slot takes, `[L, P]`."""
 
 DISPATCHES: tuple[DispatchName, ...] = get_args(DispatchName)
+# Tokens by which orders are solved: more are hardly better.
+_MOST_TOKENS = 2048
 _RENAMED = {"solved": "weighted", "static": "static_table", "local": "even_table"}  # words of 0.1
 
 
@@ -54,8 +56,8 @@ class Dispatcher:
         self.table: IntArray | None = None
         self.near: list[DispatchTables] = []
 
-    def renew(self, layout: ExpertLayout, seen: IntArray | FloatArray | None) -> None:
-        """A layout goes live; `seen` are the windows `[T', L, E]` known by then."""
+    def renew(self, layout: ExpertLayout, seen: IntArray | FloatArray | None, tokens: IntArray | None = None) -> None:
+        """A layout goes live; `seen` are the windows `[T', L, E]` known by then, `tokens` their ids `[n, L, K]`."""
         self.layout = layout
         self.shares = self.table = None
         if self.dispatch == "near":
@@ -63,8 +65,13 @@ class Dispatcher:
             from eplb_core.dispatch.tables import DispatchTables
 
             shares = None if seen is None else _solved(layout, seen)
+            orders = None
+            if tokens is not None:
+                from eplb_core.dispatch.orders import near_orders
+
+                orders = near_orders(layout, tokens[:: max(1, len(tokens) // _MOST_TOKENS)], seen, shares=shares)
             ranks = range(layout.topology.num_ranks)
-            self.near = [DispatchTables(layout, rank=rank, mode="near", shares=shares) for rank in ranks]
+            self.near = [DispatchTables(layout, rank=rank, mode="near", shares=shares, orders=orders) for rank in ranks]
         elif self.dispatch == "previous" and seen is not None:
             self.shares = _solved(layout, seen)
         elif self.dispatch == "static_table":

@@ -175,7 +175,7 @@ def simulate(
         if number == 0:
             run.start(current, block)
         elif number * step_windows >= every:
-            run.rebalance(choose, joined(past)[-seen:], number * step_windows)
+            run.rebalance(choose, joined(past)[-seen:], number * step_windows, np.concatenate(met) if met else None)
             if progress is not None:
                 done = number - every // step_windows
                 progress(done + 1, 0 if total is None else -(-(total - every) // step_windows))
@@ -240,14 +240,14 @@ class _Run:
         self.digests.append(current.digest)
         self.dispatcher.renew(current, None)
 
-    def rebalance(self, choose: Policy, windows: IntArray | FloatArray, start: int) -> None:
+    def rebalance(self, choose: Policy, windows: IntArray | FloatArray, start: int, tokens: IntArray | None) -> None:
         new = choose(windows, self.live)
         self.starts.append(start)
         self.links.append(count_links(self.live, new))
         self.pauses.append(self._pause_s(new))
         self.live = new
         self.digests.append(new.digest)
-        self.dispatcher.renew(new, windows)
+        self.dispatcher.renew(new, windows, tokens)
 
     def _pause_s(self, new: ExpertLayout) -> float:
         """As in `should_rebalance`: installs, and the part of the transfers that passes wait for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from eplb_core import (
 from eplb_core._arrays import FloatArray, IntArray
 from eplb_core.metrics import even_shares
 from eplb_core.simulation import DispatchName, SimulateOptions, Simulation
+from eplb_core.simulation.load.sources import rank_starts
 from tests.placement.affinity.sends import clustered_tokens
 
 torch = pytest.importorskip("torch", reason="dispatch tables are tensors")
@@ -261,3 +263,32 @@ def test_a_sweep_replays_tokens_and_keeps_rows_by_their_windows(tmp_path: Path) 
     assert len(list(tmp_path.iterdir())) == 4
     with pytest.raises(ValueError, match="workers"):
         sweep(TokenTrace(tokens, 16, 256), grid, workers=2, **options)
+
+
+def test_near_solves_its_orders_for_the_tokens_seen() -> None:
+    from eplb_core import DispatchTables, near_orders
+
+    tokens, topology = own_tokens(), Topology(num_ranks=8, num_nodes=4)
+    trace = TokenTrace(tokens, 16, len(tokens) // 2)
+    layout = place(trace.load, topology=topology, num_slots=32).layout
+    near = simulate(
+        trace,
+        topology=topology,
+        num_slots=32,
+        policy="none",
+        current=layout,
+        dispatch="near",
+        interval=1,
+        keep_ranks=True,
+    )
+    assert near.layer_rank_load is not None
+    seen, now = np.array_split(tokens, 2)
+    shares = replica_shares(layout, trace.load[:1])
+    orders = near_orders(layout, seen, trace.load[:1], shares=shares)
+    expected = np.zeros(near.layer_rank_load.shape[1:])
+    for rank, (first, end) in enumerate(itertools.pairwise(rank_starts(len(now), 8))):
+        tables = DispatchTables(layout, rank=rank, mode="near", shares=shares, orders=orders)
+        for layer in range(layout.num_layers):
+            slots = tables.map(layer, torch.from_numpy(now[first:end, layer].astype(np.int64))).numpy()
+            expected[layer] += np.bincount(slots[slots >= 0] // 4, minlength=8)
+    np.testing.assert_array_equal(near.layer_rank_load[1], expected)

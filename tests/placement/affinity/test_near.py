@@ -148,9 +148,9 @@ def test_what_came_near_stays_near_while_windows_come() -> None:
 def test_sends_that_a_row_saves_are_counted_as_the_search_does() -> None:
     far, near = (place(LOAD, NODES, num_slots=40, effort=0.1, pairs=given).layout for given in (None, PAIRS))
     old, new, pairs = far.physical_to_logical_map, near.physical_to_logical_map, check_pairs(PAIRS, 1, 32)
-    saved = saved_sends(old, new, NODES, LOAD.astype(float), pairs)
-    assert saved[0] == -saved_sends(new, old, NODES, LOAD.astype(float), pairs)[0]
+    saved = saved_sends(old, new, NODES, LOAD.astype(np.float64), pairs)
+    assert saved[0] == -saved_sends(new, old, NODES, LOAD.astype(np.float64), pairs)[0]
     real = sends_per_token(far, TOKENS[:200]) - sends_per_token(near, TOKENS[:200])
     assert 0.7 * real < saved[0] < 1.3 * real
-    assert saved_sends(old, new, NODES, 0.0 * LOAD, pairs)[0] == 0.0
-    assert saved_sends(old, new, NODES, LOAD.astype(float), check_pairs(0 * PAIRS, 1, 32))[0] == 0.0
+    assert saved_sends(old, new, NODES, np.zeros((1, 32)), pairs)[0] == 0.0
+    assert saved_sends(old, new, NODES, LOAD.astype(np.float64), check_pairs(0 * PAIRS, 1, 32))[0] == 0.0
