@@ -125,7 +125,7 @@ def test_a_served_record_survives_its_keeper(path: str, tmp_path: Path, stack: E
     keeper.send_signal(signal.SIGTERM)
     assert keeper.wait(30) == 0
     assert not Path(path).exists()
-    (tmp_path / "state.json").write_text("{}")
+    (tmp_path / "state.json").write_text('{"format": "eplb-record-1", "mem')
     keeper, _ = start(stack, tmp_path, *arguments)
     with LayoutClient(path, "b", attach=False) as client:
         assert client.found is not None

@@ -16,6 +16,7 @@ from eplb_core.loading.record.socket_path import check_owner
 from eplb_core.loading.record.state import RecordState
 
 FORMAT = "eplb-record-1"
+_BEGIN = b'{"format": "eplb-record-'
 _WANTED = f"a record ({FORMAT})"
 _MEND = "remove it, and restart the keeper of the weights with memory that was loaded anew"
 
@@ -35,6 +36,25 @@ def save_record(path: reading.PathLike, state: RecordState, *, memory: str) -> N
         os.fsync(folder)  # the rename itself
     finally:
         os.close(folder)
+
+
+def check_replaceable(path: reading.PathLike) -> None:
+    """Refuse a file that no keeper wrote: the record would take its place.
+
+    Raises:
+        FileFormatError: Something is there that does not begin as a record does.
+    """
+    found = "no file of text"
+    try:
+        if Path(path).is_file():
+            with open(path, "rb") as file:
+                found = "" if _BEGIN.startswith(file.read(len(_BEGIN))) else "another kind of file"
+        elif not Path(path).exists():
+            return
+    except OSError:  # whoever writes it says what is wrong
+        return
+    if found:
+        raise reading.bad_file(path, _WANTED, found, "name another file, or move this one away")
 
 
 def load_record(path: reading.PathLike) -> tuple[RecordState, str]:

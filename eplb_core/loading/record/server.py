@@ -23,7 +23,7 @@ from eplb_core.errors import SocketOwnerError
 from eplb_core.exposition import Sample, watch
 from eplb_core.files.reading import remove_unfinished
 from eplb_core.loading.record import wire
-from eplb_core.loading.record.file import save_record
+from eplb_core.loading.record.file import check_replaceable, save_record
 from eplb_core.loading.record.keeper import LATER, Exports, Keeper, Session, malformed, unsent
 from eplb_core.loading.record.record import LayoutRecord
 from eplb_core.loading.record.socket_path import SocketPlace, check_path, check_peer, close, has_ended
@@ -57,6 +57,7 @@ class LayoutServer(contextlib.AbstractContextManager["LayoutServer"]):
         SocketInUseError: A server lives there, or the path is no socket.
         SocketOwnerError: Somebody else owns the path.
         ValueError: The path is too long for a socket.
+        FileFormatError: `state_file` is there, and is no record.
         OSError: No such folder, or no permission in it; `state_file` cannot be written.
 
     Cost:
@@ -85,6 +86,8 @@ class LayoutServer(contextlib.AbstractContextManager["LayoutServer"]):
         with contextlib.ExitStack() as undo:
             self._place = place or SocketPlace(path, state_file)
             undo.callback(self._place.release)
+            if state_file is not None:
+                check_replaceable(state_file)
             write = None if state_file is None else (lambda state: save_record(state_file, state, memory=memory))
             self._keeper = Keeper(record, exports, write)
             if state_file is not None:

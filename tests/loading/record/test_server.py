@@ -828,6 +828,21 @@ def test_a_keeper_says_when_it_does_not_know(tmp_path: Path) -> None:
         record_file.load_record(file)
 
 
+@pytest.mark.parametrize("content", [b"root:x:0:0", b'{"format": "eplb-layout-1"}', b"[]"])
+def test_a_file_that_is_no_record_is_not_replaced_by_one(content: bytes, tmp_path: Path, path: str) -> None:
+    """Not through a link either."""
+    (tmp_path / "theirs").write_bytes(content)
+    (tmp_path / "state").symlink_to(tmp_path / "theirs")
+    with pytest.raises(FileFormatError) as caught:
+        LayoutServer(path, LayoutRecord(LAYOUT), state_file=tmp_path / "state")
+    assert caught.value.path == str(tmp_path / "state")
+    assert (tmp_path / "theirs").read_bytes() == content
+    assert not os.path.exists(path)
+    (tmp_path / "theirs").write_bytes(b'{"format": "eplb-rec')  # cut off
+    LayoutServer(path, LayoutRecord(LAYOUT), state_file=tmp_path / "state").close()
+    assert record_file.load_record(tmp_path / "state")[0].layout == LAYOUT
+
+
 def test_a_record_s_file_that_cannot_be_seen_is_not_taken_for_none(tmp_path: Path) -> None:
     """A link to itself, as a folder without permission: there may be a version in it that weights were moved to."""
     (tmp_path / "file").symlink_to(tmp_path / "file")
