@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import secrets
+import shutil
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -225,7 +226,7 @@ class _Hand:
             reading.remove_unfinished(self._folder / MANIFEST)
             for file in self._folder.glob("experts-*"):
                 if f"-{self._life}-" not in file.name:
-                    file.unlink(missing_ok=True)
+                    _remove(file)
         return first
 
     def write(self, tensors: dict[str, torch.Tensor], layer: int) -> None:
@@ -377,11 +378,27 @@ def _unpin(memory: torch.Tensor) -> None:  # pragma: no cover  needs a GPU
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> int:
     """Write a file and wait for the disk; its size."""
     safetensors = _safetensors()
+    apart = path.with_suffix(
+        ".new"
+    )  # safetensors writes beside the file, under any name: what a kill leaves is in here
     try:
-        safetensors.torch.save_file(tensors, path)
-        with path.open("rb") as file:
+        apart.mkdir()
+        safetensors.torch.save_file(tensors, apart / path.name)
+        with (apart / path.name).open("rb") as file:
             os.fsync(file.fileno())
-            return os.fstat(file.fileno()).st_size
+            size = os.fstat(file.fileno()).st_size
+        os.replace(apart / path.name, path)
+        apart.rmdir()
+        return size
     except (safetensors.SafetensorError, OSError) as error:  # a full disk is one of safetensors' own
+        _remove(apart)
         path.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written: {error}; the backup is not complete") from error
+
+
+def _remove(path: Path) -> None:
+    """A file, or a folder with what a save that was killed left in it."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -42,19 +42,17 @@ def check_replaceable(path: reading.PathLike) -> None:
     """Refuse a file that no keeper wrote: the record would take its place.
 
     Raises:
-        FileFormatError: Something is there that does not begin as a record does.
+        FileFormatError: It does not begin as a record does.
     """
-    found = "no file of text"
     try:
-        if Path(path).is_file():
-            with open(path, "rb") as file:
-                found = "" if _BEGIN.startswith(file.read(len(_BEGIN))) else "another kind of file"
-        elif not Path(path).exists():
+        if not Path(path).is_file():
             return
+        with open(path, "rb") as file:
+            begins = file.read(len(_BEGIN))
     except OSError:  # whoever writes it says what is wrong
         return
-    if found:
-        raise reading.bad_file(path, _WANTED, found, "name another file, or move this one away")
+    if not _BEGIN.startswith(begins):
+        raise reading.bad_file(path, _WANTED, "another kind of file", "name another file, or move this one away")
 
 
 def load_record(path: reading.PathLike) -> tuple[RecordState, str]:

@@ -63,6 +63,9 @@ def test_what_a_killed_save_left_goes_with_the_next_save() -> None:
         for number in range(4):
             assert left_by(killed_while("backup", folder, 0.003 * number)) == []
         Path(folder, f".{MANIFEST}.0123abcd.tmp").write_text("{")  # where it was killed as it wrote the manifest
+        apart = Path(folder, "experts-0123abcd-00000-00000.new")  # or as safetensors wrote
+        apart.mkdir()
+        (apart / ".tmp0fodyq").write_bytes(b"cut")
         Path(folder, "mine").write_text("not of a backup")
         world = World(OLD)
 
