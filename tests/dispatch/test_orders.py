@@ -73,6 +73,7 @@ def test_flows_are_what_the_tables_do() -> None:
         np.testing.assert_allclose(np.bincount(node, flows[0, option]) * 3, by_node)
 
 
+@pytest.mark.long
 def test_a_table_of_one_slot_per_expert_saves_a_part_of_what_near_does() -> None:
     rng = np.random.default_rng(0)
     groups = np.log(0.1 + 0.9 * (np.arange(32) % 8 == rng.integers(0, 8, (600, 1, 1)))) + rng.gumbel(size=(600, 1, 32))
